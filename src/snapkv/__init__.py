@@ -1,3 +1,61 @@
 """SnapKV: answer over very long prompts with a small key-value cache."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snapkv.cache import CacheReport, CompressedCache
+    from snapkv.errors import (
+        CacheMismatchError,
+        DocumentError,
+        InvalidArgumentError,
+        InvalidTypeError,
+        MissingDependencyError,
+        ModelNotFoundError,
+        OutOfMemoryError,
+        PromptTooLongError,
+        SnapKVError,
+        UnsupportedModelError,
+    )
+    from snapkv.policies import FullCache, Random, SnapKV
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CacheMismatchError",
+    "CacheReport",
+    "CompressedCache",
+    "DocumentError",
+    "FullCache",
+    "InvalidArgumentError",
+    "InvalidTypeError",
+    "MissingDependencyError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "PromptTooLongError",
+    "Random",
+    "SnapKV",
+    "SnapKVError",
+    "UnsupportedModelError",
+]
+
+_HOMES = {
+    "CacheReport": "snapkv.cache",
+    "CompressedCache": "snapkv.cache",
+    "FullCache": "snapkv.policies",
+    "Random": "snapkv.policies",
+    "SnapKV": "snapkv.policies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that the command line starts without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'snapkv' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "snapkv.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,13 +1,13 @@
 """Every error the package raises on purpose.
 
     SnapKVError
-    ├── InvalidArgumentError (ValueError)   an argument's value is out of range or contradicts another
+    ├── InvalidArgumentError (ValueError)   a value is out of range or contradicts another
     │   ├── PromptTooLongError              more tokens than the model has positions
     │   ├── ModelNotFoundError              no model under that name, folder or file
     │   ├── DocumentError                   a document is missing, empty or not text
     │   └── CacheMismatchError              the cache belongs to another model, batch or prompt
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
-    ├── UnsupportedModelError (ValueError)  the model, attention or mask cannot be compressed correctly
+    ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
     ├── MissingDependencyError (ImportError) an optional package is not installed
     └── OutOfMemoryError (MemoryError)      the device is full; the message says what would fit
 

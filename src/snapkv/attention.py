@@ -1,0 +1,216 @@
+"""The one seam with transformers: an attention function around the model's own.
+
+Registered through the official `AttentionInterface` under ``"snapkv|<name>"``, with the mask
+function of ``<name>``. It calls the wrapped function and, where a prompt ends in this forward
+pass, asks the policy what to keep and lets the layer keep it. Queries arrive after rotary
+embedding, query norm and scaling: exactly what attention saw.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from snapkv.cache import handoff
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import CacheMismatchError, UnsupportedModelError
+from snapkv.faithfulness import require_faithful_scores
+from snapkv.masks import leading_pads, prompt_mask, stored_mask
+from snapkv.policies import PromptLayer
+
+_PREFIX = "snapkv|"
+
+Attended = tuple[Tensor, Tensor | None]
+
+
+def wrap_attention(model: PreTrainedModel) -> None:
+    """Route the model's attention through the seam; does nothing the second time.
+
+    Raises:
+        UnsupportedModelError: the model does not use transformers' attention interface.
+    """
+    name = model.config.get_text_config(decoder=True)._attn_implementation or "eager"
+    if name.startswith(_PREFIX):
+        return
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise UnsupportedModelError(
+            f"attn_implementation: expected one that transformers has a mask function for, got "
+            f"{name!r}; load the model with attn_implementation='sdpa' or 'eager'"
+        )
+    wrapped = _PREFIX + name
+    AttentionInterface.register(wrapped, functools.partial(_attention, name))
+    AttentionMaskInterface.register(wrapped, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(wrapped)
+    if model.config.get_text_config(decoder=True)._attn_implementation != wrapped:
+        raise UnsupportedModelError(
+            f"model: expected one whose attention goes through transformers' AttentionInterface, "
+            f"got {type(model).__name__}, which computes it by itself; it cannot be compressed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One attention call, as the model made it.
+
+    Attributes:
+        implementation: name of the wrapped attention, such as "sdpa".
+        query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
+        options: the remaining keyword arguments (scaling, dropout, softcap, ...).
+    """
+
+    implementation: str
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: dict[str, Any]
+
+    def attend(self) -> Attended:
+        """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
+        function = _wrapped_function(self.implementation, self.module)
+        output, weights = function(
+            self.module, self.query, self.key, self.value, self.mask, **self.options
+        )
+        return output, weights
+
+
+def _attention(
+    implementation: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> Attended:
+    """The registered function: what to do depends on where in the prompt this pass lies."""
+    call = _Call(
+        implementation=implementation,
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        options=options,
+    )
+    handed = _take_handoff(call)
+    if handed is None:
+        return call.attend()
+    layer, end = handed.layer, handed.prompt_end
+    if layer.kept is not None:
+        return _attend_stored(call, layer)
+    if layer.cumulative_length < end:
+        layer.remember_queries(query)
+        return call.attend()
+    if layer.cumulative_length - handed.new_tokens >= end:
+        return call.attend()
+    return _attend_prompt_end(call, layer, end)
+
+
+def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attended:
+    """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
+
+    Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
+    tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
+    """
+    drafts = layer.cumulative_length - end
+    own = call.query.shape[2] - drafts
+    pads = leading_pads(call.mask, own - 1, end, layer.policy.query_tokens)
+    prompt = _prompt_layer(call, layer, own, end, pads)
+    selection = layer.policy.select(prompt)
+    if selection is None or not drafts:
+        output, weights = call.attend()
+        if layer.policy.query_tokens:
+            require_faithful_scores(prompt, output[:, own - 1], call.module)
+        layer.end_prompt(selection, pads)
+        return output, weights
+    read = replace(
+        call,
+        query=call.query[:, :, :own],
+        key=call.key[:, :, :end],
+        value=call.value[:, :, :end],
+        mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], end, pads),
+    )
+    output, _ = read.attend()
+    layer.end_prompt(selection, pads)
+    behind = replace(call, query=call.query[:, :, own:])
+    verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
+    return torch.cat([output, verified], dim=1), None
+
+
+def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:
+    """Attend to what a compressed layer stores, the queries' own tokens last."""
+    if rebuild_mask or layer.hides_more_than_padding:
+        past = layer.visible_slots(layer.stored_tokens - call.query.shape[2])
+        call = replace(call, mask=stored_mask(call.implementation, past, call.query))
+    module = call.module
+    if layer.keys.shape[1] == call.query.shape[1]:
+        module = _Ungrouped(module)
+    return replace(call, module=module, key=layer.keys, value=layer.values).attend()
+
+
+def _prompt_layer(
+    call: _Call, layer: CompressedLayer, own: int, end: int, pads: Tensor | None
+) -> PromptLayer:
+    """The states of a layer at the prompt's end, for the policy."""
+    options = call.options
+    if options.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"model: expected attention without a position bias, got {type(call.module).__name__}, "
+            "whose bias the votes do not see; it cannot be compressed correctly"
+        )
+    scaling = options.get("scaling")
+    return PromptLayer(
+        queries=layer.with_remembered(call.query[:, :, :own]),
+        keys=call.key[:, :, :end],
+        values=call.value[:, :, :end],
+        scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+        pad_tokens=pads,
+        layer_idx=layer.layer_idx,
+    )
+
+
+def _take_handoff(call: _Call) -> handoff.Handoff | None:
+    """The layer whose update preceded this call, or None for a cache that is not ours."""
+    handed = handoff.take()
+    if handed is None or call.key.data_ptr() != handed.layer.keys.data_ptr():
+        return None
+    if not handed.cache.owns(call.module):
+        handed.layer.crop(-handed.new_tokens)
+        raise CacheMismatchError(
+            f"past_key_values: expected the model the cache was made for, got another "
+            f"{type(call.module).__name__}; make a CompressedCache for this model"
+        )
+    return handed
+
+
+def _wrapped_function(implementation: str, module: Any) -> Callable[..., Any]:
+    """The model family's own attention function of that name."""
+    family = sys.modules[type(module).__module__]
+    interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    eager = getattr(family, "eager_attention_forward", None)
+    function: Callable[..., Any] = interface.get_interface(implementation, eager)
+    return function
+
+
+class _Ungrouped:
+    """An attention module whose keys are already stored once per query head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -1,0 +1,7 @@
+"""Where the kept keys and values live."""
+
+from snapkv.cache.compressed import CompressedCache
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.report import CacheReport, format_bytes
+
+__all__ = ["CacheReport", "CompressedCache", "CompressedLayer", "format_bytes"]

@@ -1,0 +1,218 @@
+"""The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from snapkv.cache import handoff
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layers import layers_for
+from snapkv.cache.report import CacheReport
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.policies import Policy, SnapKV
+from snapkv.policies.base import require_int
+
+
+class CompressedCache(Cache):
+    """A key-value cache that shrinks to its budget at the end of the prompt.
+
+    Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
+    prompt is read with full attention, so the first generated token is that of the full cache;
+    what is stored shrinks layer by layer inside the same forward pass. Positions stay true.
+
+    The prompt ends where `generate` says it does; in plain calls, with the first forward pass on
+    the empty cache. Announce a longer prompt with `expect_prompt` to feed it in pieces. What comes
+    after the prompt is stored whole. `reset()` makes the cache ready for another prompt.
+
+    Creating the cache sets the model's attention implementation to a wrapper of the one it has
+    (``"sdpa"`` becomes ``"snapkv|sdpa"``), which leaves other caches untouched.
+
+    Args:
+        model: a decoder-only transformers model.
+        policy: what to keep; `SnapKV()` by default.
+
+    Raises:
+        InvalidTypeError: `model` or `policy` is not one.
+        UnsupportedModelError: the model cannot be compressed correctly; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, policy: Policy | None = None) -> None:
+        from snapkv.attention import wrap_attention  # the seam imports this module
+        from snapkv.generation import announce_prompts
+
+        policy = SnapKV() if policy is None else policy
+        if not isinstance(policy, Policy):
+            raise InvalidTypeError(
+                f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
+                f"{type(policy).__name__}; see snapkv.policies.POLICIES"
+            )
+        super().__init__(layers=layers_for(model, policy))
+        wrap_attention(model)
+        announce_prompts(model)
+        self.policy = policy
+        self._modules = weakref.WeakSet(model.modules())
+        self._prompt_end: int | None = None
+        self._records_past = False
+
+    # What transformers asks of a cache.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the new tokens of one layer; returns all its stored keys and values."""
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, CompressedLayer):
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return keys, values
+        self._require_finished_forward(layer)
+        new_tokens = key_states.shape[-2]
+        prompt_end = self._open_prompt(layer.cumulative_length + new_tokens)
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        handoff.offer(
+            handoff.Handoff(cache=self, layer=layer, new_tokens=new_tokens, prompt_end=prompt_end)
+        )
+        return keys, values
+
+    def _open_prompt(self, seen_tokens: int) -> int:
+        """Where the prompt ends; without an announcement, with this very forward pass."""
+        if self._prompt_end is None:
+            if self._records_past:
+                raise CacheMismatchError(
+                    "past_key_values: expected to know where the prompt ends before drafts are "
+                    "verified, got a first forward pass that may hold drafts; call "
+                    "cache.expect_prompt(prompt_tokens) first"
+                )
+            self._prompt_end = seen_tokens
+        return self._prompt_end
+
+    def _require_finished_forward(self, layer: CompressedLayer) -> None:
+        """Refuse to go on after a forward pass that did not reach every layer's attention."""
+        pending = handoff.peek()
+        first = self.layers[self.compressed_layers[0]]
+        behind = layer.layer_idx != self.compressed_layers[0] and (
+            layer.cumulative_length >= first.get_seq_length()
+        )
+        if (pending is not None and pending.cache is self) or behind:
+            raise CacheMismatchError(
+                "past_key_values: expected every layer's attention to run through snapkv, got a "
+                "forward pass that was interrupted or used another attention implementation; "
+                "call cache.reset(), or make a new CompressedCache after changing the model"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
+
+        Raises:
+            InvalidArgumentError: a positive number, or more than can be taken back.
+        """
+        super().crop(tokens_to_remove)
+        if self._prompt_end is not None and self.get_seq_length() < self._prompt_end:
+            self._prompt_end = None
+
+    def reset(self) -> None:
+        """Empty the cache for another prompt, of any length and batch size."""
+        super().reset()
+        pending = handoff.peek()
+        if pending is not None and pending.cache is self:
+            handoff.take()
+        self._prompt_end = None
+        self._records_past = False
+
+    def activate_past_recording(self) -> None:
+        """Called before drafts are verified: from now on a forward pass may hold drafts."""
+        super().activate_past_recording()
+        self._records_past = True
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Tokens seen, whatever is stored of them."""
+        if layer_idx is None:
+            layer_idx = self.compressed_layers[0]
+        return int(super().get_seq_length(layer_idx))
+
+    # What users ask of a cache.
+
+    def expect_prompt(self, prompt_tokens: int) -> None:
+        """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
+
+        `model.generate` does this by itself. Call it before feeding a prompt in pieces through
+        ``model(...)``: nothing is dropped before the announced end has been read.
+
+        Raises:
+            CacheMismatchError: the cache has already seen that many tokens.
+        """
+        require_int("prompt_tokens", prompt_tokens, minimum=1)
+        seen = self.get_seq_length()
+        if prompt_tokens <= seen:
+            raise CacheMismatchError(
+                f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
+                f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
+            )
+        self._prompt_end = prompt_tokens
+
+    @property
+    def compressed_layers(self) -> list[int]:
+        """Indices of the layers that are compressed; the others stay transformers' own."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
+
+    def kept_positions(self, layer_idx: int) -> Tensor:
+        """True positions of all tokens that a layer stores, generated ones included.
+
+        Returns:
+            (B, Hkv, kept) int64, ascending, counted from each row's first real token; -1 where a
+            row keeps fewer. Hq instead of Hkv for ``group_reduce="none"``.
+
+        Raises:
+            InvalidArgumentError: the layer is not one of `compressed_layers`.
+        """
+        compressed = self.compressed_layers
+        if layer_idx not in compressed:
+            raise InvalidArgumentError(
+                f"layer_idx: expected one of the compressed layers {compressed}, got {layer_idx}; "
+                "layers with a sliding window or no attention keep transformers' own storage"
+            )
+        positions: Tensor = self.layers[layer_idx].stored_positions()
+        return positions
+
+    def report(self) -> CacheReport:
+        """Tokens seen and kept, bytes held and bytes a full cache would hold."""
+        rows = [_layer_report(i, layer) for i, layer in enumerate(self.layers)]
+        kept = [row["kept_tokens"] for row in rows if row["kind"] == "compressed"]
+        mean = sum(kept) / len(kept)
+        indices = [layer.kept for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return CacheReport(
+            policy=self.policy.name,
+            seen_tokens=self.get_seq_length(),
+            kept_tokens=int(mean) if mean == int(mean) else mean,
+            held_bytes=sum(row["held_bytes"] for row in rows),
+            index_bytes=sum(_bytes(kept) for kept in indices),
+            full_bytes=sum(row["full_bytes"] for row in rows),
+            layers=rows,
+        )
+
+    def owns(self, module: Any) -> bool:
+        """Whether `module` is part of the model this cache was made for."""
+        return module in self._modules
+
+
+def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
+    """One row of `CacheReport.layers`."""
+    held = _bytes(getattr(layer, "keys", None)) + _bytes(getattr(layer, "values", None))
+    row = {"layer": layer_idx, "kind": type(layer).__name__, "held_bytes": held}
+    if not isinstance(layer, CompressedLayer):
+        seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+        stored = layer.keys.shape[-2] if held else 0
+        return {**row, "seen_tokens": seen, "kept_tokens": stored, "full_bytes": held}
+    return {
+        **row,
+        "kind": "compressed",
+        "seen_tokens": layer.cumulative_length,
+        "kept_tokens": layer.stored_tokens,
+        "full_bytes": layer.full_bytes,
+    }
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

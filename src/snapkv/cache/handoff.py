@@ -1,0 +1,51 @@
+"""Passing a layer from the cache to the attention call that follows, per thread.
+
+`Cache.update` knows the layer but not the queries; the attention function knows the queries but
+not the layer. Both run in the same thread, one right after the other.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from snapkv.cache.layer import CompressedLayer
+
+if TYPE_CHECKING:
+    from snapkv.cache.compressed import CompressedCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """A layer that has just been updated.
+
+    Attributes:
+        cache: the cache the layer belongs to.
+        layer: the layer; its new tokens are already stored.
+        new_tokens: how many tokens the update appended.
+        prompt_end: tokens seen when the prompt ends, counted from the start of the cache.
+    """
+
+    cache: "CompressedCache"
+    layer: CompressedLayer
+    new_tokens: int
+    prompt_end: int
+
+
+_current = threading.local()
+
+
+def offer(handoff: Handoff) -> None:
+    """Leave a layer for the next attention call of this thread."""
+    _current.handoff = handoff
+
+
+def take() -> Handoff | None:
+    """The layer left for this attention call, if any; it is left only once."""
+    handoff = peek()
+    _current.handoff = None
+    return handoff
+
+
+def peek() -> Handoff | None:
+    """The layer left for the next attention call, without taking it."""
+    return getattr(_current, "handoff", None)

@@ -1,0 +1,232 @@
+"""One layer of a compressed cache: stores fewer tokens than it has seen."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from snapkv import ops
+from snapkv.errors import CacheMismatchError, InvalidArgumentError
+from snapkv.policies import Policy, Selection
+
+
+class CompressedLayer(DynamicLayer):
+    """Keys and values of the tokens that were kept, in ascending order of position.
+
+    The layer reports every token it has seen and stores only some, the contract of transformers'
+    own sliding layers, so positions and masks stay true. It moves tensors; which of them to keep
+    is the policy's business, when to ask it is `snapkv.attention`'s.
+
+    Attributes:
+        keys, values: (B, H, S, D), S stored slots. H is Hkv, or Hq where a policy keeps one set
+            per query head.
+        cumulative_length: tokens seen since the last reset.
+        kept: (B, H, K) int32, prompt columns of the first K slots, or None while nothing was
+            dropped.
+        pad_tokens: (B,) leading pads of each row of the prompt, or None.
+        filler_tokens: (B,) leading slots that hold pads, or None.
+        hides_more_than_padding: attention needs a mask of the layer's own.
+    """
+
+    keys: Any  # None until the first update
+    values: Any
+
+    def __init__(self, policy: Policy, layer_idx: int) -> None:
+        super().__init__()
+        self.policy = policy
+        self.layer_idx = layer_idx
+        self.cumulative_length = 0
+        self.kept: Tensor | None = None
+        self.pad_tokens: Tensor | None = None
+        self.filler_tokens: Tensor | None = None
+        self.hides_more_than_padding = False
+        self._query_tail: Tensor | None = None
+        self._num_kv_heads = 0
+
+    # What transformers asks of a layer.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append new tokens; returns all stored keys and values, new ones last."""
+        self._require_batch(key_states.shape[0])
+        self.cumulative_length += key_states.shape[-2]
+        self._num_kv_heads = key_states.shape[1]
+        if self.kept is not None and self.keys.shape[1] != key_states.shape[1]:
+            repeats = self.keys.shape[1] // key_states.shape[1]
+            key_states = key_states.repeat_interleave(repeats, dim=1)
+            value_states = value_states.repeat_interleave(repeats, dim=1)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys, values
+
+    def _require_batch(self, batch: int) -> None:
+        if self.stored_tokens and self.keys.shape[0] != batch:
+            raise CacheMismatchError(
+                f"past_key_values: expected a batch of {self.keys.shape[0]}, the size the cache "
+                f"was filled with, got {batch}; call cache.reset() or make a new CompressedCache"
+            )
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, not slots stored: positions are counted from it."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns, offset): the stored slots stand for the last columns of the full mask."""
+        stored = self.stored_tokens
+        return stored + query_length, self.cumulative_length - stored
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; takes a non-positive count, as transformers does.
+
+        Raises:
+            InvalidArgumentError: a positive count, or more than can be taken back: of a compressed
+                prompt only the run of tokens at its end is still whole.
+        """
+        if tokens_to_remove > 0:
+            raise InvalidArgumentError(
+                f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
+                f"{tokens_to_remove}; pass -n to remove the last n tokens"
+            )
+        if tokens_to_remove == 0:
+            return
+        count = -tokens_to_remove
+        self._require_croppable(count)
+        self.keys = self.keys[..., :-count, :]
+        self.values = self.values[..., :-count, :]
+        self.cumulative_length -= count
+        if self.kept is not None:
+            self.kept = self.kept[..., : self.stored_tokens]
+
+    def _require_croppable(self, count: int) -> None:
+        whole = self.stored_tokens if self.kept is None else self._whole_tail()
+        if count > whole:
+            raise InvalidArgumentError(
+                f"tokens_to_remove: expected at most {whole}, the tokens at the end of layer "
+                f"{self.layer_idx} that are still whole, got {count}; reset the cache and read "
+                "the shorter prompt again"
+            )
+
+    def _whole_tail(self) -> int:
+        """How many of the last tokens every head and row still stores."""
+        assert self.kept is not None
+        appended = self.stored_tokens - self.kept.shape[-1]
+        steps = self.kept.diff(dim=-1).flip(-1) == 1
+        runs = steps.cumprod(dim=-1).sum(dim=-1) + 1
+        return appended + int(runs.min())
+
+    def reset(self) -> None:
+        """Empty the layer; the object stays usable for another prompt of any batch size."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self.cumulative_length = 0
+        self.hides_more_than_padding = False
+        self.kept = self.pad_tokens = self.filler_tokens = self._query_tail = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the rows in the order of `beam_idx`."""
+        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows in `indices`."""
+        self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
+
+    def _map_rows(self, change: Any) -> None:
+        for name in ("keys", "values", "kept", "pad_tokens", "filler_tokens", "_query_tail"):
+            rows = getattr(self, name)
+            if rows is not None and rows.numel():
+                setattr(self, name, change(rows))
+
+    # What the attention seam asks of a layer.
+
+    @property
+    def stored_tokens(self) -> int:
+        """S: slots stored, the same for every head and row."""
+        return self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+
+    def remember_queries(self, queries: Tensor) -> None:
+        """Hold on to the last queries of a chunk: the window may begin in it."""
+        self._query_tail = self.with_remembered(queries).clone()
+
+    def with_remembered(self, queries: Tensor) -> Tensor:
+        """(B, Hq, up to `policy.query_tokens`, D): the last queries of the prompt so far."""
+        if self._query_tail is not None:
+            queries = torch.cat([self._query_tail, queries], dim=-2)
+        start = max(0, queries.shape[-2] - self.policy.query_tokens)
+        return queries[..., start:, :]
+
+    def end_prompt(self, selection: Selection | None, pad_tokens: Tensor | None) -> None:
+        """Note that the prompt has been read, and what of it to keep.
+
+        Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept.
+        """
+        self._query_tail = None
+        self.pad_tokens = pad_tokens
+        if selection is None:
+            return
+        prompt_tokens = int(selection.keep_indices[0, 0, -1]) + 1
+        self.keys = self._keep(self.keys, selection.keep_indices, prompt_tokens)
+        self.values = self._keep(self.values, selection.keep_indices, prompt_tokens)
+        self.kept = selection.keep_indices.to(torch.int32)
+        self.filler_tokens = selection.filler_tokens
+        self.hides_more_than_padding = self._fillers_outnumber_padding(prompt_tokens)
+
+    def _fillers_outnumber_padding(self, prompt_tokens: int) -> bool:
+        """Whether the padding mask, shifted to the stored slots, hides too few of them.
+
+        The stored slots stand for the last columns of the prompt. Where every row keeps the same
+        budget, exactly its fillers then fall on columns of pads. Rows with budgets of their own
+        (a ratio of their own length) can hold more fillers than that.
+        """
+        if self.filler_tokens is None or self.pad_tokens is None or self.kept is None:
+            return False
+        hidden = self.pad_tokens - (prompt_tokens - self.kept.shape[-1])
+        return bool((self.filler_tokens != hidden.clamp(min=0)).any())
+
+    def visible_slots(self, slots: int) -> Tensor:
+        """(B, slots) bool: which of the first slots hold a token and not a filler."""
+        order = torch.arange(slots, device=self.keys.device)
+        if self.filler_tokens is None:
+            return torch.ones(self.keys.shape[0], slots, dtype=torch.bool, device=order.device)
+        return order >= self.filler_tokens[:, None]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of every seen token's key and value, stored once per KV head."""
+        if not self.stored_tokens:
+            return 0
+        B = self.keys.shape[0]
+        per_token = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
+        return int(B * self._num_kv_heads * self.cumulative_length * per_token)
+
+    @staticmethod
+    def _keep(states: Tensor, keep_indices: Tensor, prompt_tokens: int) -> Tensor:
+        kept = ops.gather_tokens(states, keep_indices)
+        behind = states[..., prompt_tokens:, :]
+        if not behind.shape[-2]:
+            return kept
+        repeats = keep_indices.shape[1] // states.shape[1]
+        return torch.cat([kept, behind.repeat_interleave(repeats, dim=1)], dim=-2)
+
+    # What users ask of a layer.
+
+    def stored_positions(self) -> Tensor:
+        """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
+        if not self.stored_tokens:
+            return torch.empty(0, 0, 0, dtype=torch.int64)
+        B, H, S, _ = self.keys.shape
+        device = self.keys.device
+        if self.kept is None:
+            columns = torch.arange(S, device=device).expand(B, H, S)
+        else:
+            appended = S - self.kept.shape[-1]
+            end = self.cumulative_length
+            behind = torch.arange(end - appended, end, device=device).expand(B, H, -1)
+            columns = torch.cat([self.kept.long(), behind], dim=-1)
+        if self.pad_tokens is None:
+            return columns.clone()
+        return (columns - self.pad_tokens[:, None, None]).clamp(min=-1)

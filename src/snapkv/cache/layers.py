@@ -1,0 +1,66 @@
+"""Which layers of a model are compressed, and which models cannot be."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+)
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import InvalidTypeError, UnsupportedModelError
+from snapkv.policies import Policy
+
+_KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+
+
+def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
+    """transformers' own choice of layers for the model, the full-attention ones compressed.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
+        UnsupportedModelError: an encoder-decoder model, one without full attention, or one with a
+            kind of layer that is not known to be handled correctly.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise InvalidTypeError(
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
+            "with AutoModelForCausalLM.from_pretrained"
+        )
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"model: expected a decoder-only model, got the encoder-decoder {name}; its prompt is "
+            "read by the encoder and is not in a key-value cache"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"model: expected every layer to own its keys and values, got {name} with "
+            f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
+        )
+    layers = DynamicCache(config=config).layers
+    _require_known(name, layers)
+    return [
+        CompressedLayer(policy, index) if type(layer) is DynamicLayer else layer
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _require_known(name: str, layers: list[Any]) -> None:
+    kinds = {type(layer).__name__ for layer in layers}
+    unknown = sorted(kinds - {"DynamicLayer", *_KEPT_AS_THEY_ARE})
+    if unknown:
+        raise UnsupportedModelError(
+            f"model: expected layers of full, sliding or linear attention, got {name} with "
+            f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
+            "cache for it"
+        )
+    if "DynamicLayer" not in kinds:
+        raise UnsupportedModelError(
+            f"model: expected at least one layer of full attention, got {name} with "
+            f"{', '.join(sorted(kinds)) or 'no cache layers'} only, whose cache does not grow with "
+            "the prompt; use transformers' own cache for it"
+        )

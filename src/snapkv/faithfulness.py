@@ -1,0 +1,61 @@
+"""A check at run time that the votes are computed as the model's attention is.
+
+A family may do something to its scores that the votes do not know of (a bias, a temperature,
+another kind of softmax). Scoring it anyway would silently keep the wrong tokens. So at the end of
+every prompt the attention of the last query is computed once from the states the policy sees, and
+compared with what the model's own attention returned for it. One row costs next to nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies import PromptLayer
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_LOW_PRECISION_TOLERANCE = 0.1
+
+
+def require_faithful_scores(layer: PromptLayer, output: Tensor, module: Any) -> None:
+    """Raise unless the model's attention of the last query is what the policy would compute.
+
+    Args:
+        layer: the states of the layer at the end of the prompt.
+        output: (B, Hq, Dv), the model's attention output of the prompt's last query.
+        module: the attention module, to name it in the error.
+
+    Raises:
+        UnsupportedModelError: the relative difference is beyond what rounding explains.
+    """
+    if getattr(module, "training", False):
+        return  # dropout makes the model's own output random
+    expected = last_query_attention(layer)
+    difference = (expected - output.float()).norm() / expected.norm().clamp(min=1e-12)
+    tolerance = _TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE)
+    if not bool(difference <= tolerance):
+        raise UnsupportedModelError(
+            f"model: expected attention that scaling, soft-cap and sinks describe, got "
+            f"{type(module).__name__}, whose output differs by {float(difference):.1%} in layer "
+            f"{layer.layer_idx}; its votes would be wrong, so it cannot be compressed"
+        )
+
+
+def last_query_attention(layer: PromptLayer) -> Tensor:
+    """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
+    B, Hq, _, D = layer.queries.shape
+    Hkv = layer.keys.shape[1]
+    grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D)
+    scores = (grouped @ layer.keys.transpose(-1, -2)).float() * layer.scaling
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    if layer.pad_tokens is not None:
+        slots = torch.arange(scores.shape[-1], device=scores.device)
+        pads = slots < layer.pad_tokens[:, None, None, None]
+        scores = scores.masked_fill(pads, float("-inf"))
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    if layer.sinks is not None:
+        total = torch.logaddexp(total, layer.sinks.float().view(1, Hkv, -1, 1))
+    weights = (scores - total).exp().to(layer.values.dtype)
+    return (weights @ layer.values).flatten(1, 2).float()

@@ -1,0 +1,151 @@
+"""Attention masks of every implementation: reading the padding, building the mask of stored slots.
+
+transformers hands attention a different object per implementation: nothing at all, a boolean 4-D
+tensor (sdpa), an additive 4-D tensor (eager), a 2-D tensor (flash) or a BlockMask (flex).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from snapkv import ops
+from snapkv.errors import UnsupportedModelError
+
+
+def leading_pads(
+    mask: Any, query_idx: int, prompt_tokens: int, window_tokens: int
+) -> Tensor | None:
+    """Count the pads in front of every row, as the prompt's last query sees them.
+
+    Args:
+        mask: what attention was given; None means that every position is real.
+        query_idx: row of the mask that belongs to the prompt's last token.
+        prompt_tokens: T, how many columns belong to the prompt.
+        window_tokens: how many queries up to `query_idx` must be plainly causal, since they vote.
+
+    Returns:
+        (B,) int64, or None where no row has a pad.
+
+    Raises:
+        UnsupportedModelError: padding that is not on the left, or a mask that is not causal.
+    """
+    if mask is None:
+        return None
+    visible = _visible_rows(mask, query_idx, prompt_tokens)
+    pads = prompt_tokens - visible.sum(dim=-1)
+    columns = torch.arange(prompt_tokens, device=visible.device)
+    if not torch.equal(visible, columns >= pads[:, None]):
+        raise UnsupportedModelError(
+            "attention_mask: expected padding on the left only, got masked positions at the end "
+            "or in the middle of the prompt; tokenize with padding_side='left'"
+        )
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        _require_causal(mask, query_idx, prompt_tokens, window_tokens, pads)
+    return pads if bool(pads.any()) else None
+
+
+def _visible_rows(mask: Any, query_idx: int, prompt_tokens: int) -> Tensor:
+    """(B, T) bool: what the query at `query_idx` sees."""
+    if isinstance(mask, BlockMask):
+        device = mask.kv_num_blocks.device
+        batch = torch.arange(mask.shape[0], device=device)[:, None]
+        columns = torch.arange(prompt_tokens, device=device)[None, :]
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        seen: Tensor = mask.mask_mod(batch, zero, zero + query_idx, columns)
+        return seen.expand(mask.shape[0], prompt_tokens)
+    if mask.ndim == 2:
+        visible: Tensor = mask[:, :prompt_tokens] != 0
+        return visible
+    return _as_bool(mask[:, 0, query_idx, :prompt_tokens])
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """Boolean view of a boolean or additive mask: True where attention is allowed."""
+    if mask.dtype == torch.bool:
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2
+
+
+def _require_causal(
+    mask: Tensor, query_idx: int, prompt_tokens: int, window_tokens: int, pads: Tensor
+) -> None:
+    """Refuse masks whose voting rows are not plainly causal (packed or bidirectional prompts)."""
+    rows = min(window_tokens, query_idx + 1)
+    seen = _as_bool(mask[:, :, query_idx + 1 - rows : query_idx + 1, :prompt_tokens])
+    expected = ops.window_visibility(rows, prompt_tokens, pads, device=mask.device)
+    positions = torch.arange(prompt_tokens - rows, prompt_tokens, device=mask.device)
+    real = (positions >= pads[:, None])[:, None, :, None]
+    if bool(((seen != expected) & real).any()):
+        raise UnsupportedModelError(
+            "attention_mask: expected a causal mask over the observation window, got one that is "
+            "not (packed sequences, or tokens that see each other in both directions); such a "
+            "prompt cannot be voted on"
+        )
+
+
+def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
+    """The mask for queries at the end of a cache whose slots are all in the past.
+
+    Args:
+        implementation: name of the wrapped attention, such as "sdpa".
+        visible: (B, S) bool, which stored slots hold a token; the queries' own slots excluded.
+        query: (B, Hq, Q, D); each query sees the visible slots, itself and the queries before it.
+
+    Returns:
+        The mask in the form the implementation expects, over S + Q columns.
+    """
+    B, _, Q, _ = query.shape
+    own = torch.ones(Q, Q, dtype=torch.bool, device=query.device).tril()
+    if "flash" in implementation:
+        if bool(visible.all()):
+            return None
+        return torch.cat([visible, visible.new_ones(B, Q)], dim=-1)
+    if "flex" in implementation:
+        return _block_mask(visible, Q)
+    past = visible[:, None, None, :].expand(B, 1, Q, -1)
+    allowed = torch.cat([past, own.expand(B, 1, Q, Q)], dim=-1)
+    if implementation != "eager":
+        return allowed
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+
+
+def prompt_mask(
+    implementation: str, mask: Any, query: Tensor, prompt_tokens: int, pads: Tensor | None
+) -> Any:
+    """The part of a mask that belongs to the prompt, where drafts follow it.
+
+    Args:
+        implementation: name of the wrapped attention, such as "sdpa".
+        mask: what attention was given for the prompt's queries and the drafts behind them.
+        query: (B, Hq, Q, D), the prompt's queries of this pass, the first rows of the mask.
+        prompt_tokens: T, the first columns of the mask.
+        pads: (B,), leading pads of each row, or None.
+    """
+    if isinstance(mask, BlockMask):
+        earlier = prompt_tokens - query.shape[2]
+        if pads is not None:
+            raise UnsupportedModelError(
+                "attention_mask: expected no padding where drafts are verified by flex attention, "
+                "got left padding; load the model with attn_implementation='sdpa'"
+            )
+        visible = torch.ones(query.shape[0], earlier, dtype=torch.bool, device=query.device)
+        return stored_mask(implementation, visible, query)
+    if mask is None or mask.ndim == 2:
+        return mask if mask is None else mask[:, :prompt_tokens]
+    return mask[:, :, : query.shape[2], :prompt_tokens]
+
+
+def _block_mask(visible: Tensor, query_tokens: int) -> BlockMask:
+    """`stored_mask` for flex attention."""
+    slots = visible.shape[-1]
+    columns = torch.cat([visible, visible.new_ones(visible.shape[0], query_tokens)], dim=-1)
+
+    def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
+        return columns[batch, slot] & (slot <= query_idx + slots)
+
+    return create_block_mask(
+        sees, visible.shape[0], None, query_tokens, slots + query_tokens, device=visible.device
+    )

@@ -1,0 +1,147 @@
+"""The operations of SnapKV in plain torch: slow, short and the specification of every faster one.
+
+Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W window, P prefix
+(T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def window_votes(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    pad_tokens: Tensor | None = None,
+) -> Tensor:
+    """How much attention each prefix position receives from the observation window (Eq. 2).
+
+    The softmax runs over the whole prompt, causal inside the window, exactly as the model's own
+    attention does; the rows of the window are then summed.
+
+    Args:
+        queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
+        keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
+        scaling: factor on the scores, usually ``D ** -0.5``.
+        softcap: ``softcap * tanh(score / softcap)`` is applied to the scaled scores (Gemma 2).
+        sinks: (Hq,), one extra logit per head that takes part in the softmax (gpt-oss).
+        pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
+
+    Returns:
+        (B, Hq, P) float32.
+    """
+    B, Hq, W, D = queries.shape
+    Hkv, T = keys.shape[1], keys.shape[2]
+    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
+    scores = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = window_visibility(W, T, pad_tokens, device=keys.device)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : T - W]
+    if pad_tokens is not None:
+        weights = weights.nan_to_num(0.0)  # the row of a pad sees nothing at all
+    return weights.sum(dim=-2)
+
+
+def window_visibility(
+    window_tokens: int, prompt_tokens: int, pad_tokens: Tensor | None, *, device: torch.device
+) -> Tensor:
+    """Which positions the last ``window_tokens`` queries of a prompt see.
+
+    Returns:
+        (B or 1, 1, W, T) bool: causal, and no query sees a leading pad.
+    """
+    positions = torch.arange(prompt_tokens, device=device)
+    visible = positions <= positions[prompt_tokens - window_tokens :, None]
+    if pad_tokens is not None:
+        visible = visible & (positions >= pad_tokens[:, None, None])
+        return visible.unsqueeze(1)
+    return visible[None, None]
+
+
+def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
+    """Combine the votes of the query heads that share a KV head.
+
+    Args:
+        votes: (B, Hq, P).
+        num_kv_heads: Hkv, a divisor of Hq.
+        how: "mean", "max" or "sum"; "none" leaves every query head its own votes.
+
+    Returns:
+        (B, Hkv, P), or (B, Hq, P) for "none".
+    """
+    if how == "none":
+        return votes
+    grouped = votes.view(votes.shape[0], num_kv_heads, -1, votes.shape[-1])
+    if how == "max":
+        return grouped.amax(dim=2)
+    return grouped.mean(dim=2) if how == "mean" else grouped.sum(dim=2)
+
+
+def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    """Smooth votes along the prefix so that neighbours of a strong position survive with it.
+
+    Stride 1, ``kernel_size // 2`` of padding on each side (Listing 1, line 13). Average pooling
+    divides by ``kernel_size`` at the edges too, as ``avg_pool1d`` does by default.
+
+    Args:
+        votes: (B, H, P) float32.
+        kernel_size: odd; 1 leaves the votes unchanged.
+        pooling: "max" or "avg".
+
+    Returns:
+        (B, H, P) float32.
+    """
+    pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
+
+
+def keep_best(scores: Tensor, keep_tokens: Tensor, pad_tokens: Tensor | None = None) -> Tensor:
+    """The best positions of every head, ascending; of equal scores the lower position wins.
+
+    Every row returns as many indices as the row that keeps most. A row that keeps fewer is filled
+    up with its leftmost pads, so that what must be hidden later is always a leading run.
+
+    Args:
+        scores: (B, H, P) float32.
+        keep_tokens: (B,) int64, how many real positions each row keeps; 0 to P.
+        pad_tokens: (B,), leading pads of each row; a pad never beats a token.
+
+    Returns:
+        (B, H, max(keep_tokens)) int64, ascending and unique along the last axis.
+    """
+    if pad_tokens is not None:
+        pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
+        scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))
+    most = int(keep_tokens.max())
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
+    rank = torch.arange(most, device=scores.device)
+    is_filler = rank >= keep_tokens[:, None]
+    filler = rank - keep_tokens[:, None]
+    chosen = torch.where(is_filler.unsqueeze(1), filler.unsqueeze(1), order)
+    return chosen.sort(dim=-1).values
+
+
+def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
+    """Copy the kept rows of keys or values, bit for bit.
+
+    Args:
+        states: (B, Hkv, T, D), any dtype.
+        keep_indices: (B, H, K) with H = Hkv, or H = Hq to store one copy per query head.
+
+    Returns:
+        (B, H, K, D), contiguous, of the same dtype.
+    """
+    repeats = keep_indices.shape[1] // states.shape[1]
+    if repeats > 1:
+        states = states.repeat_interleave(repeats, dim=1)
+    index = keep_indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
+    return states.gather(2, index)

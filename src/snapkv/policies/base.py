@@ -1,0 +1,185 @@
+"""What a policy is: tensors of one layer in, positions to keep out. It holds no request state."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+
+DEFAULT_BUDGET = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLayer:
+    """One layer's attention states at the end of the prompt.
+
+    Attributes:
+        queries: (B, Hq, N, D), the last ``policy.query_tokens`` queries of the prompt (fewer where
+            the prompt is shorter), after rotary embedding and query norm.
+        keys: (B, Hkv, T, D), all keys of the prompt as stored in the cache.
+        values: (B, Hkv, T, Dv).
+        scaling: the factor attention puts on its scores.
+        softcap: the cap attention puts on its scores, or None.
+        sinks: (Hq,) learned sink logits, or None.
+        pad_tokens: (B,) int64, leading pads of each row, or None where there are none.
+        layer_idx: index of the layer in the model.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    layer_idx: int
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    pad_tokens: Tensor | None = None
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """(B,) int64: real tokens of each row, pads left out."""
+        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
+        return total if self.pad_tokens is None else total - self.pad_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which positions of the prompt a layer keeps.
+
+    Attributes:
+        keep_indices: (B, H, K) int64, ascending and unique, slots of the prompt. H is Hkv, or Hq
+            where every query head keeps its own set.
+        filler_tokens: (B,) int64, how many leading entries of a row are pads that only fill it up
+            to K; None where no row has any.
+    """
+
+    keep_indices: Tensor
+    filler_tokens: Tensor | None = None
+
+
+class Policy(ABC):
+    """Decides what a layer keeps when the prompt has been read."""
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def query_tokens(self) -> int:
+        """How many of the prompt's last queries `select` wants to see."""
+
+    @abstractmethod
+    def select(self, layer: PromptLayer) -> Selection | None:
+        """Choose the positions to keep; None keeps everything, untouched."""
+
+
+@dataclass(frozen=True)
+class PrefixPolicy(Policy):
+    """Keeps the window and the best-scored positions before it; subclasses give the scores.
+
+    Args:
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
+            k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting").
+        window_size: the last tokens of the prompt, always kept.
+
+    Raises:
+        InvalidArgumentError: a value out of range, or both `budget` and `keep_ratio`.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    budget: int | None = None
+    _: KW_ONLY
+    keep_ratio: float | None = None
+    window_size: int = field(default=32)
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        require_int("window_size", self.window_size, minimum=1)
+        if self.keep_ratio is None:
+            if self.budget is None:
+                object.__setattr__(self, "budget", DEFAULT_BUDGET)
+            self._check_budget()
+        elif self.budget is not None:
+            raise InvalidArgumentError(
+                f"budget and keep_ratio: expected one of them, got budget={self.budget} and "
+                f"keep_ratio={self.keep_ratio}; leave one out"
+            )
+        else:
+            require_ratio("keep_ratio", self.keep_ratio)
+
+    def _check_budget(self) -> None:
+        require_int("budget", self.budget, minimum=1)
+        if self.budget is not None and self.budget <= self.window_size:
+            raise InvalidArgumentError(
+                f"budget: expected more than window_size={self.window_size}, since the window is "
+                f"part of the budget, got {self.budget}; raise budget or lower window_size"
+            )
+
+    @abstractmethod
+    def score(self, layer: PromptLayer) -> Tensor:
+        """Rate the prefix: (B, Hkv or Hq, T - window_size) float32, higher is kept first."""
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        """Keep the best of the prefix and the window, or everything where it fits the budget."""
+        prompt_tokens = layer.keys.shape[2]
+        prefix_tokens = prompt_tokens - self.window_size
+        rows = layer.row_tokens
+        keep_tokens = self._kept_prefix_tokens(rows)
+        if prefix_tokens <= 0 or prefix_tokens <= int(keep_tokens.max()):
+            return None
+        best = ops.keep_best(self.score(layer), keep_tokens, layer.pad_tokens)
+        window = torch.arange(prefix_tokens, prompt_tokens, device=best.device)
+        keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
+        if layer.pad_tokens is None:
+            return Selection(keep_indices=keep_indices)
+        kept_tokens = keep_tokens + rows.clamp(max=self.window_size)
+        return Selection(
+            keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - kept_tokens
+        )
+
+    def _kept_prefix_tokens(self, row_tokens: Tensor) -> Tensor:
+        """(B,) int64: positions each row keeps of its own prefix."""
+        prefix = (row_tokens - self.window_size).clamp(min=0)
+        if self.keep_ratio is None:
+            assert self.budget is not None
+            return prefix.clamp(max=self.budget - self.window_size)
+        kept = [math.floor(self.keep_ratio * tokens) for tokens in prefix.tolist()]
+        return torch.tensor(kept, dtype=torch.int64, device=row_tokens.device)
+
+
+def require_int(argument: str, value: object, *, minimum: int) -> None:
+    """Raise unless `value` is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(
+            f"{argument}: expected an integer, got {value!r} of type {type(value).__name__}; "
+            f"pass a whole number of at least {minimum}"
+        )
+    if value < minimum:
+        raise InvalidArgumentError(
+            f"{argument}: expected at least {minimum}, got {value}; pass a larger number"
+        )
+
+
+def require_ratio(argument: str, value: object) -> None:
+    """Raise unless `value` is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(
+            f"{argument}: expected a number in (0, 1], got {value!r} of type "
+            f"{type(value).__name__}; pass a fraction such as 0.25"
+        )
+    if not 0 < value <= 1:
+        raise InvalidArgumentError(
+            f"{argument}: expected a number in (0, 1], got {value}; pass a fraction such as 0.25"
+        )
+
+
+def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidArgumentError(
+            f"{argument}: expected one of {', '.join(choices)}, got {value!r}; pass one of them"
+        )

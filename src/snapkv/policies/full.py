@@ -1,0 +1,22 @@
+"""The full cache as a policy: the baseline of every comparison."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from snapkv.policies.base import Policy, PromptLayer, Selection
+
+
+@dataclass(frozen=True)
+class FullCache(Policy):
+    """Keeps every token, as transformers' own cache does."""
+
+    name: ClassVar[str] = "full"
+
+    @property
+    def query_tokens(self) -> int:
+        """None: nothing is scored."""
+        return 0
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        """Keep everything."""
+        return None

@@ -1,0 +1,47 @@
+"""A random choice: what any method must beat."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv.policies.base import PrefixPolicy, PromptLayer, require_int
+
+
+@dataclass(frozen=True)
+class Random(PrefixPolicy):
+    """Keeps the window and positions drawn at random, each head its own.
+
+    The draw depends on `seed`, the layer and the position counted from the end of the prompt, so
+    the same prompt keeps the same set on every run, alone or in a padded batch.
+
+    Args:
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
+        window_size: the last tokens of the prompt, always kept.
+        seed: of the draw.
+    """
+
+    name: ClassVar[str] = "random"
+
+    _: KW_ONLY
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        super().__post_init__()
+        require_int("seed", self.seed, minimum=0)
+
+    @property
+    def query_tokens(self) -> int:
+        """None: nothing is scored by attention."""
+        return 0
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """Uniform numbers: (B, Hkv, P) float32, the same for every row of the batch."""
+        batch, heads, prompt_tokens, _ = layer.keys.shape
+        generator = torch.Generator().manual_seed(self.seed * 100_003 + layer.layer_idx)
+        draws = torch.rand(prompt_tokens - self.window_size, heads, generator=generator)
+        scores = draws.flip(0).T.expand(batch, -1, -1)
+        return scores.to(layer.keys.device)

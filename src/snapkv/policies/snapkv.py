@@ -1,0 +1,68 @@
+"""SnapKV (Li et al., NeurIPS 2024): the end of the prompt votes on what came before it."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies.base import PrefixPolicy, PromptLayer, require_choice, require_int
+
+
+@dataclass(frozen=True)
+class SnapKV(PrefixPolicy):
+    """The last queries of the prompt vote; each head keeps the best-voted clusters.
+
+    The attention of the last `window_size` queries onto the prefix is summed (Eq. 2), combined
+    over the query heads that share a KV head, pooled so that neighbours of a strong position
+    survive with it (Sec. 4.3), and the best positions are kept beside the window (Listing 1).
+    The paper's settings: LongBench window 32, kernel 7, max; needle tests window 16, kernel 5.
+
+    Args:
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
+        window_size: the last tokens of the prompt; they vote and are always kept.
+        kernel_size: width of the pooling, odd; 1 switches pooling off.
+        pooling: "max" or "avg".
+        group_reduce: how the query heads of a KV head are combined: "mean", "max", "sum"; "none"
+            lets every query head keep its own set, as the paper does, at the price of storing
+            keys and values once per query head.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    _: KW_ONLY
+    kernel_size: int = 7
+    pooling: Literal["max", "avg"] = "max"
+    group_reduce: Literal["mean", "max", "sum", "none"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        super().__post_init__()
+        require_int("kernel_size", self.kernel_size, minimum=1)
+        if self.kernel_size % 2 == 0:
+            raise InvalidArgumentError(
+                f"kernel_size: expected an odd number, so that a position stays in the middle of "
+                f"its cluster, got {self.kernel_size}; pass {self.kernel_size + 1}"
+            )
+        require_choice("pooling", self.pooling, ("max", "avg"))
+        require_choice("group_reduce", self.group_reduce, ("mean", "max", "sum", "none"))
+
+    @property
+    def query_tokens(self) -> int:
+        """The observation window."""
+        return self.window_size
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
+        votes = ops.window_votes(
+            layer.queries,
+            layer.keys,
+            scaling=layer.scaling,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            pad_tokens=layer.pad_tokens,
+        )
+        votes = ops.reduce_group(votes, layer.keys.shape[1], self.group_reduce)
+        return ops.pool_votes(votes, self.kernel_size, self.pooling)
