@@ -1,0 +1,232 @@
+"""Reading documents as text: files, folders, HTML, PDF and standard input."""
+
+import codecs
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from pathlib import Path
+
+from snapkv.errors import DocumentError, MissingDependencyError
+from snapkv.suggestions import nearest
+
+STDIN = "-"
+
+_SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
+
+# The longer mark first: UTF-32's begins with UTF-16's.
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+_INVISIBLE_TAGS = "script, style, template, noscript, [hidden]"
+_BLOCK_TAGS = re.compile(
+    "address|article|aside|blockquote|br|d[dlt]|div|fig(caption|ure)|footer|form|h[1-6r]|header|li|"
+    "main|nav|[ou]l|p|pre|section|table|title|tr"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A document's text and where it came from.
+
+    Attributes:
+        name: the path as it was given, or below the folder that was given.
+        text: never empty.
+    """
+
+    name: str
+    text: str
+
+
+def read(sources: Sequence[str]) -> list[Document]:
+    """Read every source, in the order given.
+
+    A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
+    input. A folder stands for all text files below it, sorted by path; hidden files, folders of
+    version control, caches and third-party code, and files that are empty or not text are left
+    out of it. A file that is named is never left out: it is read or refused.
+
+    Raises:
+        DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged.
+        MissingDependencyError: a PDF or HTML file, and the package that reads it is not installed.
+    """
+    if not sources:
+        raise DocumentError("files: expected at least one file, got none; pass a file or -")
+    if list(sources).count(STDIN) > 1:
+        raise DocumentError("files: expected - once at most, got it more often; pass it once")
+    return [document for source in sources for document in _read_source(source)]
+
+
+def join(documents: Sequence[Document]) -> str:
+    """The documents as one text, each under a line with its name where there are several."""
+    if len(documents) == 1:
+        return documents[0].text
+    return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
+
+
+def _read_source(source: str) -> list[Document]:
+    if source == STDIN:
+        return [_parse("standard input", sys.stdin.buffer.read(), suffix="")]
+    if not source:
+        raise DocumentError("file: expected a file or folder, got an empty name; pass a path or -")
+    path = Path(source)
+    try:
+        if path.is_dir():
+            return _read_folder(path)
+        return [_read_file(path)]
+    except OSError as error:
+        raise DocumentError(
+            f"file: expected a readable file, got {error.filename or source}: {error.strerror}"
+        ) from error
+
+
+def _read_file(path: Path) -> Document:
+    if not path.exists():
+        raise DocumentError(
+            f"file: expected an existing file or folder, got {path}{_neighbours(path)}"
+        )
+    if not (path.is_file() or path.is_fifo()):
+        raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
+    return _parse(str(path), path.read_bytes(), suffix=path.suffix.lower())
+
+
+def _neighbours(path: Path) -> str:
+    """What is missing, or which names in the same folder come close."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    return nearest(path.name, os.listdir(path.parent))
+
+
+def _read_folder(folder: Path) -> list[Document]:
+    documents = [
+        _parse(str(path), data, suffix=path.suffix.lower())
+        for path in _files_below(folder)
+        if (data := path.read_bytes()).strip() and not _is_binary(data)
+    ]
+    if not documents:
+        raise DocumentError(
+            f"file: expected a folder with text files, got {folder} without any that is not "
+            "hidden, empty or binary"
+        )
+    return documents
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Regular files below a folder, sorted by path, without hidden and third-party ones."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")
+        )
+        for name in sorted(files):
+            path = Path(place, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def _parse(name: str, data: bytes, *, suffix: str) -> Document:
+    """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
+    if suffix == ".pdf" or data.startswith(b"%PDF-"):
+        text = _pdf_text(name, data)
+    elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
+        text = _html_text(name, data)
+    else:
+        text = _decode(name, data)
+    if not text.strip():
+        raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
+    return Document(name=name, text=text.strip("\n"))
+
+
+def _looks_like_html(data: bytes) -> bool:
+    return data[:64].lstrip().lower().startswith((b"<!doctype html", b"<html"))
+
+
+def _encoding_mark(data: bytes) -> str | None:
+    """The encoding that a byte order mark announces."""
+    marks = _BYTE_ORDER_MARKS.items()
+    return next((encoding for mark, encoding in marks if data.startswith(mark)), None)
+
+
+def _is_binary(data: bytes) -> bool:
+    return not data.startswith(b"%PDF-") and not _encoding_mark(data) and b"\0" in data
+
+
+def _decode(name: str, data: bytes, declared: str | None = None) -> str:
+    """Text of bytes in UTF-8, in what their mark says, or in the encoding they declare."""
+    if _is_binary(data):
+        raise DocumentError(
+            f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
+            "HTML or PDF"
+        )
+    encoding = _encoding_mark(data) or declared or "utf-8"
+    try:
+        return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
+            f"{error.start:,} in {name}; convert it, for instance with iconv -f LATIN1 -t UTF-8"
+        ) from error
+    except LookupError as error:
+        raise DocumentError(
+            f"file: expected an encoding that Python knows, got {encoding!r} declared in {name}; "
+            "convert it to UTF-8"
+        ) from error
+
+
+def _html_text(name: str, data: bytes) -> str:
+    """What a browser would show of a page, a line per block."""
+    try:
+        from bs4 import BeautifulSoup
+        from bs4.dammit import EncodingDetector
+    except ImportError as error:
+        raise _missing("beautifulsoup4", name) from error
+    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
+    page = BeautifulSoup(StringIO(_decode(name, data, declared)), "html.parser")
+    for tag in page.select(_INVISIBLE_TAGS):
+        tag.decompose()
+    for string in page.find_all(string=True):
+        if not string.find_parent("pre"):
+            string.replace_with(type(string)(re.sub(r"\s+", " ", string)))
+    for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
+        tag.insert_before("\n")
+        tag.insert_after("\n")
+    return re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip()
+
+
+def _pdf_text(name: str, data: bytes) -> str:
+    """The text layer of a PDF, an empty line between its pages."""
+    try:
+        from pypdf import PdfReader
+        from pypdf.errors import DependencyError, FileNotDecryptedError
+    except ImportError as error:
+        raise _missing("pypdf", name) from error
+    try:
+        text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
+    except (FileNotDecryptedError, DependencyError) as error:
+        raise DocumentError(
+            f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
+            "instance with qpdf --decrypt"
+        ) from error
+    except Exception as error:  # a damaged file makes pypdf raise whatever it trips over
+        raise DocumentError(
+            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}"
+        ) from error
+    if not text.strip():
+        raise DocumentError(
+            f"file: expected a PDF with text, got {name} with images only; run it through OCR, for "
+            "instance ocrmypdf"
+        )
+    return text
+
+
+def _missing(package: str, name: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"file: reading {name} needs the package {package}, which is not installed; run "
+        "pip install 'snapkv[documents]'"
+    )

@@ -1,0 +1,193 @@
+"""Reading documents: every format as text, every bad file refused in one line."""
+
+import io
+import sys
+
+import pytest
+from pypdf import PdfWriter
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+from snapkv import documents
+from snapkv.errors import DocumentError, MissingDependencyError
+
+
+def write_pdf(path, pages, password=None):
+    writer = PdfWriter()
+    for text in pages:
+        page = writer.add_blank_page(width=300, height=300)
+        font = DictionaryObject(
+            {
+                NameObject("/Type"): NameObject("/Font"),
+                NameObject("/Subtype"): NameObject("/Type1"),
+                NameObject("/BaseFont"): NameObject("/Helvetica"),
+            }
+        )
+        fonts = DictionaryObject({NameObject("/F1"): font})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        content = DecodedStreamObject()
+        content.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
+        page[NameObject("/Contents")] = writer._add_object(content)
+    if password:
+        writer.encrypt(password, algorithm="RC4-128")
+    writer.write(path)
+    return path
+
+
+def text_of(path):
+    (document,) = documents.read([str(path)])
+    return document.text
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "README.md", "main.py", "no_suffix"])
+def test_text_is_read_as_it_is(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("# Title\n\n    indented *line*\n", encoding="utf-8")
+    assert text_of(path) == "# Title\n\n    indented *line*"
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"], ids=lambda encoding: encoding
+)
+def test_unicode_encodings_are_told_apart(tmp_path, encoding):
+    path = tmp_path / "notes.txt"
+    path.write_bytes("Zoë owes 12 €".encode(encoding))
+    assert text_of(path) == "Zoë owes 12 €"
+
+
+def test_line_ends_are_unified(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"one\r\ntwo\rthree\n")
+    assert text_of(path) == "one\ntwo\nthree"
+
+
+def test_html_gives_what_a_browser_shows(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(
+        "<html><head><title>News</title><style>p {}</style><script>alert(1)</script></head><body>"
+        "<h1>Head</h1><p>One\n   <b>bold</b> word.</p><!-- no --><p hidden>no</p>"
+        "<ul><li>first</li><li>second</li></ul><pre>a\n  b</pre></body></html>",
+        encoding="utf-8",
+    )
+    lines = [line for line in text_of(path).splitlines() if line.strip()]
+    assert lines == ["News", "Head", "One bold word.", "first", "second", "a", "  b"]
+
+
+def test_html_is_decoded_as_it_declares(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_bytes('<meta charset="latin-1"><p>Zoë</p>'.encode("latin-1"))
+    assert text_of(path) == "Zoë"
+
+
+def test_pdf_gives_the_text_of_every_page(tmp_path):
+    path = write_pdf(tmp_path / "paper.pdf", ["First page.", "Second page."])
+    assert text_of(path) == "First page.\n\nSecond page."
+
+
+def test_pdf_without_its_suffix_is_recognised(tmp_path):
+    path = write_pdf(tmp_path / "download", ["First page."])
+    assert text_of(path) == "First page."
+
+
+def test_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped text\n")))
+    assert documents.read(["-"]) == [documents.Document(name="standard input", text="piped text")]
+
+
+def test_several_documents_are_joined_under_their_names(tmp_path):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    read = documents.read([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
+    joined = documents.join(read)
+    assert joined == (
+        f"===== {tmp_path}/b.txt =====\nsecond\n\n===== {tmp_path}/a.txt =====\nfirst"
+    )
+    assert documents.join(read[:1]) == "second"
+
+
+def test_a_folder_gives_its_text_files_in_order(tmp_path):
+    kept = ["a.py", "b/c.md", "b/d.txt", "e.html"]
+    skipped = [".env", ".git/config", "b/.hidden/x.py", "node_modules/x.js", "b/__pycache__/x.py"]
+    for name in kept + skipped:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}")
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    read = documents.read([str(tmp_path)])
+    assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
+
+
+def bad_file(name, data):
+    def make(folder):
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+def locked_pdf(folder):
+    return write_pdf(folder / "locked.pdf", ["secret"], password="open sesame")
+
+
+def empty_folder(folder):
+    (folder / "empty").mkdir()
+    (folder / "empty" / "image.png").write_bytes(b"\0")
+    return folder / "empty"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
+        (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
+        (lambda folder: "", "got an empty name"),
+        (lambda folder: "/dev/null", "got the device /dev/null"),
+        (bad_file("empty.txt", b""), "got nothing"),
+        (bad_file("blank.txt", b" \n\t"), "got nothing"),
+        (bad_file("image.png", b"\x89PNG\0\0"), "got binary data"),
+        (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
+        (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
+        (bad_file("broken.pdf", b"%PDF-1.7\ngarbage"), "expected a complete PDF"),
+        (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),
+        (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
+        (locked_pdf, "got the encrypted"),
+        (empty_folder, "expected a folder with text files"),
+    ],
+    ids=[
+        "missing", "missing-folder", "no-name", "device", "empty", "blank", "binary", "latin-1",
+        "unknown-encoding", "damaged-pdf", "not-a-pdf", "scanned-pdf", "encrypted-pdf",
+        "folder-without-text",
+    ],
+)  # fmt: skip
+def test_bad_files_are_refused(tmp_path, make, message):
+    (tmp_path / "reports.txt").write_text("text")
+    with pytest.raises(DocumentError) as error:
+        documents.read([str(make(tmp_path))])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "locked.txt"
+    path.write_text("text")
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(DocumentError, match=r"locked\.txt: Permission denied"):
+        documents.read([str(path)])
+
+
+@pytest.mark.parametrize("sources", [[], ["-", "-"]], ids=["none", "stdin-twice"])
+def test_bad_lists_of_sources_are_refused(sources):
+    with pytest.raises(DocumentError, match="expected"):
+        documents.read(sources)
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.pdf", "pypdf"), ("a.html", "bs4")])
+def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch, name, module):
+    (tmp_path / name).write_text("<p>text</p>")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'snapkv\[documents\]'"):
+        documents.read([str(tmp_path / name)])
