@@ -4,7 +4,7 @@ import codecs
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -118,16 +118,13 @@ def _read_folder(folder: Path) -> list[Document]:
     return documents
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def _files_below(folder: Path) -> list[Path]:
     """Regular files below a folder, sorted by path, without hidden and third-party ones."""
+    paths = []
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(
-            name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")
-        )
-        for name in sorted(files):
-            path = Path(place, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and name[0] != "."]
+        paths += [Path(place, name) for name in files if name[0] != "."]
+    return sorted(path for path in paths if path.is_file())
 
 
 def _parse(name: str, data: bytes, *, suffix: str) -> Document:
