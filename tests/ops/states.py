@@ -1,0 +1,65 @@
+"""Random attention states of one layer, with and without left padding."""
+
+import torch
+from torch import Tensor
+
+from snapkv.policies import PromptLayer
+
+
+def random_layer(
+    seed: int,
+    *,
+    batch: int = 1,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    prompt_tokens: int,
+    query_tokens: int,
+    head_dim: int = 8,
+    sharpness: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+) -> PromptLayer:
+    """A layer at the end of a prompt; `sharpness` makes attention prefer some positions."""
+    source = torch.Generator().manual_seed(seed)
+    tokens = min(query_tokens, prompt_tokens)
+    queries = torch.randn(batch, query_heads, tokens, head_dim, generator=source) * sharpness
+    keys = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
+    return PromptLayer(
+        queries=queries.to(dtype),
+        keys=keys.to(dtype),
+        values=torch.zeros(batch, kv_heads, prompt_tokens, head_dim, dtype=dtype),
+        scaling=head_dim**-0.5,
+        softcap=softcap,
+        sinks=torch.randn(query_heads, generator=source) * 2 if with_sinks else None,
+        layer_idx=0,
+    )
+
+
+def pad_left(rows: list[PromptLayer], *, query_tokens: int, extra: int = 0) -> PromptLayer:
+    """Put single-row layers of different lengths into one left-padded batch.
+
+    Pads hold NaN, so that reading one of them anywhere poisons the result.
+
+    Args:
+        extra: pads in front of the longest row.
+    """
+    longest = max(row.keys.shape[2] for row in rows) + extra
+    return PromptLayer(
+        queries=_stack([row.queries for row in rows], min(query_tokens, longest)),
+        keys=_stack([row.keys for row in rows], longest),
+        values=_stack([row.values for row in rows], longest),
+        scaling=rows[0].scaling,
+        softcap=rows[0].softcap,
+        sinks=rows[0].sinks,
+        pad_tokens=torch.tensor([longest - row.keys.shape[2] for row in rows]),
+        layer_idx=rows[0].layer_idx,
+    )
+
+
+def _stack(states: list[Tensor], tokens: int) -> Tensor:
+    shape = (len(states), states[0].shape[1], tokens, states[0].shape[3])
+    padded = torch.full(shape, float("nan"), dtype=states[0].dtype)
+    for row, own in enumerate(states):
+        padded[row, :, tokens - own.shape[2] :] = own[0]
+    return padded

@@ -1,0 +1,195 @@
+"""One example small enough to check on paper, through every step of SnapKV.
+
+One number per head and token (D = 1), four prefix positions and a window of two. The scaling is
+ln 2, so that a query of 1 gives a key k the weight 2**k before normalising.
+
+    position      0    1    2    3  |  4    5
+    key           0    1    0    2  |  0    0
+    query 4 = 1   1    2    1    4  |  1            of 9   (position 5 is in its future)
+    query 5 = 0   1    1    1    1  |  1    1       of 6
+
+Votes: 1/9 + 1/6 = 5/18, 2/9 + 1/6 = 7/18, 5/18, 4/9 + 1/6 = 11/18.
+"""
+
+import math
+
+import pytest
+import torch
+
+from snapkv import ops
+from snapkv.policies import PromptLayer, SnapKV
+from tests.ops import oracle
+
+LN2 = math.log(2)
+KEYS = [0.0, 1.0, 0.0, 2.0, 0.0, 0.0]
+VOTES = [5 / 18, 7 / 18, 5 / 18, 11 / 18]
+
+# A second query head, -1 then 0: query 4 gives 1, 1/2, 1, 1/4, 1 of 15/4, query 5 as above.
+SECOND_HEAD = [4 / 15 + 1 / 6, 2 / 15 + 1 / 6, 4 / 15 + 1 / 6, 1 / 15 + 1 / 6]
+
+
+def column(*numbers):
+    """(1, 1, tokens, 1)."""
+    return torch.tensor(numbers).view(1, 1, -1, 1)
+
+
+def close(numbers):
+    return pytest.approx(numbers, abs=1e-6)
+
+
+def worked_layer(query_heads=1):
+    heads = [column(1.0, 0.0), column(-1.0, 0.0)][:query_heads]
+    keys = column(*KEYS)
+    return PromptLayer(
+        queries=torch.cat(heads, dim=1), keys=keys, values=keys, scaling=LN2, layer_idx=0
+    )
+
+
+def test_votes_of_the_worked_example():
+    votes = ops.window_votes(column(1.0, 0.0), column(*KEYS), scaling=LN2)
+    assert votes.shape == (1, 1, 4)
+    assert votes.dtype == torch.float32
+    assert votes[0, 0].tolist() == close(VOTES)
+
+
+def test_the_oracle_agrees_with_the_paper_example():
+    keys = [[key] for key in KEYS]
+    assert oracle.head_votes([[1.0], [0.0]], keys, LN2) == pytest.approx(VOTES, abs=1e-15)
+    assert oracle.pool([5, 7, 5, 11], 3, "max") == [7, 7, 11, 11]
+    assert oracle.pool([5, 7, 5, 11], 3, "avg") == [12 / 3, 17 / 3, 23 / 3, 16 / 3]
+    assert oracle.best_positions([7, 7, 11, 11], 3) == [0, 2, 3]
+    assert oracle.cut_gap([7, 7, 11, 11], 3) == 4
+    assert oracle.cut_gap([7, 8.5, 11, 11], 2) == 2.5
+
+
+def test_votes_do_not_see_the_future_of_the_window():
+    # Position 5 attracts query 4 by 2**20; in the future it takes nothing from query 4.
+    votes = ops.window_votes(column(1.0, 0.0), column(*KEYS[:-1], 20.0), scaling=LN2)
+    assert votes[0, 0].tolist() == close(VOTES)
+
+
+def test_votes_with_a_sink_lose_its_share():
+    # A sink logit of ln 3 adds 3 to both totals: of 12 and of 9.
+    expected = [1 / 12 + 1 / 9, 2 / 12 + 1 / 9, 1 / 12 + 1 / 9, 4 / 12 + 1 / 9]
+    votes = ops.window_votes(
+        column(1.0, 0.0), column(*KEYS), scaling=LN2, sinks=torch.tensor([math.log(3)])
+    )
+    assert votes[0, 0].tolist() == close(expected)
+
+
+def test_votes_with_a_softcap_saturate():
+    # tanh of a large score is 1, so a cap of ln 2 turns 100 and 200 into the same factor of two:
+    # query 4 gives 1, 2, 1, 2, 1 of 7; query 5 gives a sixth to each.
+    expected = [1 / 7 + 1 / 6, 2 / 7 + 1 / 6, 1 / 7 + 1 / 6, 2 / 7 + 1 / 6]
+    votes = ops.window_votes(
+        column(1.0, 0.0), column(0.0, 100.0, 0.0, 200.0, 0.0, 0.0), scaling=1.0, softcap=LN2
+    )
+    assert votes[0, 0].tolist() == close(expected)
+
+
+def test_pads_neither_vote_nor_receive_votes():
+    nan = float("nan")
+    votes = ops.window_votes(
+        column(1.0, 0.0), column(nan, nan, *KEYS), scaling=LN2, pad_tokens=torch.tensor([2])
+    )
+    assert votes[0, 0].tolist() == close([0.0, 0.0, *VOTES])
+
+
+def test_a_pad_inside_the_window_casts_no_vote():
+    # Row 0 has one real token: query 4 is a pad too, query 5 sees only itself.
+    nan = float("nan")
+    votes = ops.window_votes(
+        column(nan, 0.0),
+        column(nan, nan, nan, nan, nan, 0.0),
+        scaling=LN2,
+        pad_tokens=torch.tensor([5]),
+    )
+    assert votes[0, 0].tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_grouped_heads_of_the_worked_example():
+    layer = worked_layer(query_heads=2)
+    votes = ops.window_votes(layer.queries, layer.keys, scaling=LN2)
+    assert votes[0].tolist() == [close(VOTES), close(SECOND_HEAD)]
+    both = [[64 / 180, 62 / 180, 64 / 180, 76 / 180]]
+    assert ops.reduce_group(votes, 1, "mean")[0].tolist() == [close(both[0])]
+    assert ops.reduce_group(votes, 1, "sum")[0].tolist() == [close([2 * x for x in both[0]])]
+    best = [[78 / 180, 70 / 180, 78 / 180, 110 / 180]]
+    assert ops.reduce_group(votes, 1, "max")[0].tolist() == [close(best[0])]
+    assert torch.equal(ops.reduce_group(votes, 1, "none"), votes)
+
+
+@pytest.mark.parametrize(
+    ("kernel_size", "pooling", "expected"),
+    [
+        (1, "max", [5.0, 7.0, 5.0, 11.0]),
+        (3, "max", [7.0, 7.0, 11.0, 11.0]),
+        (9, "max", [11.0, 11.0, 11.0, 11.0]),
+        (1, "avg", [5.0, 7.0, 5.0, 11.0]),
+        (3, "avg", [12 / 3, 17 / 3, 23 / 3, 16 / 3]),  # the edges divide by three too
+        (9, "avg", [28 / 9, 28 / 9, 28 / 9, 28 / 9]),
+    ],
+)
+def test_pooling_of_the_worked_example(kernel_size, pooling, expected):
+    pooled = ops.pool_votes(torch.tensor([[[5.0, 7.0, 5.0, 11.0]]]), kernel_size, pooling)
+    assert pooled[0, 0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_max_pooling_pads_with_less_than_any_score():
+    pooled = ops.pool_votes(torch.tensor([[[-5.0, -7.0, -9.0]]]), 3, "max")
+    assert pooled[0, 0].tolist() == [-5.0, -5.0, -7.0]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (0, []),
+        (1, [2]),
+        (2, [2, 3]),
+        (3, [0, 2, 3]),
+        (4, [0, 1, 2, 3]),
+    ],
+)
+def test_of_equal_scores_the_lower_position_wins(keep, expected):
+    scores = torch.tensor([[[7.0, 7.0, 11.0, 11.0]]])
+    assert ops.keep_best(scores, torch.tensor([keep]))[0, 0].tolist() == expected
+
+
+def test_rows_that_keep_fewer_are_filled_with_their_leftmost_pads():
+    scores = torch.tensor([[[9.0, 1.0, 5.0, 7.0, 3.0]], [[99.0, 98.0, 97.0, 2.0, 1.0]]])
+    kept = ops.keep_best(scores, torch.tensor([3, 1]), torch.tensor([0, 3]))
+    assert kept[:, 0].tolist() == [[0, 2, 3], [0, 1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("kernel_size", "budget", "expected"),
+    [
+        (1, 3, [3, 4, 5]),
+        (1, 4, [1, 3, 4, 5]),
+        (3, 3, [2, 4, 5]),  # pooled 7, 7, 11, 11: the lower of the tie
+        (3, 5, [0, 2, 3, 4, 5]),
+    ],
+)
+def test_selection_of_the_worked_example(kernel_size, budget, expected):
+    policy = SnapKV(budget=budget, window_size=2, kernel_size=kernel_size)
+    assert policy.select(worked_layer()).keep_indices.tolist() == [[expected]]
+
+
+def test_gathered_rows_are_exact_copies_in_the_given_order():
+    states = torch.randn(2, 2, 6, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    states[0, 0, 3] = torch.tensor([float("inf"), -0.0, 1e-40])  # what arithmetic would lose
+    kept = torch.tensor([[[0, 3, 5], [1, 2, 4]], [[0, 1, 2], [3, 4, 5]]])
+    gathered = ops.gather_tokens(states, kept)
+    assert gathered.dtype == states.dtype
+    assert gathered.is_contiguous()
+    for row in range(2):
+        for head in range(2):
+            for slot, position in enumerate(kept[row, head].tolist()):
+                bits = gathered[row, head, slot].view(torch.int16)
+                assert torch.equal(bits, states[row, head, position].view(torch.int16))
+
+
+def test_gathering_for_every_query_head_reads_the_head_of_its_group():
+    states = torch.arange(2 * 3, dtype=torch.float32).view(1, 2, 3, 1)
+    kept = torch.tensor([[[0], [1], [2], [0]]])
+    assert ops.gather_tokens(states, kept).flatten().tolist() == [0.0, 1.0, 5.0, 3.0]
