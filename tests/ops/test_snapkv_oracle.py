@@ -1,0 +1,234 @@
+"""`SnapKV.select` keeps exactly what the loop-written oracle keeps, in every mode.
+
+Selections are compared exactly, ties included, since both give a tie to the lower position. That
+is only fair where rounding cannot decide, so every example asserts that the oracle's cut is
+further from the next score than rounding reaches (`ROUNDING` per voting query).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import ops
+from snapkv.policies import SnapKV
+from tests.ops import oracle
+from tests.ops.states import pad_left, random_layer
+
+ROUNDING = 1e-6
+"""Per voting query: four times the worst float32 error of a vote over 120 seeds (2.5e-7)."""
+
+
+def oracle_scores(layer, policy, row=0):
+    return oracle.pooled_scores(
+        layer.queries[row].tolist(),
+        layer.keys[row].tolist(),
+        scaling=layer.scaling,
+        softcap=layer.softcap,
+        sinks=None if layer.sinks is None else layer.sinks.tolist(),
+        kernel_size=policy.kernel_size,
+        pooling=policy.pooling,
+        group_reduce=policy.group_reduce,
+    )
+
+
+def oracle_kept(layer, policy, row=0):
+    """What each head of one unpadded row keeps, one ascending list per head."""
+    prompt_tokens = layer.keys.shape[2]
+    heads = layer.queries.shape[1] if policy.group_reduce == "none" else layer.keys.shape[1]
+    if prompt_tokens <= policy.window_size:
+        return [list(range(prompt_tokens))] * heads
+    keep = oracle.kept_prefix_tokens(
+        prompt_tokens, policy.window_size, policy.budget, policy.keep_ratio
+    )
+    scores = oracle_scores(layer, policy, row)
+    for head in scores:
+        assert oracle.cut_gap(head, keep) > ROUNDING * policy.window_size, "choose another seed"
+    return [oracle.kept_positions(head, prompt_tokens, keep) for head in scores]
+
+
+def our_kept(selection, layer, row=0):
+    """What each head of one row keeps, positions counted from the row's first real token."""
+    pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
+    filler = 0 if selection.filler_tokens is None else int(selection.filler_tokens[row])
+    indices = selection.keep_indices[row]
+    assert (indices[:, :filler] < pads).all(), "a filler must be a pad"
+    return [[slot - pads for slot in head] for head in indices[:, filler:].tolist()]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("window_size", [1, 6])
+def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
+    layer = random_layer(
+        7,
+        query_heads=2 * group_size,
+        prompt_tokens=window_size + 19,
+        query_tokens=window_size,
+        softcap=softcap,
+        with_sinks=with_sinks,
+    )
+    votes = ops.window_votes(
+        layer.queries, layer.keys, scaling=layer.scaling, softcap=softcap, sinks=layer.sinks
+    )
+    for head in range(2 * group_size):
+        looped = oracle.head_votes(
+            layer.queries[0, head].tolist(),
+            layer.keys[0, head // group_size].tolist(),
+            layer.scaling,
+            softcap,
+            float(layer.sinks[head]) if with_sinks else None,
+        )
+        assert votes[0, head].tolist() == pytest.approx(looped, abs=ROUNDING * window_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_votes_of_low_precision_states_are_those_of_the_same_numbers_in_float32(dtype):
+    layer = random_layer(2, prompt_tokens=40, query_tokens=8, dtype=dtype)
+    votes = ops.window_votes(layer.queries, layer.keys, scaling=layer.scaling)
+    wide = ops.window_votes(layer.queries.float(), layer.keys.float(), scaling=layer.scaling)
+    assert votes.dtype == torch.float32
+    assert torch.equal(votes, wide)
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 13])
+@pytest.mark.parametrize("pooling", ["max", "avg"])
+@pytest.mark.parametrize("prefix_tokens", [1, 2, 5, 30])
+def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
+    votes = torch.randn(2, 2, prefix_tokens, generator=torch.Generator().manual_seed(0))
+    pooled = ops.pool_votes(votes, kernel_size, pooling)
+    for ours, own in zip(pooled.flatten(0, 1), votes.flatten(0, 1), strict=True):
+        looped = oracle.pool(own.tolist(), kernel_size, pooling)
+        assert ours.tolist() == pytest.approx(looped, abs=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("pooling", ["max", "avg"])
+@pytest.mark.parametrize("kernel_size", [1, 5])
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
+def test_every_mode_equals_the_loops(group_reduce, kernel_size, pooling, with_sinks, softcap):
+    policy = SnapKV(
+        budget=18,
+        window_size=6,
+        kernel_size=kernel_size,
+        pooling=pooling,
+        group_reduce=group_reduce,
+    )
+    layer = random_layer(
+        11,
+        batch=2,
+        query_heads=6,
+        prompt_tokens=45,
+        query_tokens=6,
+        softcap=softcap,
+        with_sinks=with_sinks,
+    )
+    selection = policy.select(layer)
+    assert selection.filler_tokens is None
+    for row in range(2):
+        assert our_kept(selection, layer, row) == oracle_kept(layer, policy, row)
+
+
+def test_the_group_modes_are_not_the_same_choice():
+    # Otherwise the comparison above could not tell one from another.
+    layer = random_layer(11, query_heads=6, prompt_tokens=45, query_tokens=6)
+    mean, largest, own = (
+        our_kept(SnapKV(budget=18, window_size=6, group_reduce=how).select(layer), layer)
+        for how in ("mean", "max", "none")
+    )
+    assert mean != largest
+    assert len(own) == 6
+    assert len({tuple(kept) for kept in own}) == 6
+
+
+@pytest.mark.parametrize(
+    ("keep_ratio", "prefix_tokens", "expected"),
+    [
+        (0.5, 9, 4),  # floor, not round
+        (0.25, 7, 1),
+        (0.25, 3, 0),
+        (0.999, 10, 9),
+        (1 / 3, 11, 3),
+        (0.1, 30, 3),
+        (0.5, 1, 0),
+    ],
+)
+def test_keep_ratio_keeps_the_floor_of_its_share_of_the_prefix(keep_ratio, prefix_tokens, expected):
+    layer = random_layer(5, prompt_tokens=prefix_tokens + 4, query_tokens=4)
+    policy = SnapKV(keep_ratio=keep_ratio, window_size=4, kernel_size=3)
+    selection = policy.select(layer)
+    assert selection.keep_indices.shape == (1, 2, expected + 4)
+    assert our_kept(selection, layer) == oracle_kept(layer, policy)
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 5, 40])
+def test_a_keep_ratio_of_one_keeps_everything(prompt_tokens):
+    layer = random_layer(5, prompt_tokens=prompt_tokens, query_tokens=4)
+    assert SnapKV(keep_ratio=1.0, window_size=4).select(layer) is None
+    assert SnapKV(keep_ratio=1, window_size=4).select(layer) is None
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 3, 4, 5, 9, 10])
+def test_a_prompt_within_the_budget_is_left_alone(prompt_tokens):
+    layer = random_layer(1, prompt_tokens=prompt_tokens, query_tokens=4)
+    assert SnapKV(budget=10, window_size=4).select(layer) is None
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 3, 4])
+def test_a_prompt_within_the_window_is_left_alone_by_a_ratio(prompt_tokens):
+    layer = random_layer(1, prompt_tokens=prompt_tokens, query_tokens=4)
+    assert SnapKV(keep_ratio=0.25, window_size=4).select(layer) is None
+
+
+def test_one_token_beyond_the_budget_drops_one_token_per_head():
+    layer = random_layer(1, prompt_tokens=11, query_tokens=4)
+    policy = SnapKV(budget=10, window_size=4, kernel_size=1)
+    kept = our_kept(policy.select(layer), layer)
+    assert [len(head) for head in kept] == [10, 10]
+    assert kept == oracle_kept(layer, policy)
+    assert all(len(set(range(7)) - set(head)) == 1 for head in kept)
+
+
+def test_the_smallest_budget_keeps_one_position_and_the_window():
+    layer = random_layer(1, prompt_tokens=30, query_tokens=4)
+    policy = SnapKV(budget=5, window_size=4)
+    kept = our_kept(policy.select(layer), layer)
+    assert kept == oracle_kept(layer, policy)
+    assert [head[1:] for head in kept] == [[26, 27, 28, 29]] * 2
+
+
+def test_a_kernel_wider_than_the_prefix_keeps_the_leftmost():
+    layer = random_layer(1, prompt_tokens=9, query_tokens=4)
+    kept = our_kept(SnapKV(budget=6, window_size=4, kernel_size=13).select(layer), layer)
+    assert kept == [[0, 1, 5, 6, 7, 8]] * 2
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("pooling", ["max", "avg"])
+@pytest.mark.parametrize("limit", [{"budget": 14}, {"keep_ratio": 0.4}], ids=str)
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
+def test_a_padded_row_keeps_what_it_keeps_alone(group_reduce, limit, pooling, with_sinks, extra):
+    """Rows longer and shorter than the budget (14) and than the window (6)."""
+    policy = SnapKV(
+        **limit, window_size=6, kernel_size=5, pooling=pooling, group_reduce=group_reduce
+    )
+    sinks = torch.tensor([1.0, -2.0, 3.0, 0.0]) if with_sinks else None
+    rows = [
+        replace(random_layer(100 + tokens, prompt_tokens=tokens, query_tokens=6), sinks=sinks)
+        for tokens in (7, 40, 1, 14, 5, 23, 13, 6, 15, 8)
+    ]
+    layer = pad_left(rows, query_tokens=6, extra=extra)
+    selection = policy.select(layer)
+    for row, alone in enumerate(rows):
+        assert our_kept(selection, layer, row) == oracle_kept(alone, policy)
+
+
+def test_only_pads_are_dropped_where_every_row_fits_the_budget():
+    rows = [random_layer(9, prompt_tokens=tokens, query_tokens=4) for tokens in (9, 4)]
+    layer = pad_left(rows, query_tokens=4, extra=6)
+    selection = SnapKV(budget=12, window_size=4).select(layer)
+    assert our_kept(selection, layer, 0) == [list(range(9))] * 2
+    assert our_kept(selection, layer, 1) == [list(range(4))] * 2
