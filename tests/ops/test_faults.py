@@ -1,0 +1,185 @@
+"""The faults that an end-to-end retrieval test does not notice, each with a test that does.
+
+A model finds its needle although the window's own square is not masked, only the first head of a
+group votes, the scaling is forgotten, a layer keeps its neighbour's positions, or queries vote
+before rotary embedding. Each keeps the wrong tokens all the same.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from snapkv import CompressedCache
+from snapkv.policies import PromptLayer, SnapKV
+from tests.ops import oracle
+
+PROMPT_TOKENS, WINDOW, BUDGET, KERNEL = 48, 8, 18, 3
+LAYERS = 4
+
+
+def layer_of(queries, keys, scaling=1.0):
+    queries, keys = torch.tensor([queries]), torch.tensor([keys])
+    return PromptLayer(queries=queries, keys=keys, values=keys, scaling=scaling, layer_idx=0)
+
+
+def best_of(layer, window_size, **parameters):
+    """The one position before the window that each head keeps."""
+    policy = SnapKV(budget=window_size + 1, window_size=window_size, kernel_size=1, **parameters)
+    return policy.select(layer).keep_indices[0, :, 0].tolist()
+
+
+def test_fault_no_causal_mask_inside_the_window():
+    # Query 3 is drawn to position 1 by e**2, but to position 4, in its future, by e**8. Query 4
+    # prefers position 0 by e**1. Causal: position 1 gets 0.71 + 0.15, position 0 gets 0.10 + 0.40.
+    # Without the mask query 3 has nothing left for the prefix, and position 0 wins.
+    keys = [[[0.0, 1.0], [2.0, 0.0], [0.0, 0.0], [0.0, 0.0], [8.0, 0.0]]]
+    queries = [[[1.0, 0.0], [0.0, 1.0]]]
+    assert best_of(layer_of(queries, keys), window_size=2) == [1]
+
+
+@pytest.mark.parametrize(
+    ("group_reduce", "expected"),
+    [("mean", [3]), ("sum", [3]), ("max", [3]), ("none", [0, 3])],
+)
+def test_fault_only_the_first_head_of_a_group_votes(group_reduce, expected):
+    # The first query head prefers position 0 a little, the second position 3 a lot.
+    keys = [[[0.5, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 5.0], [0.0, 0.0]]]
+    queries = [[[1.0, 0.0]], [[0.0, 1.0]]]
+    layer = layer_of(queries, keys)
+    assert best_of(layer, window_size=1, group_reduce=group_reduce) == expected
+
+
+def test_fault_only_the_last_head_of_a_group_votes():
+    keys = [[[0.5, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 5.0], [0.0, 0.0]]]
+    queries = [[[0.0, 1.0]], [[1.0, 0.0]]]
+    assert best_of(layer_of(queries, keys), window_size=1) == [3]
+
+
+def test_fault_a_query_head_votes_for_the_kv_head_of_another_group():
+    # Consecutive query heads share a KV head: 0 and 1 the first, 2 and 3 the second.
+    keys = [
+        [[9.0], [0.0], [0.0], [0.0], [0.0]],
+        [[0.0], [0.0], [0.0], [9.0], [0.0]],
+    ]
+    queries = [[[1.0]], [[1.0]], [[0.0]], [[1.0]]]
+    layer = layer_of(queries, keys)
+    assert best_of(layer, window_size=1) == [0, 3]
+    assert best_of(layer, window_size=1, group_reduce="none") == [0, 0, 0, 3]
+
+
+def test_fault_scale_forgotten():
+    # Query 3 rates positions 0, 1, 2 with 20, 18, 0 and query 4 with 0, 18, 20. At a scale of 0.1
+    # position 1 gets e**1.8 twice, the others e**2 and 1. Unscaled, each query's own favourite
+    # takes nearly everything.
+    keys = [[[20.0, 0.0], [18.0, 18.0], [0.0, 20.0], [0.0, 0.0], [0.0, 0.0]]]
+    queries = [[[1.0, 0.0], [0.0, 1.0]]]
+    assert best_of(layer_of(queries, keys, scaling=0.1), window_size=2) == [1]
+    assert best_of(layer_of(queries, keys, scaling=1.0), window_size=2) != [1]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random, and attentive enough that layers, rotation and scale change what is kept."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return torch.randint(0, 64, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def hidden_states(model, prompt):
+    """What goes into each layer, from transformers alone: (B, T, hidden)."""
+    with torch.no_grad():
+        output = model(prompt, output_hidden_states=True, use_cache=False)
+    return output.hidden_states[:LAYERS]
+
+
+def true_states(model, hidden_states, layer_idx, *, rotate_queries=True):
+    """Queries of the window and all keys, from the layer's projections: (1, heads, tokens, D)."""
+    block = model.model.layers[layer_idx]
+    attention = block.self_attn
+    with torch.no_grad():
+        hidden = block.input_layernorm(hidden_states[layer_idx])
+        shape = (1, PROMPT_TOKENS, -1, attention.head_dim)
+        plain = attention.q_proj(hidden).view(shape).transpose(1, 2)
+        keys = attention.k_proj(hidden).view(shape).transpose(1, 2)
+        positions = torch.arange(PROMPT_TOKENS)[None]
+        cosine, sine = model.model.rotary_emb(hidden, positions)
+        queries, keys = apply_rotary_pos_emb(plain, keys, cosine, sine)
+    return (queries if rotate_queries else plain)[:, :, -WINDOW:], keys
+
+
+def expected_kept(model, hidden_states, layer_idx, *, scaling=None, rotate_queries=True):
+    queries, keys = true_states(model, hidden_states, layer_idx, rotate_queries=rotate_queries)
+    scores = oracle.pooled_scores(
+        queries[0].tolist(),
+        keys[0].tolist(),
+        scaling=1 / math.sqrt(queries.shape[-1]) if scaling is None else scaling,
+        kernel_size=KERNEL,
+        pooling="max",
+        group_reduce="mean",
+    )
+    for head in scores:
+        assert oracle.cut_gap(head, BUDGET - WINDOW) > 1e-4, "rounding could decide: new seed"
+    return [oracle.kept_positions(head, PROMPT_TOKENS, BUDGET - WINDOW) for head in scores]
+
+
+@pytest.fixture(scope="module")
+def cache(model, prompt, hidden_states):
+    cache = CompressedCache(model, SnapKV(budget=BUDGET, window_size=WINDOW, kernel_size=KERNEL))
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("layer_idx", range(LAYERS))
+def test_fault_indices_of_a_neighbouring_layer(model, hidden_states, cache, layer_idx):
+    expected = expected_kept(model, hidden_states, layer_idx)
+    assert cache.kept_positions(layer_idx)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("layer_idx", range(LAYERS))
+def test_fault_keys_of_a_neighbouring_layer(model, hidden_states, cache, layer_idx):
+    """What is stored are the layer's own keys of the kept positions."""
+    _, keys = true_states(model, hidden_states, layer_idx)
+    for head, kept in enumerate(cache.kept_positions(layer_idx)[0]):
+        torch.testing.assert_close(cache.layers[layer_idx].keys[0, head], keys[0, head, kept])
+
+
+def test_every_layer_keeps_a_set_of_its_own(cache):
+    # Otherwise the tests above could not tell a layer from its neighbour.
+    sets = [
+        tuple(head) for index in range(LAYERS) for head in cache.kept_positions(index)[0].tolist()
+    ]
+    assert len(set(sets)) == len(sets)
+
+
+@pytest.mark.parametrize("layer_idx", range(LAYERS))
+def test_queries_before_rotary_embedding_would_keep_another_set(
+    model, hidden_states, cache, layer_idx
+):
+    kept = cache.kept_positions(layer_idx)[0].tolist()
+    assert kept != expected_kept(model, hidden_states, layer_idx, rotate_queries=False)
+
+
+@pytest.mark.parametrize("layer_idx", range(LAYERS))
+def test_a_forgotten_scale_would_keep_another_set(model, hidden_states, cache, layer_idx):
+    kept = cache.kept_positions(layer_idx)[0].tolist()
+    assert kept != expected_kept(model, hidden_states, layer_idx, scaling=1.0)
