@@ -1,0 +1,1 @@
+"""Tests of what policies promise: parameters, selections, masks and the check at run time."""

@@ -1,0 +1,318 @@
+"""What every policy that scores the prefix promises, whatever it scores: one suite for all.
+
+A new method joins by one line in `METHODS`. `Stated` reads its scores from the keys, so that the
+common part is tested with any scores there are: few distinct ones, hence many ties.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from snapkv.policies import PrefixPolicy, Random, SnapKV
+from tests.ops import oracle
+from tests.ops.states import pad_left, random_layer
+
+QUERY_HEADS, KV_HEADS = 4, 2
+
+
+@dataclass(frozen=True)
+class Stated(PrefixPolicy):
+    """Scores a position by its key: whole numbers, so that ties are common and exact."""
+
+    name: ClassVar[str] = "stated"
+
+    @property
+    def query_tokens(self):
+        return 0
+
+    def score(self, layer):
+        prefix_tokens = layer.keys.shape[2] - self.window_size
+        return layer.keys[:, :, :prefix_tokens, 0].round()
+
+
+METHODS = {
+    "stated": Stated,
+    "random": Random,
+    "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
+    "snapkv-avg": lambda **limits: SnapKV(kernel_size=5, pooling="avg", **limits),
+    "snapkv-max-of-group": lambda **limits: SnapKV(group_reduce="max", **limits),
+    "snapkv-none": lambda **limits: SnapKV(kernel_size=1, group_reduce="none", **limits),
+}
+
+every_method = pytest.mark.parametrize("method", METHODS)
+check = settings(max_examples=40, deadline=None, derandomize=True)
+
+prompt_lengths = st.integers(1, 40)
+window_sizes = st.integers(1, 8)
+seeds = st.integers(0, 10_000)
+limits = st.one_of(
+    st.integers(1, 24).map(lambda beside_window: {"beside_window": beside_window}),
+    st.floats(0.01, 1.0).map(lambda ratio: {"keep_ratio": ratio}),
+)
+
+
+def make(method, window_size, limit):
+    if "beside_window" in limit:
+        budget = window_size + limit["beside_window"]
+        return METHODS[method](budget=budget, window_size=window_size)
+    return METHODS[method](keep_ratio=limit["keep_ratio"], window_size=window_size)
+
+
+def layer_for(policy, tokens, seed, batch=1):
+    return random_layer(
+        seed,
+        batch=batch,
+        query_heads=QUERY_HEADS,
+        kv_heads=KV_HEADS,
+        prompt_tokens=tokens,
+        query_tokens=policy.window_size,
+    )
+
+
+def batch_for(policy, lengths, seed, extra=0):
+    rows = [layer_for(policy, tokens, seed + 97 * row) for row, tokens in enumerate(lengths)]
+    return rows, pad_left(rows, query_tokens=policy.window_size, extra=extra)
+
+
+def heads_of(policy):
+    return QUERY_HEADS if getattr(policy, "group_reduce", "") == "none" else KV_HEADS
+
+
+def kept_prefix(policy, tokens):
+    return oracle.kept_prefix_tokens(tokens, policy.window_size, policy.budget, policy.keep_ratio)
+
+
+def kept_sets(policy, layer, row=0):
+    """One ascending list per head, positions counted from the row's first real token."""
+    selection = policy.select(layer)
+    pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
+    if selection is None:
+        return [list(range(layer.keys.shape[2] - pads))] * heads_of(policy)
+    filler = 0 if selection.filler_tokens is None else int(selection.filler_tokens[row])
+    return [
+        [slot - pads for slot in head[filler:]] for head in selection.keep_indices[row].tolist()
+    ]
+
+
+def rounding_cannot_decide(policy, layer):
+    """Whether another order of float operations must lead to the same set."""
+    tokens = layer.keys.shape[2]
+    if tokens <= policy.window_size:
+        return True
+    keep = kept_prefix(policy, tokens)
+    scores = policy.score(layer)[0].tolist()
+    return all(oracle.cut_gap(head, keep) > 1e-6 * policy.window_size for head in scores)
+
+
+@every_method
+@check
+@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
+@example(tokens=9, window_size=8, limit={"keep_ratio": 0.5}, seed=0)
+@example(tokens=10, window_size=8, limit={"beside_window": 1}, seed=0)
+def test_a_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
+    method, tokens, window_size, limit, seed
+):
+    policy = make(method, window_size, limit)
+    selection = policy.select(layer_for(policy, tokens, seed, batch=2))
+    prefix_tokens = max(0, tokens - window_size)
+    keep = kept_prefix(policy, tokens)
+    if keep == prefix_tokens:
+        assert selection is None
+        return
+    assert selection.filler_tokens is None
+    assert selection.keep_indices.dtype == torch.int64
+    assert selection.keep_indices.shape == (2, heads_of(policy), keep + window_size)
+    for kept in selection.keep_indices.flatten(0, 1).tolist():
+        assert kept == sorted(set(kept))
+        assert kept[0] >= 0
+        assert kept[keep:] == list(range(prefix_tokens, tokens))
+        if policy.keep_ratio is None:
+            assert len(kept) == policy.budget
+
+
+@every_method
+@check
+@given(tokens=prompt_lengths, window_size=window_sizes, spare=st.integers(0, 30), seed=seeds)
+def test_a_budget_that_covers_the_prompt_changes_nothing(method, tokens, window_size, spare, seed):
+    budget = max(tokens, window_size + 1) + spare
+    policy = METHODS[method](budget=budget, window_size=window_size)
+    assert policy.select(layer_for(policy, tokens, seed)) is None
+
+
+@every_method
+@check
+@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
+def test_of_equal_scores_the_lower_position_is_kept(method, tokens, window_size, limit, seed):
+    """Exactly, on the policy's own scores: whole numbers, or the plateaus of max pooling."""
+    policy = make(method, window_size, limit)
+    layer = layer_for(policy, tokens, seed)
+    keep = kept_prefix(policy, tokens)
+    assume(keep < tokens - window_size)
+    scores = policy.score(layer)[0].tolist()
+    expected = [oracle.kept_positions(head, tokens, keep) for head in scores]
+    assert kept_sets(policy, layer) == expected
+
+
+def test_max_pooling_leaves_plateaus_across_the_cut():
+    # Otherwise the property above would not meet the ties it is about.
+    policy = SnapKV(budget=12, window_size=4, kernel_size=7)
+    scores = policy.score(layer_for(policy, 40, 0))[0]
+    for head in scores.sort(descending=True).values:
+        assert head[7] == head[8]
+
+
+@every_method
+@check
+@given(
+    lengths=st.lists(prompt_lengths, min_size=1, max_size=4),
+    extra=st.integers(0, 5),
+    window_size=window_sizes,
+    limit=limits,
+    seed=seeds,
+)
+@example(lengths=[3, 30], extra=0, window_size=8, limit={"beside_window": 8}, seed=0)
+@example(lengths=[12, 30], extra=2, window_size=8, limit={"beside_window": 8}, seed=0)
+@example(lengths=[12, 30, 1], extra=0, window_size=4, limit={"keep_ratio": 0.25}, seed=0)
+@example(lengths=[40, 9, 8, 7], extra=0, window_size=8, limit={"keep_ratio": 1.0}, seed=0)
+def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone(
+    method, lengths, extra, window_size, limit, seed
+):
+    policy = make(method, window_size, limit)
+    rows, layer = batch_for(policy, lengths, seed, extra)
+    assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
+    for row, alone in enumerate(rows):
+        assert kept_sets(policy, layer, row) == kept_sets(policy, alone)
+
+
+@every_method
+@check
+@given(
+    lengths=st.lists(prompt_lengths, min_size=1, max_size=4),
+    extra=st.integers(0, 5),
+    window_size=window_sizes,
+    limit=limits,
+    seed=seeds,
+)
+def test_fillers_are_the_leading_pads_and_nothing_else_is_a_pad(
+    method, lengths, extra, window_size, limit, seed
+):
+    policy = make(method, window_size, limit)
+    _, layer = batch_for(policy, lengths, seed, extra)
+    selection = policy.select(layer)
+    assume(selection is not None)
+    kept_tokens = selection.keep_indices.shape[-1]
+    for row, tokens in enumerate(lengths):
+        real = kept_prefix(policy, tokens) + min(tokens, window_size)
+        assert int(selection.filler_tokens[row]) == kept_tokens - real
+        pads = int(layer.pad_tokens[row])
+        for kept in selection.keep_indices[row].tolist():
+            assert kept == sorted(set(kept))
+            assert sum(slot < pads for slot in kept) == kept_tokens - real
+            # Outside the window the fillers are the leftmost slots, which shifted masks hide.
+            before_window = [slot for slot in kept if slot < layer.keys.shape[2] - window_size]
+            fillers = [slot for slot in before_window if slot < pads]
+            assert fillers == list(range(len(fillers)))
+
+
+@every_method
+@check
+@given(
+    order=st.permutations(range(3)),
+    lengths=st.lists(prompt_lengths, min_size=3, max_size=3),
+    window_size=window_sizes,
+    limit=limits,
+    seed=seeds,
+)
+def test_the_order_of_a_batch_does_not_matter(method, order, lengths, window_size, limit, seed):
+    policy = make(method, window_size, limit)
+    rows, layer = batch_for(policy, lengths, seed)
+    assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
+    shuffled = pad_left([rows[row] for row in order], query_tokens=window_size)
+    for place, row in enumerate(order):
+        assert kept_sets(policy, shuffled, place) == kept_sets(policy, layer, row)
+
+
+@every_method
+@check
+@given(
+    first=prompt_lengths, second=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds
+)
+def test_a_second_prompt_knows_nothing_of_the_first(
+    method, first, second, window_size, limit, seed
+):
+    used, fresh = make(method, window_size, limit), make(method, window_size, limit)
+    used.select(layer_for(used, first, seed, batch=2))
+    layer = layer_for(used, second, seed + 1)
+    assert kept_sets(used, layer) == kept_sets(fresh, layer)
+    assert used == fresh
+
+
+@every_method
+@check
+@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
+def test_selecting_twice_gives_the_same_and_leaves_the_states_alone(
+    method, tokens, window_size, limit, seed
+):
+    policy = make(method, window_size, limit)
+    layer = layer_for(policy, tokens, seed)
+    queries, keys = layer.queries.clone(), layer.keys.clone()
+    first = kept_sets(policy, layer)
+    assert torch.equal(layer.queries, queries)
+    assert torch.equal(layer.keys, keys)
+    assert kept_sets(policy, layer) == first
+
+
+@every_method
+def test_the_layout_of_the_states_does_not_matter(method):
+    """Models hand over transposed views; a policy must not ask for contiguous memory."""
+    policy = make(method, 4, {"beside_window": 6})
+    layer = layer_for(policy, 30, 0, batch=2)
+    strided = replace(
+        layer,
+        queries=layer.queries.transpose(1, 2).contiguous().transpose(1, 2),
+        keys=layer.keys.transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    assert not strided.keys.is_contiguous()
+    for row in range(2):
+        assert kept_sets(policy, strided, row) == kept_sets(policy, layer, row)
+
+
+@check
+@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
+def test_grouped_keys_are_voted_on_like_keys_repeated_per_query_head(
+    tokens, window_size, limit, seed
+):
+    policy = make("snapkv-none", window_size, limit)
+    grouped = layer_for(policy, tokens, seed)
+    assume(rounding_cannot_decide(policy, grouped))
+    copies = QUERY_HEADS // KV_HEADS
+    repeated = replace(grouped, keys=grouped.keys.repeat_interleave(copies, dim=1))
+    assert kept_sets(policy, grouped) == kept_sets(policy, repeated)
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
+@check
+@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
+def test_a_group_of_equal_heads_keeps_what_one_of_them_keeps(
+    group_reduce, tokens, window_size, limit, seed
+):
+    policy = replace(make("snapkv", window_size, limit), group_reduce=group_reduce)
+    single = random_layer(
+        seed, query_heads=2, kv_heads=2, prompt_tokens=tokens, query_tokens=window_size
+    )
+    assume(rounding_cannot_decide(policy, single))
+    repeated = replace(single, queries=single.queries.repeat_interleave(3, dim=1))
+    assert kept_sets(policy, repeated) == kept_sets(policy, single)
+
+
+@given(ratio=st.floats(0.01, 1.0), lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5))
+@check
+def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
+    policy = Stated(keep_ratio=ratio, window_size=32)
+    kept = policy._kept_prefix_tokens(torch.tensor(lengths)).tolist()
+    assert kept == [math.floor(ratio * max(0, tokens - 32)) for tokens in lengths]
