@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache import handoff
-from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer import CompressedLayer, keep_tokens
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
 from snapkv.masks import leading_pads, prompt_mask, stored_mask
@@ -61,11 +61,12 @@ class _Call:
     """One attention call, as the model made it.
 
     Attributes:
-        implementation: name of the wrapped attention, such as "sdpa".
+        function: the wrapped attention; `implementation` is its name, such as "sdpa".
         query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
         options: the remaining keyword arguments (scaling, dropout, softcap, ...).
     """
 
+    function: Callable[..., Any]
     implementation: str
     module: Any
     query: Tensor
@@ -76,8 +77,7 @@ class _Call:
 
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
-        function = _wrapped_function(self.implementation, self.module)
-        output, weights = function(
+        output, weights = self.function(
             self.module, self.query, self.key, self.value, self.mask, **self.options
         )
         return output, weights
@@ -94,6 +94,7 @@ def _attention(
 ) -> Attended:
     """The registered function: what to do depends on where in the prompt this pass lies."""
     call = _Call(
+        function=_wrapped_function(implementation, module),
         implementation=implementation,
         module=module,
         query=query,
@@ -142,7 +143,12 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     )
     output, _ = read.attend()
     layer.end_prompt(selection, pads)
-    behind = replace(call, query=call.query[:, :, own:])
+    behind = replace(
+        call,
+        query=call.query[:, :, own:],
+        key=keep_tokens(call.key, selection),
+        value=keep_tokens(call.value, selection),
+    )
     verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
     return torch.cat([output, verified], dim=1), None
 
@@ -152,10 +158,9 @@ def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = Fal
     if rebuild_mask or layer.hides_more_than_padding:
         past = layer.visible_slots(layer.stored_tokens - call.query.shape[2])
         call = replace(call, mask=stored_mask(call.implementation, past, call.query))
-    module = call.module
-    if layer.keys.shape[1] == call.query.shape[1]:
-        module = _Ungrouped(module)
-    return replace(call, module=module, key=layer.keys, value=layer.values).attend()
+    if call.key.shape[1] == call.query.shape[1]:
+        call = replace(call, module=_Ungrouped(call.module))
+    return call.attend()
 
 
 def _prompt_layer(
@@ -168,6 +173,12 @@ def _prompt_layer(
             f"model: expected attention without a position bias, got {type(call.module).__name__}, "
             "whose bias the votes do not see; it cannot be compressed correctly"
         )
+    causal = options.get("is_causal", getattr(call.module, "is_causal", True))
+    if call.mask is None and causal is False:
+        raise UnsupportedModelError(
+            f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
+            "each other in both directions; only a causal decoder has a prompt to compress"
+        )
     scaling = options.get("scaling")
     return PromptLayer(
         queries=layer.with_remembered(call.query[:, :, :own]),
@@ -177,6 +188,7 @@ def _prompt_layer(
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
         pad_tokens=pads,
+        stored_heads=None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
         layer_idx=layer.layer_idx,
     )
 
@@ -184,15 +196,28 @@ def _prompt_layer(
 def _take_handoff(call: _Call) -> handoff.Handoff | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     handed = handoff.take()
-    if handed is None or call.key.data_ptr() != handed.layer.keys.data_ptr():
+    if handed is None or call.key.shape[2] != handed.layer.stored_tokens:
         return None
+    layer = handed.layer
     if not handed.cache.owns(call.module):
-        handed.layer.crop(-handed.new_tokens)
+        layer.crop(-handed.new_tokens)
         raise CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another "
             f"{type(call.module).__name__}; make a CompressedCache for this model"
         )
+    unchanged = _same(call.key, layer.keys) and _same(call.value, layer.values)
+    if not unchanged and layer.keys.shape[1] > 1:
+        layer.crop(-handed.new_tokens)
+        raise UnsupportedModelError(
+            f"model: expected attention to the keys and values as they are stored, got "
+            f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "
+            "different tokens would be mixed, so it cannot be compressed"
+        )
     return handed
+
+
+def _same(states: Tensor, stored: Tensor) -> bool:
+    return states.data_ptr() == stored.data_ptr() and states.shape == stored.shape
 
 
 def _wrapped_function(implementation: str, module: Any) -> Callable[..., Any]:

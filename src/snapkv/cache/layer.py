@@ -168,12 +168,11 @@ class CompressedLayer(DynamicLayer):
         self.pad_tokens = pad_tokens
         if selection is None:
             return
-        prompt_tokens = int(selection.keep_indices[0, 0, -1]) + 1
-        self.keys = self._keep(self.keys, selection.keep_indices, prompt_tokens)
-        self.values = self._keep(self.values, selection.keep_indices, prompt_tokens)
+        self.keys = keep_tokens(self.keys, selection)
+        self.values = keep_tokens(self.values, selection)
         self.kept = selection.keep_indices.to(torch.int32)
         self.filler_tokens = selection.filler_tokens
-        self.hides_more_than_padding = self._fillers_outnumber_padding(prompt_tokens)
+        self.hides_more_than_padding = self._fillers_outnumber_padding(selection.prompt_tokens)
 
     def _fillers_outnumber_padding(self, prompt_tokens: int) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
@@ -203,15 +202,6 @@ class CompressedLayer(DynamicLayer):
         per_token = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
         return int(B * self._num_kv_heads * self.cumulative_length * per_token)
 
-    @staticmethod
-    def _keep(states: Tensor, keep_indices: Tensor, prompt_tokens: int) -> Tensor:
-        kept = ops.gather_tokens(states, keep_indices)
-        behind = states[..., prompt_tokens:, :]
-        if not behind.shape[-2]:
-            return kept
-        repeats = keep_indices.shape[1] // states.shape[1]
-        return torch.cat([kept, behind.repeat_interleave(repeats, dim=1)], dim=-2)
-
     # What users ask of a layer.
 
     def stored_positions(self) -> Tensor:
@@ -230,3 +220,20 @@ class CompressedLayer(DynamicLayer):
         if self.pad_tokens is None:
             return columns.clone()
         return (columns - self.pad_tokens[:, None, None]).clamp(min=-1)
+
+
+def keep_tokens(states: Tensor, selection: Selection) -> Tensor:
+    """The kept tokens of a prompt's keys or values, and whatever stands behind the prompt.
+
+    Args:
+        states: (B, H, T + N, D), N tokens behind the prompt.
+        selection: what to keep of the prompt.
+
+    Returns:
+        (B, H or the selection's heads, K + N, D), contiguous.
+    """
+    kept = ops.gather_tokens(states, selection.keep_indices)
+    behind = states[..., selection.prompt_tokens :, :]
+    if not behind.shape[-2]:
+        return kept
+    return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)

@@ -36,6 +36,11 @@ def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
             f"model: expected a decoder-only model, got the encoder-decoder {name}; its prompt is "
             "read by the encoder and is not in a key-value cache"
         )
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        raise UnsupportedModelError(
+            f"model: expected one that works with transformers' DynamicCache, got {name}, which "
+            "needs a cache of its own; use that one"
+        )
     if getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedModelError(
             f"model: expected every layer to own its keys and values, got {name} with "

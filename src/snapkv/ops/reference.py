@@ -134,14 +134,17 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     """Copy the kept rows of keys or values, bit for bit.
 
     Args:
-        states: (B, Hkv, T, D), any dtype.
-        keep_indices: (B, H, K) with H = Hkv, or H = Hq to store one copy per query head.
+        states: (B, Hs, T, D), any dtype.
+        keep_indices: (B, H, K). H = Hs usually; H = Hq to store one copy per query head; H = 1
+            where all heads share one set.
 
     Returns:
-        (B, H, K, D), contiguous, of the same dtype.
+        (B, max(H, Hs), K, D), contiguous, of the same dtype.
     """
-    repeats = keep_indices.shape[1] // states.shape[1]
-    if repeats > 1:
-        states = states.repeat_interleave(repeats, dim=1)
+    heads = max(keep_indices.shape[1], states.shape[1])
+    states = states.repeat_interleave(heads // states.shape[1], dim=1)
+    keep_indices = (
+        keep_indices.expand(-1, heads, -1) if keep_indices.shape[1] == 1 else keep_indices
+    )
     index = keep_indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
     return states.gather(2, index)

@@ -21,12 +21,14 @@ class PromptLayer:
     Attributes:
         queries: (B, Hq, N, D), the last ``policy.query_tokens`` queries of the prompt (fewer where
             the prompt is shorter), after rotary embedding and query norm.
-        keys: (B, Hkv, T, D), all keys of the prompt as stored in the cache.
+        keys: (B, Hkv, T, D), all keys of the prompt as attention sees them.
         values: (B, Hkv, T, Dv).
         scaling: the factor attention puts on its scores.
         softcap: the cap attention puts on its scores, or None.
         sinks: (Hq,) learned sink logits, or None.
         pad_tokens: (B,) int64, leading pads of each row, or None where there are none.
+        stored_heads: heads of the cache where they differ from those of `keys`: models with latent
+            attention (DeepSeek) store one latent that all heads share, so they share one set.
         layer_idx: index of the layer in the model.
     """
 
@@ -38,6 +40,12 @@ class PromptLayer:
     softcap: float | None = None
     sinks: Tensor | None = None
     pad_tokens: Tensor | None = None
+    stored_heads: int | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """How many heads the cache stores, each with a set of its own."""
+        return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
 
     @property
     def row_tokens(self) -> Tensor:
@@ -52,12 +60,14 @@ class Selection:
 
     Attributes:
         keep_indices: (B, H, K) int64, ascending and unique, slots of the prompt. H is Hkv, or Hq
-            where every query head keeps its own set.
+            where every query head keeps its own set, or 1 where all heads share one.
+        prompt_tokens: T, the length of the prompt the indices point into.
         filler_tokens: (B,) int64, how many leading entries of a row are pads that only fill it up
             to K; None where no row has any.
     """
 
     keep_indices: Tensor
+    prompt_tokens: int
     filler_tokens: Tensor | None = None
 
 
@@ -121,7 +131,7 @@ class PrefixPolicy(Policy):
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
-        """Rate the prefix: (B, Hkv or Hq, T - window_size) float32, higher is kept first."""
+        """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the best of the prefix and the window, or everything where it fits the budget."""
@@ -135,10 +145,12 @@ class PrefixPolicy(Policy):
         window = torch.arange(prefix_tokens, prompt_tokens, device=best.device)
         keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
         if layer.pad_tokens is None:
-            return Selection(keep_indices=keep_indices)
+            return Selection(keep_indices=keep_indices, prompt_tokens=prompt_tokens)
         kept_tokens = keep_tokens + rows.clamp(max=self.window_size)
         return Selection(
-            keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - kept_tokens
+            keep_indices=keep_indices,
+            prompt_tokens=prompt_tokens,
+            filler_tokens=keep_indices.shape[-1] - kept_tokens,
         )
 
     def _kept_prefix_tokens(self, row_tokens: Tensor) -> Tensor:

@@ -40,8 +40,10 @@ class Random(PrefixPolicy):
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Uniform numbers: (B, Hkv, P) float32, the same for every row of the batch."""
-        batch, heads, prompt_tokens, _ = layer.keys.shape
+        batch, prompt_tokens = layer.keys.shape[0], layer.keys.shape[2]
         generator = torch.Generator().manual_seed(self.seed * 100_003 + layer.layer_idx)
-        draws = torch.rand(prompt_tokens - self.window_size, heads, generator=generator)
+        draws = torch.rand(
+            prompt_tokens - self.window_size, layer.num_kv_heads, generator=generator
+        )
         scores = draws.flip(0).T.expand(batch, -1, -1)
         return scores.to(layer.keys.device)

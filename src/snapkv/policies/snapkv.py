@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies.base import PrefixPolicy, PromptLayer, require_choice, require_int
 
 
@@ -55,7 +55,16 @@ class SnapKV(PrefixPolicy):
         return self.window_size
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
+        """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none".
+
+        Raises:
+            UnsupportedModelError: "none" on a model whose heads share one stored latent.
+        """
+        if self.group_reduce == "none" and layer.stored_heads is not None:
+            raise UnsupportedModelError(
+                "group_reduce: expected mean, max or sum for a model with latent attention, whose "
+                "heads share one stored latent, got 'none'; leave group_reduce at 'mean'"
+            )
         votes = ops.window_votes(
             layer.queries,
             layer.keys,
@@ -64,5 +73,5 @@ class SnapKV(PrefixPolicy):
             sinks=layer.sinks,
             pad_tokens=layer.pad_tokens,
         )
-        votes = ops.reduce_group(votes, layer.keys.shape[1], self.group_reduce)
+        votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
         return ops.pool_votes(votes, self.kernel_size, self.pooling)

@@ -1,0 +1,110 @@
+"""One tiny random model per family, built from its real config class; nothing is downloaded."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 128
+
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+_OWN = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"sliding_window": 24, "sliding_window_pattern": 2},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+    },
+    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "phi3": {"partial_rotary_factor": 0.5, "sliding_window": None},
+    "granite": {"attention_multiplier": 0.3},
+    "olmo2": {},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "deepseek_v3": {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "rope_scaling": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+FAMILIES = tuple(_OWN)
+
+IMPLEMENTATIONS = {family: ("sdpa", "eager") for family in FAMILIES} | {
+    "gemma2": ("eager",),  # transformers' sdpa refuses the soft-cap
+    "gpt_oss": ("eager",),  # transformers' sdpa has no sinks
+}
+
+CASES = tuple(
+    (family, implementation) for family in FAMILIES for implementation in IMPLEMENTATIONS[family]
+)
+
+
+def tiny_config(family: str, **changes):
+    return AutoConfig.for_model(family, **{**_BASE, **_OWN[family], **changes})
+
+
+@functools.cache
+def tiny_model(family: str, implementation: str = "sdpa") -> PreTrainedModel:
+    """A model whose attention is peaked, so that what is kept matters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family), attn_implementation=implementation
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim >= 2 and "embed" not in name:
+                weight.mul_(4.0)
+            if name.endswith("sinks"):
+                weight.normal_()
+    return model.float().eval()
+
+
+def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, tokens), generator=generator)
+
+
+ModelFactory = Callable[[str, str], PreTrainedModel]

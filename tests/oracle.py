@@ -1,0 +1,91 @@
+"""The judge of every family: a full cache whose attention is masked to the kept set.
+
+It shares nothing with the library but the kept positions: transformers' own DynamicCache holds
+every token, and each layer's eager attention gets a bias that hides what the compressed cache has
+dropped. Decoding on it must give the logits of decoding on the compressed cache.
+"""
+
+import copy
+import sys
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+_hidden: dict[int, torch.Tensor] = {}
+
+
+def _masked_eager(module, query, key, value, attention_mask, **options):
+    """Eager attention with the hidden columns of this layer taken out."""
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    hidden = _hidden.get(module.layer_idx)
+    if hidden is not None:
+        heads = query.shape[1] // hidden.shape[1]
+        bias = torch.zeros(
+            query.shape[0], query.shape[1], query.shape[2], key.shape[2], dtype=query.dtype
+        )
+        columns = hidden.repeat_interleave(heads, dim=1)[:, :, None, :]
+        bias[..., : hidden.shape[-1]].masked_fill_(columns, torch.finfo(query.dtype).min)
+        attention_mask = torch.minimum(attention_mask, bias)
+    return eager(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register("masked_oracle", _masked_eager)
+AttentionMaskInterface.register("masked_oracle", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
+    """A copy of the model that has nothing to do with the library."""
+    reference = copy.deepcopy(model)
+    vars(reference).pop("generate", None)
+    reference.set_attn_implementation(implementation)
+    return reference
+
+
+def hidden_columns(cache, prompt_tokens: int, pads=None) -> dict[int, torch.Tensor]:
+    """Per compressed layer (B, H, T) bool: the prompt columns the cache has dropped."""
+    hidden = {}
+    for layer_idx in cache.compressed_layers:
+        kept = cache.kept_positions(layer_idx)
+        columns = kept if pads is None else kept + pads[:, None, None]
+        mask = torch.ones(*kept.shape[:2], prompt_tokens + 1, dtype=torch.bool)
+        columns = columns.masked_fill((kept < 0) | (columns > prompt_tokens), prompt_tokens)
+        hidden[layer_idx] = mask.scatter(2, columns, False)[..., :prompt_tokens]
+    return hidden
+
+
+@torch.no_grad()
+def masked_decode_logits(
+    model: PreTrainedModel, cache, ids: torch.Tensor, continuation: torch.Tensor, mask=None
+) -> torch.Tensor:
+    """Logits of feeding `continuation` token by token after the prompt `ids`, (B, N, V)."""
+    reference = unwrapped(model, "eager")
+    full = DynamicCache(config=reference.config)
+    pads = None if mask is None else (mask == 0).sum(-1)
+    position = ids.shape[1]
+    reference(ids, past_key_values=full, attention_mask=mask, position_ids=_positions(ids, mask))
+    reference.set_attn_implementation("masked_oracle")
+    _hidden.update(hidden_columns(cache, position, pads))
+    logits = []
+    try:
+        for step in range(continuation.shape[1]):
+            token = continuation[:, step : step + 1]
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+            out = reference(
+                token,
+                past_key_values=full,
+                attention_mask=mask,
+                position_ids=_positions(token, mask, position + step),
+            )
+            logits.append(out.logits[:, -1])
+    finally:
+        _hidden.clear()
+    return torch.stack(logits, dim=1)
+
+
+def _positions(ids, mask, offset: int = 0):
+    if mask is None:
+        return torch.arange(offset, offset + ids.shape[1])[None].expand(ids.shape[0], -1)
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
