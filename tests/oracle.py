@@ -17,10 +17,11 @@ _hidden: dict[int, torch.Tensor] = {}
 
 
 def _masked_eager(module, query, key, value, attention_mask, **options):
-    """Eager attention with the hidden columns of this layer taken out."""
+    """Eager attention that hides this layer's dropped columns from every generated token."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     hidden = _hidden.get(module.layer_idx)
-    if hidden is not None:
+    if hidden is not None and query.shape[2] == 1:
+        hidden = hidden.repeat_interleave(query.shape[0] // hidden.shape[0], dim=0)
         heads = query.shape[1] // hidden.shape[1]
         bias = torch.zeros(
             query.shape[0], query.shape[1], query.shape[2], key.shape[2], dtype=query.dtype
@@ -64,8 +65,8 @@ def masked_decode_logits(
     full = DynamicCache(config=reference.config)
     pads = None if mask is None else (mask == 0).sum(-1)
     position = ids.shape[1]
-    reference(ids, past_key_values=full, attention_mask=mask, position_ids=_positions(ids, mask))
     reference.set_attn_implementation("masked_oracle")
+    reference(ids, past_key_values=full, attention_mask=mask, position_ids=_positions(ids, mask))
     _hidden.update(hidden_columns(cache, position, pads))
     logits = []
     try:
@@ -83,6 +84,19 @@ def masked_decode_logits(
     finally:
         _hidden.clear()
     return torch.stack(logits, dim=1)
+
+
+def masked_generate(model: PreTrainedModel, cache, ids: torch.Tensor, **options) -> torch.Tensor:
+    """`generate` on a full cache whose generated tokens see only what `cache` has kept."""
+    reference = unwrapped(model, "eager")
+    reference.set_attn_implementation("masked_oracle")
+    mask = options.get("attention_mask")
+    pads = None if mask is None else (mask == 0).sum(-1)
+    _hidden.update(hidden_columns(cache, ids.shape[1], pads))
+    try:
+        return reference.generate(ids, **options)
+    finally:
+        _hidden.clear()
 
 
 def _positions(ids, mask, offset: int = 0):

@@ -54,6 +54,7 @@ class CompressedCache(Cache):
         announce_prompts(model)
         self.policy = policy
         self._modules = weakref.WeakSet(model.modules())
+        self._first = self.compressed_layers[0]
         self._prompt_end: int | None = None
         self._records_past = False
 
@@ -67,8 +68,8 @@ class CompressedCache(Cache):
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
-        self._require_finished_forward(layer)
         new_tokens = key_states.shape[-2]
+        self._require_finished_forward(layer, new_tokens)
         prompt_end = self._open_prompt(layer.cumulative_length + new_tokens)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
         handoff.offer(
@@ -88,14 +89,14 @@ class CompressedCache(Cache):
             self._prompt_end = seen_tokens
         return self._prompt_end
 
-    def _require_finished_forward(self, layer: CompressedLayer) -> None:
+    def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
         pending = handoff.peek()
-        first = self.layers[self.compressed_layers[0]]
-        behind = layer.layer_idx != self.compressed_layers[0] and (
-            layer.cumulative_length >= first.get_seq_length()
+        first = self.layers[self._first]
+        uneven = layer is not first and (
+            layer.cumulative_length + new_tokens != first.cumulative_length
         )
-        if (pending is not None and pending.cache is self) or behind:
+        if (pending is not None and pending.cache is self) or uneven:
             raise CacheMismatchError(
                 "past_key_values: expected every layer's attention to run through snapkv, got a "
                 "forward pass that was interrupted or used another attention implementation; "
@@ -129,7 +130,7 @@ class CompressedCache(Cache):
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
         if layer_idx is None:
-            layer_idx = self.compressed_layers[0]
+            layer_idx = self._first
         return int(super().get_seq_length(layer_idx))
 
     # What users ask of a cache.

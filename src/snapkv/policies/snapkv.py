@@ -73,5 +73,8 @@ class SnapKV(PrefixPolicy):
             sinks=layer.sinks,
             pad_tokens=layer.pad_tokens,
         )
-        votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
+        prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
+        votes = ops.reduce_group(
+            votes[..., :prefix_tokens], layer.num_kv_heads, self.group_reduce
+        )
         return ops.pool_votes(votes, self.kernel_size, self.pooling)

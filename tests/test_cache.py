@@ -1,0 +1,373 @@
+"""The cache through plain `model(...)` calls, its bookkeeping, its report and its refusals."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from snapkv import (
+    CacheMismatchError,
+    CompressedCache,
+    FullCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    SnapKV,
+    UnsupportedModelError,
+)
+from tests.families import VOCABULARY, random_ids, tiny_config, tiny_model
+from tests.oracle import masked_decode_logits, unwrapped
+
+PROMPT, BUDGET, WINDOW = 80, 36, 8
+POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def filled(model):
+    """A cache that has read one prompt of 80 tokens, and four more tokens."""
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(2, PROMPT))
+    call(model, cache, random_ids(2, 4, seed=1))
+    return cache
+
+
+@torch.no_grad()
+def call(model, cache, ids, **options):
+    return model(ids, past_key_values=cache, **options).logits
+
+
+# Plain calls.
+
+
+def test_plain_calls_without_position_ids_see_true_positions(model):
+    ids, continuation = random_ids(2, PROMPT), random_ids(2, 3, seed=1)
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, ids)
+    got = torch.cat([call(model, cache, token) for token in continuation.split(1, dim=1)], dim=1)
+    expected = masked_decode_logits(model, cache, ids, continuation)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_several_tokens_at_once_equal_one_by_one(family, implementation):
+    model, continuation = tiny_model(family, implementation), random_ids(2, 4, seed=1)
+    logits = []
+    for size in (1, 4):
+        cache = CompressedCache(model, POLICY)
+        call(model, cache, random_ids(2, PROMPT))
+        logits.append(torch.cat([call(model, cache, t) for t in continuation.split(size, 1)], 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def test_announced_prompt_may_come_in_pieces(model):
+    ids = random_ids(2, PROMPT)
+    whole = CompressedCache(model, POLICY)
+    call(model, whole, ids)
+    pieces = CompressedCache(model, POLICY)
+    pieces.expect_prompt(PROMPT)
+    for piece in ids.split([50, 1, 25, 4], dim=1):
+        assert pieces.report().kept_tokens == pieces.get_seq_length()
+        call(model, pieces, piece)
+    for layer in range(4):
+        assert torch.equal(pieces.kept_positions(layer), whole.kept_positions(layer))
+
+
+def test_tokens_behind_an_announced_prompt_neither_vote_nor_count(model):
+    ids, drafts = random_ids(1, PROMPT), random_ids(1, 5, seed=1)
+    cache = CompressedCache(model, POLICY)
+    cache.expect_prompt(PROMPT)
+    together = call(model, cache, torch.cat([ids, drafts], dim=1))
+    apart = CompressedCache(model, POLICY)
+    first = call(model, apart, ids)
+    rest = call(model, apart, drafts)
+    torch.testing.assert_close(together, torch.cat([first, rest], 1), atol=1e-4, rtol=1e-4)
+    for layer in range(4):
+        assert torch.equal(cache.kept_positions(layer), apart.kept_positions(layer))
+
+
+def test_first_pass_is_the_prompt_and_later_ones_are_stored_whole(filled):
+    assert filled.get_seq_length() == PROMPT + 4
+    assert filled.report().kept_tokens == BUDGET + 4
+
+
+# Bookkeeping.
+
+
+def test_crop_takes_back_what_came_behind_the_prompt(model, filled):
+    before = copy.deepcopy(filled)
+    call(model, filled, random_ids(2, 3, seed=2))
+    filled.crop(-3)
+    assert filled.get_seq_length() == PROMPT + 4
+    again = random_ids(2, 2, seed=3)
+    assert torch.equal(call(model, filled, again), call(model, before, again))
+
+
+def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled):
+    filled.crop(-4 - WINDOW)
+    assert filled.get_seq_length() == PROMPT - WINDOW
+    assert filled.kept_positions(0).shape[-1] == BUDGET - WINDOW
+    with pytest.raises(InvalidArgumentError, match=r"tokens_to_remove.*still whole.*got 30"):
+        filled.crop(-30)
+    with pytest.raises(InvalidArgumentError, match=r"tokens_to_remove.*zero or a negative.*got 5"):
+        filled.crop(5)
+    filled.crop(0)
+    assert filled.get_seq_length() == PROMPT - WINDOW
+
+
+def test_crop_of_an_uncompressed_prompt_allows_another_ending(model):
+    ids, cache = random_ids(1, 34), CompressedCache(model, POLICY)
+    call(model, cache, ids)
+    cache.crop(-10)
+    call(model, cache, random_ids(1, 50, seed=1))
+    fresh = CompressedCache(model, POLICY)
+    call(model, fresh, torch.cat([ids[:, :24], random_ids(1, 50, seed=1)], dim=1))
+    assert torch.equal(cache.kept_positions(3), fresh.kept_positions(3))
+
+
+def test_rows_can_be_reordered_selected_and_repeated(model):
+    ids, token = random_ids(3, PROMPT), random_ids(3, 1, seed=1)
+
+    def logits(change, rows):
+        cache = CompressedCache(model, POLICY)
+        call(model, cache, ids)
+        change(cache)
+        expected = CompressedCache(model, POLICY)
+        call(model, expected, ids[rows])
+        assert torch.equal(cache.kept_positions(2), expected.kept_positions(2))
+        got = call(model, cache, token[rows])
+        torch.testing.assert_close(got, call(model, expected, token[rows]), atol=1e-4, rtol=1e-4)
+
+    logits(lambda c: c.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1])
+    logits(lambda c: c.batch_select_indices(torch.tensor([2, 2])), [2, 2])
+    logits(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
+
+
+def test_reset_forgets_everything(model, filled):
+    filled.reset()
+    assert filled.get_seq_length() == 0
+    assert filled.report().held_bytes == 0
+    assert filled.kept_positions(0).numel() == 0
+    ids = random_ids(5, 50)
+    fresh = CompressedCache(model, POLICY)
+    assert torch.equal(call(model, filled, ids), call(model, fresh, ids))
+    assert torch.equal(filled.kept_positions(1), fresh.kept_positions(1))
+
+
+def test_kept_positions_are_ascending_true_positions_with_the_window(filled):
+    for layer in range(4):
+        kept = filled.kept_positions(layer)
+        assert kept.shape == (2, 2, BUDGET + 4)
+        assert kept.dtype == torch.int64
+        assert (kept.diff(dim=-1) > 0).all()
+        window = torch.arange(PROMPT - WINDOW, PROMPT + 4)
+        assert (kept[..., -WINDOW - 4 :] == window).all()
+
+
+def test_kept_positions_of_a_padded_row_start_at_its_first_token(model):
+    ids, mask = random_ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, :60] = 0
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, ids, attention_mask=mask)
+    row = cache.kept_positions(0)[1, 0]
+    assert row.tolist() == [-1] * (BUDGET - 20) + list(range(20))
+
+
+def test_prompt_of_one_token(model):
+    cache = CompressedCache(model, POLICY)
+    for token in random_ids(1, 45).split(1, dim=1):
+        call(model, cache, token)
+    assert cache.report().kept_tokens == 45, "what is generated is never dropped"
+
+
+# The report.
+
+
+def test_report_counts_bytes_of_the_tensors_and_of_a_full_cache(model, filled):
+    plain = DynamicCache(config=model.config)
+    reference = unwrapped(model, "sdpa")
+    call(reference, plain, random_ids(2, PROMPT + 4))
+    report = filled.report()
+    full = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in filled.layers)
+    assert report.full_bytes == report["full_bytes"] == full
+    assert report.held_bytes == report["held_bytes"] == held
+    assert held * (PROMPT + 4) == full * (BUDGET + 4)
+    for row in report["layers"]:
+        assert row["kind"] == "compressed"
+        assert (row["seen_tokens"], row["kept_tokens"]) == (PROMPT + 4, BUDGET + 4)
+    assert sum(row["held_bytes"] for row in report["layers"]) == held
+    kept = filled.layers[0].keys
+    assert kept.untyped_storage().nbytes() == kept.nbytes, "no view holds on to the whole prompt"
+
+
+def test_report_is_json_and_prints_a_table(filled):
+    assert json.loads(json.dumps(filled.report())) == filled.report()
+    text = str(filled.report())
+    assert "84 tokens seen, 40 kept" in text
+    assert "0-3" in text
+
+
+def test_report_names_layers_that_stay_transformers_own():
+    model = tiny_model("gemma3_text")
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(1, PROMPT))
+    kinds = [row["kind"] for row in cache.report()["layers"]]
+    assert kinds == ["DynamicSlidingWindowLayer", "compressed"] * 2
+    assert cache.compressed_layers == [1, 3]
+    with pytest.raises(InvalidArgumentError, match=r"layer_idx.*\[1, 3\].*got 0"):
+        cache.kept_positions(0)
+
+
+def test_per_query_head_selection_holds_a_copy_per_query_head(model):
+    cache = CompressedCache(model, SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
+    call(model, cache, random_ids(1, PROMPT))
+    report = cache.report()
+    assert report.held_bytes * PROMPT == report.full_bytes * BUDGET * 4
+
+
+def test_latent_attention_keeps_one_set_for_all_heads():
+    model = tiny_model("deepseek_v3")
+    cache, plain = CompressedCache(model, POLICY), DynamicCache(config=model.config)
+    call(model, cache, random_ids(1, PROMPT))
+    call(unwrapped(model, "sdpa"), plain, random_ids(1, PROMPT))
+    stored = plain.layers[0].keys.nbytes + plain.layers[0].values.nbytes
+    assert cache.report()["layers"][0]["full_bytes"] == stored
+    assert cache.kept_positions(0).shape == (1, plain.layers[0].keys.shape[1], BUDGET)
+
+
+# Refusals.
+
+
+def test_right_padding_is_refused(model):
+    ids, mask = random_ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, -5:] = 0
+    with pytest.raises(UnsupportedModelError, match=r"attention_mask.*left.*padding_side"):
+        call(model, CompressedCache(model, POLICY), ids, attention_mask=mask)
+
+
+def test_another_batch_size_is_refused_and_changes_nothing(model, filled):
+    before = filled.report()
+    with pytest.raises(CacheMismatchError, match=r"batch of 2.*got 3"):
+        call(model, filled, random_ids(3, 1))
+    assert filled.report() == before
+    call(model, filled, random_ids(2, 1))
+
+
+def test_another_model_is_refused(filled):
+    other = copy.deepcopy(tiny_model("llama"))
+    with pytest.raises(CacheMismatchError, match="another LlamaAttention"):
+        call(other, filled, random_ids(2, 1))
+
+
+def test_a_model_whose_attention_was_set_back_is_refused():
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = CompressedCache(model, POLICY)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(CacheMismatchError, match="another attention implementation"):
+        call(model, cache, random_ids(1, PROMPT))
+
+
+def test_a_cache_is_refused_after_an_interrupted_forward_until_it_is_reset(model):
+    cache = CompressedCache(model, POLICY)
+    broken = model.model.layers[2].mlp.register_forward_hook(_fail)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        call(model, cache, random_ids(1, PROMPT))
+    broken.remove()
+    with pytest.raises(CacheMismatchError, match="interrupted"):
+        call(model, cache, random_ids(1, 1))
+    cache.reset()
+    fresh = CompressedCache(model, POLICY)
+    ids = random_ids(1, PROMPT)
+    assert torch.equal(call(model, cache, ids), call(model, fresh, ids))
+
+
+def _fail(*_):
+    raise RuntimeError("interrupted")
+
+
+@pytest.mark.parametrize("tokens", [0, -3, 2.5, True, PROMPT])
+def test_expect_prompt_refuses(filled, tokens):
+    with pytest.raises((InvalidArgumentError, InvalidTypeError), match="prompt"):
+        filled.expect_prompt(tokens)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", SnapKV, 1024], ids=str)
+def test_a_policy_must_be_one(model, policy):
+    with pytest.raises(InvalidTypeError, match=r"policy: expected a policy such as"):
+        CompressedCache(model, policy)
+
+
+def test_a_model_must_be_one():
+    with pytest.raises(InvalidTypeError, match=r"model: expected a transformers PreTrainedModel"):
+        CompressedCache(torch.nn.Linear(2, 2), POLICY)
+
+
+REFUSED = {
+    "all layers slide": ("mistral", {"sliding_window": 16}, "at least one layer of full attention"),
+    "no attention": ("mamba", {"hidden_size": 16, "state_size": 4}, "full attention"),
+    "own attention": ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "by itself"),
+    "sparse index": ("deepseek_v32", {}, "DynamicIndexedLayer"),
+    "rearranged heads": ("diffllama", {}, "rearranges them after the cache"),
+    "both directions": ("bert", {"num_key_value_heads": None}, "causal attention"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_cannot_be_compressed_right_are_refused_by_name(case):
+    family, changes, reason = REFUSED[case]
+    small = {"vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    if family in ("mistral", "diffllama", "deepseek_v32"):
+        base = {**tiny_config("deepseek_v3").to_dict(), **small} if "v32" in family else {}
+        keys = ("q_lora_rank", "kv_lora_rank", "n_routed_experts", "num_key_value_heads")
+        small |= {key: base[key] for key in keys if key in base}
+        small |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+    if family in ("mistral", "diffllama"):
+        small["num_key_value_heads"] = 2
+    if family == "bert":
+        small |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**small, **changes}))
+    with pytest.raises(UnsupportedModelError, match=reason) as refusal:
+        call(model.eval(), CompressedCache(model, POLICY), random_ids(1, PROMPT))
+    assert type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") in str(
+        refusal.value
+    )
+
+
+def test_encoder_decoder_is_refused_by_name():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    )
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder T5ForConditionalGeneration"):
+        CompressedCache(model, POLICY)
+
+
+def test_attention_that_the_votes_do_not_describe_is_refused():
+    """A family whose attention does something unknown is refused, not scored wrongly."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation(_twisted_attention())
+    with pytest.raises(UnsupportedModelError, match=r"LlamaAttention.*votes would be wrong"):
+        call(model, CompressedCache(model, POLICY), random_ids(1, PROMPT))
+    call(model, CompressedCache(model, FullCache()), random_ids(1, PROMPT))
+
+
+def _twisted_attention() -> str:
+    """Register an attention with a temperature that nobody is told of."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(module, query, *rest, **options):
+        return sdpa_attention_forward(module, query * 1.5, *rest, **options)
+
+    AttentionInterface.register("twisted", attend)
+    AttentionMaskInterface.register("twisted", sdpa_mask)
+    return "twisted"

@@ -1,0 +1,304 @@
+"""Every way `model.generate` can run, on a compressed cache, against masked full attention."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import TextStreamer, pipeline
+
+from snapkv import CacheMismatchError, CompressedCache, FullCache, InvalidArgumentError, SnapKV
+from tests.families import random_ids, tiny_model
+from tests.oracle import masked_generate, unwrapped
+
+PROMPT = 80
+POLICY = SnapKV(36, window_size=8, kernel_size=5)
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+FAMILIES = ("llama", "gemma3_text")  # all layers full; sliding and full layers mixed
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def generate(model, ids, policy=POLICY, **options):
+    """Tokens and the cache they were generated with."""
+    cache = CompressedCache(model, policy)
+    return model.generate(ids, past_key_values=cache, **{**OPTIONS, **options}), cache
+
+
+def prompt_only(model, ids, **options):
+    """A cache that has read the prompt and nothing else."""
+    return generate(model, ids, **{**options, "max_new_tokens": 1})[1]
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"num_beams": 3},
+    "beam sampling": {"num_beams": 2, "do_sample": True},
+    "return sequences": {"do_sample": True, "num_return_sequences": 3},
+    "beams returned": {"num_beams": 4, "num_return_sequences": 2},
+}
+
+
+@families
+@pytest.mark.parametrize("mode", MODES)
+def test_mode_equals_masked_full_attention(family, mode):
+    model, ids = tiny_model(family), random_ids(2, PROMPT)
+    torch.manual_seed(0)
+    tokens, _ = generate(model, ids, **MODES[mode])
+    kept = prompt_only(model, ids)
+    torch.manual_seed(0)
+    assert torch.equal(tokens, masked_generate(model, kept, ids, **{**OPTIONS, **MODES[mode]}))
+
+
+@families
+def test_compression_changes_what_is_generated(family):
+    model, ids = tiny_model(family), random_ids(2, PROMPT)
+    assert not torch.equal(generate(model, ids)[0], generate(model, ids, FullCache())[0])
+
+
+@families
+@pytest.mark.parametrize("mode", MODES)
+def test_covering_budget_equals_plain_transformers(family, mode):
+    model, ids = tiny_model(family), random_ids(2, PROMPT)
+    torch.manual_seed(0)
+    tokens, _ = generate(model, ids, SnapKV(PROMPT), **MODES[mode])
+    torch.manual_seed(0)
+    plain = unwrapped(model, "sdpa").generate(ids, **{**OPTIONS, **MODES[mode]})
+    assert torch.equal(tokens, plain)
+
+
+@families
+def test_left_padded_batch_equals_each_row_alone(family):
+    model = tiny_model(family)
+    lengths = (PROMPT, 50, 20, 4)
+    rows = [random_ids(1, length, seed=length) for length in lengths]
+    ids = torch.zeros(len(rows), PROMPT, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, -row.shape[1] :] = row
+        mask[index, -row.shape[1] :] = 1
+    together, _ = generate(model, ids, attention_mask=mask)
+    for index, row in enumerate(rows):
+        alone, _ = generate(model, row)
+        assert together[index, PROMPT:].tolist() == alone[0, row.shape[1] :].tolist()
+
+
+@families
+@pytest.mark.parametrize("chunk", [3, 8, 27, 79, 80, 200], ids="chunk {}".format)
+def test_chunked_prefill_equals_one_pass(family, chunk):
+    model, ids = tiny_model(family), random_ids(1, PROMPT)
+    whole, whole_cache = generate(model, ids)
+    pieces, cache = generate(model, ids, prefill_chunk_size=chunk)
+    assert torch.equal(pieces, whole)
+    for layer in cache.compressed_layers:
+        assert torch.equal(cache.kept_positions(layer), whole_cache.kept_positions(layer))
+
+
+@families
+@pytest.mark.parametrize("prompt_tokens", [PROMPT, 30], ids=["dropped", "all kept"])
+@pytest.mark.parametrize("group_reduce", ["mean", "none"])
+def test_prompt_lookup_equals_greedy(family, prompt_tokens, group_reduce):
+    policy = SnapKV(36, window_size=8, kernel_size=5, group_reduce=group_reduce)
+    model, ids = tiny_model(family), random_ids(1, prompt_tokens) % 9 + 3
+    greedy, greedy_cache = generate(model, ids, policy, max_new_tokens=24)
+    looked, cache = generate(
+        model,
+        ids,
+        policy,
+        max_new_tokens=24,
+        prompt_lookup_num_tokens=6,
+        max_matching_ngram_size=1,
+    )
+    assert torch.equal(looked, greedy)
+    kept = min(36, prompt_tokens)
+    for layer in cache.compressed_layers:
+        ours = cache.kept_positions(layer)[..., :kept]
+        assert torch.equal(ours, greedy_cache.kept_positions(layer)[..., :kept])
+
+
+@families
+def test_assistant_model_equals_greedy(family):
+    model, ids = tiny_model(family), random_ids(1, PROMPT)
+    greedy, _ = generate(model, ids, max_new_tokens=20)
+    for assistant in (tiny_model("llama", "eager"), unwrapped(model, "sdpa"), model):
+        assisted, cache = generate(model, ids, max_new_tokens=20, assistant_model=assistant)
+        assert torch.equal(assisted, greedy)
+        assert cache.get_seq_length() == PROMPT + 19
+
+
+def test_drafts_behind_a_padded_prompt_equal_greedy():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT) % 9 + 3
+    mask = torch.ones_like(ids)
+    mask[:, :30] = 0
+    greedy, _ = generate(model, ids, attention_mask=mask)
+    looked, _ = generate(
+        model, ids, attention_mask=mask, prompt_lookup_num_tokens=6, max_matching_ngram_size=1
+    )
+    assert torch.equal(looked, greedy)
+
+
+def test_eager_prompt_lookup_equals_greedy():
+    model, ids = tiny_model("gpt_oss", "eager"), random_ids(1, PROMPT) % 9 + 3
+    greedy, _ = generate(model, ids)
+    looked, _ = generate(model, ids, prompt_lookup_num_tokens=6, max_matching_ngram_size=1)
+    assert torch.equal(looked, greedy)
+
+
+class _Recorder(TextStreamer):
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append("end")
+
+
+def test_streaming_gives_the_same_tokens():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    streamer = _Recorder()
+    tokens, _ = generate(model, ids, streamer=streamer)
+    assert streamer.tokens == [*tokens[0].tolist(), "end"]
+
+
+def test_restart_feeds_only_what_is_new():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    whole, _ = generate(model, ids, max_new_tokens=12)
+    first, cache = generate(model, ids, max_new_tokens=5)
+    second = model.generate(first, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 7})
+    assert torch.equal(second, whole)
+    assert cache.get_seq_length() == PROMPT + 11
+
+
+def test_second_turn_is_stored_whole_behind_the_first():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    first, cache = generate(model, ids, max_new_tokens=5)
+    turn = torch.cat([first, random_ids(1, 9, seed=3)], dim=1)
+    model.generate(turn, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
+    assert cache.get_seq_length() == turn.shape[1]
+    tail = cache.kept_positions(0)[0, 0, 36:]
+    assert tail.tolist() == list(range(PROMPT, turn.shape[1]))
+
+
+def test_prompt_that_fits_is_compressed_when_a_later_turn_outgrows_the_budget():
+    model, ids = tiny_model("llama"), random_ids(1, 30)
+    first, cache = generate(model, ids, max_new_tokens=3)
+    assert cache.report().kept_tokens == 32
+    turn = torch.cat([first, random_ids(1, 60, seed=3)], dim=1)
+    model.generate(turn, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
+    assert cache.report().kept_tokens == 36
+    fresh = prompt_only(model, turn)
+    assert torch.equal(cache.kept_positions(2), fresh.kept_positions(2))
+
+
+def test_short_prompt_is_not_compressed_by_verified_drafts():
+    model, ids = tiny_model("llama"), random_ids(1, 34) % 5 + 3
+    _, cache = generate(
+        model, ids, max_new_tokens=30, prompt_lookup_num_tokens=6, max_matching_ngram_size=1
+    )
+    assert cache.report().kept_tokens == cache.get_seq_length() == 34 + 29
+
+
+def test_two_prompts_in_sequence_equal_fresh_caches():
+    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
+    for seed, batch in ((1, 2), (2, 1), (3, 3)):
+        ids = random_ids(batch, PROMPT + seed, seed=seed)
+        cache.reset()
+        again = model.generate(ids, past_key_values=cache, **OPTIONS)
+        assert torch.equal(again, generate(model, ids)[0])
+
+
+def test_inputs_embeds_equal_ids():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    tokens, _ = generate(model, ids)
+    cache = CompressedCache(model, POLICY)
+    embeds = model.get_input_embeddings()(ids)
+    new = model.generate(inputs_embeds=embeds, past_key_values=cache, **OPTIONS)
+    assert torch.equal(new, tokens[:, PROMPT:])
+
+
+def test_two_threads_do_not_meet():
+    model = tiny_model("llama")
+    prompts = [random_ids(1, PROMPT, seed=seed) for seed in range(4)]
+    alone = [generate(model, ids)[0] for ids in prompts]
+    results: dict[int, torch.Tensor] = {}
+
+    def run(index):
+        for _ in range(3):
+            results[index] = generate(model, prompts[index])[0]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[index], alone[index]) for index in range(4))
+
+
+def test_other_caches_pass_through_the_wrapped_model():
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    CompressedCache(model, POLICY)
+    plain = unwrapped(model, "sdpa").generate(ids, **OPTIONS)
+    assert torch.equal(model.generate(ids, **OPTIONS), plain)
+    assert torch.equal(model.generate(ids, **OPTIONS, use_cache=False), plain)
+
+
+def test_copied_model_generates_with_its_own_weights():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    CompressedCache(model, POLICY)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.neg_()
+    tokens, _ = generate(other, ids)
+    assert not torch.equal(tokens, generate(model, ids)[0])
+    assert other.generate.model is other
+
+
+def test_longer_mask_means_that_only_new_ids_were_passed():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    whole, _ = generate(model, ids, max_new_tokens=12)
+    first, cache = generate(model, ids, max_new_tokens=5)
+    rest = model.generate(
+        first[:, -1:],
+        attention_mask=torch.ones_like(first),
+        past_key_values=cache,
+        **{**OPTIONS, "max_new_tokens": 7},
+    )
+    assert torch.equal(rest[:, 1:], whole[:, PROMPT + 5 :])
+
+
+def test_a_used_cache_is_refused_for_a_shorter_prompt():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    _, cache = generate(model, ids)
+    with pytest.raises(CacheMismatchError, match=r"already seen.*reset"):
+        model.generate(random_ids(1, 40), past_key_values=cache, **OPTIONS)
+
+
+def test_token_healing_is_refused():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    with pytest.raises(InvalidArgumentError, match="token_healing"):
+        generate(model, ids, token_healing=True)
+
+
+def test_unannounced_drafts_are_refused():
+    """Calling the class's own generate goes around the announcement; drafts would vote."""
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT) % 9 + 3
+    cache = CompressedCache(model, POLICY)
+    options = {**OPTIONS, "prompt_lookup_num_tokens": 4}
+    with pytest.raises(CacheMismatchError, match="expect_prompt"):
+        type(model).generate(model, ids, past_key_values=cache, **options)
+    cache.expect_prompt(PROMPT)
+    tokens = type(model).generate(model, ids, past_key_values=cache, **options)
+    assert torch.equal(tokens, generate(model, ids)[0])
+
+
+def test_pipeline(demo):
+    generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
+    prompt = "The capital of France is Paris. " * 30 + "The capital of France is"
+    cache = CompressedCache(demo.model, SnapKV(64, window_size=16))
+    text = generator(prompt, max_new_tokens=2, do_sample=False, past_key_values=cache)
+    assert "Paris" in text[0]["generated_text"][len(prompt) :]
+    assert cache.report().kept_tokens == 64 + 1
