@@ -1,0 +1,81 @@
+"""Read a prompt once, then compress copies of its cache with every method.
+
+Reading takes almost all the time, and every method starts from the same full cache. So a policy
+that keeps everything records what policies are shown at the end of the prompt, and each method is
+then asked as `snapkv.attention` would ask it. `tests/quality` checks that the result equals a real
+compressed prefill bit for bit.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv import CompressedCache
+from snapkv.policies import Policy, PromptLayer, Selection
+
+MOST_WINDOW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Recorder(Policy):
+    """Keeps everything and notes what it was shown, layer by layer."""
+
+    name: ClassVar[str] = "recorder"
+
+    layers: list[PromptLayer] = field(default_factory=list)
+
+    @property
+    def query_tokens(self) -> int:
+        """Enough for the window of every method."""
+        return MOST_WINDOW_TOKENS
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        """Note the layer; keep everything."""
+        self.layers.append(layer)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPrompt:
+    """A prompt that a model has read with full attention.
+
+    Attributes:
+        model: the model.
+        layers: what a policy is shown at the end of the prompt, one entry per layer.
+        last_logits: (1, 1, V), the logits behind the prompt; the same whatever is kept.
+    """
+
+    model: Any
+    layers: list[PromptLayer]
+    last_logits: Tensor
+
+    @property
+    def prompt_tokens(self) -> int:
+        """T, tokens in the prompt."""
+        return self.layers[0].keys.shape[2]
+
+    def compressed(self, policy: Policy) -> CompressedCache:
+        """A cache as it is after a prefill with that policy; the recording stays untouched."""
+        cache = CompressedCache(self.model, policy)
+        cache.expect_prompt(self.prompt_tokens)
+        for layer, states in zip(cache.layers, self.layers, strict=True):
+            layer.update(states.keys, states.values)
+            start = states.queries.shape[2] - min(policy.query_tokens, states.queries.shape[2])
+            shown = replace(states, queries=states.queries[:, :, start:])
+            layer.end_prompt(policy.select(shown), shown.pad_tokens)
+        return cache
+
+
+@torch.inference_mode()
+def read_prompt(model: Any, prompt_ids: list[int]) -> ReadPrompt:
+    """Read one prompt with the full cache, recording it.
+
+    The model must have full attention in every layer, as the demo model has.
+    """
+    recorder = Recorder()
+    ids = torch.tensor([prompt_ids], device=model.device)
+    cache = CompressedCache(model, recorder)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return ReadPrompt(model=model, layers=recorder.layers, last_logits=logits)
