@@ -1,0 +1,14 @@
+import pytest
+from benchmarks.haystack import load_haystack
+
+
+@pytest.fixture(scope="session")
+def demo():
+    from snapkv.models import load
+
+    return load("demo", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def haystack():
+    return load_haystack()
