@@ -139,14 +139,13 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, device=name).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidArgumentError(
             f"device: expected auto, cpu or a device that torch {torch.__version__} has on this "
             f"machine, such as cuda:0, got {name!r}; pass auto"
         ) from error
-    return device
+    return torch.device(name)
 
 
 def _dtype_option(name: str) -> dict[str, Any]:
