@@ -1,0 +1,77 @@
+"""The two baselines: a random choice that repeats itself, and no choice at all."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv.policies import FullCache, Random
+from tests.ops.states import pad_left, random_layer
+
+
+def states(tokens=60, batch=1, kv_heads=2, seed=0):
+    return random_layer(seed, batch=batch, kv_heads=kv_heads, prompt_tokens=tokens, query_tokens=4)
+
+
+def kept(policy, layer):
+    return policy.select(layer).keep_indices.tolist()
+
+
+def test_the_draw_does_not_depend_on_what_the_prompt_says():
+    policy = Random(budget=20, window_size=4)
+    assert kept(policy, states(seed=0)) == kept(policy, states(seed=1))
+
+
+def test_seed_layer_and_head_each_have_a_draw_of_their_own():
+    layer = states()
+    first = kept(Random(budget=20, window_size=4), layer)[0]
+    other_seed = kept(Random(budget=20, window_size=4, seed=1), layer)[0]
+    other_layer = kept(Random(budget=20, window_size=4), replace(layer, layer_idx=1))[0]
+    draws = [tuple(head) for head in (*first, *other_seed, *other_layer)]
+    assert len(set(draws)) == len(draws) == 6
+
+
+def test_the_draw_neither_uses_nor_disturbs_the_global_generator():
+    policy = Random(budget=20, window_size=4)
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = kept(policy, states())
+    torch.manual_seed(2)
+    assert kept(policy, states()) == first
+    torch.manual_seed(1)
+    policy.select(states())
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_rows_of_a_batch_draw_the_same():
+    rows = kept(Random(budget=20, window_size=4), states(batch=3))
+    assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("pads", [1, 17, 300])
+def test_padding_does_not_change_the_draw(pads):
+    """Positions are counted from the end, so a short row draws what it draws alone."""
+    policy = Random(budget=8, window_size=4)
+    alone = states(tokens=11)
+    padded = pad_left([states(tokens=11), states(tokens=11 + pads)], query_tokens=4)
+    shifted = [[slot - pads for slot in head] for head in kept(policy, padded)[0]]
+    assert shifted == kept(policy, alone)[0]
+
+
+def test_the_draw_is_even():
+    """Every position before the window is kept about as often as any other."""
+    layer = states(tokens=44, kv_heads=4)
+    counts = torch.zeros(44)
+    for seed in range(200):
+        for head in kept(Random(budget=14, window_size=4, seed=seed), layer)[0]:
+            counts[head] += 1
+    assert (counts[40:] == 800).all()
+    # 800 draws at 10 of 40: mean 200, standard deviation 12.2; five of them
+    assert counts[:40].sum() == 8000
+    assert 139 < counts[:40].min() <= counts[:40].max() < 261
+
+
+def test_the_full_cache_keeps_everything_and_asks_for_no_queries():
+    assert FullCache().query_tokens == 0
+    assert FullCache().select(states(tokens=5000)) is None
+    assert Random().query_tokens == 0
