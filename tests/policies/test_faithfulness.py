@@ -1,0 +1,162 @@
+"""The check that votes are computed as the model's attention is: whom it lets pass, whom not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from snapkv.errors import SnapKVError, UnsupportedModelError
+from snapkv.faithfulness import require_faithful_scores
+from snapkv.policies import PromptLayer
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+
+
+class TemperedAttention(torch.nn.Module):
+    """Stands for a family that does something to its scores."""
+
+
+def states(dtype=torch.float32, **changes):
+    """Keys with a common direction that queries share: attention far from uniform."""
+    source = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 4, 5, 16, generator=source) * 2
+    keys = torch.randn(2, 2, 40, 16, generator=source)
+    values = torch.randn(2, 2, 40, 12, generator=source)  # DeepSeek's values are narrower
+    layer = PromptLayer(
+        queries=queries.to(dtype),
+        keys=keys.to(dtype),
+        values=values.to(dtype),
+        scaling=0.25,
+        layer_idx=7,
+    )
+    return replace(layer, **changes)
+
+
+def attention_output(layer, *, scaling=0.25, bias=None, row=0):
+    """What the model's own attention returns for the last query of a row: (1, Hq, Dv)."""
+    pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
+    output = F.scaled_dot_product_attention(
+        layer.queries[row : row + 1, :, -1:],
+        layer.keys[row : row + 1, :, pads:],
+        layer.values[row : row + 1, :, pads:],
+        attn_mask=bias,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return output[:, :, 0]
+
+
+def whole_output(layer, **options):
+    return torch.cat([attention_output(layer, row=row, **options) for row in range(2)])
+
+
+def module():
+    return TemperedAttention().eval()
+
+
+@dtypes
+def test_the_models_own_attention_is_accepted(dtype):
+    layer = states(dtype)
+    output = whole_output(layer)
+    assert output.dtype == dtype
+    require_faithful_scores(layer, output, module())
+
+
+@dtypes
+@pytest.mark.parametrize("scaling", [0.125, 0.5, 1.0])
+def test_a_wrong_scaling_is_refused_with_the_modules_name(dtype, scaling):
+    layer = states(dtype)
+    with pytest.raises(UnsupportedModelError, match=r"TemperedAttention.*in layer 7") as caught:
+        require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
+    message = str(caught.value)
+    assert message.startswith("model: expected ")
+    assert "cannot be compressed" in message
+    assert isinstance(caught.value, SnapKVError)
+
+
+@dtypes
+def test_a_bias_on_the_scores_is_refused(dtype):
+    """A slope over the distance, as ALiBi has."""
+    layer = states(dtype)
+    bias = (torch.arange(40) * 0.1).to(dtype).expand(1, 1, 1, 40)
+    with pytest.raises(UnsupportedModelError, match="TemperedAttention"):
+        require_faithful_scores(layer, whole_output(layer, bias=bias), module())
+
+
+def test_a_small_temperature_is_noticed_in_float32():
+    layer = states()
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, whole_output(layer, scaling=0.25 * 1.01), module())
+
+
+def test_attention_to_another_query_is_refused():
+    layer = states()
+    output = whole_output(replace(layer, queries=layer.queries[:, :, :-1]))
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, output, module())
+
+
+def test_values_of_another_head_are_refused():
+    layer = states()
+    output = whole_output(replace(layer, values=layer.values.flip(1)))
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, output, module())
+
+
+@dtypes
+def test_an_output_that_is_not_a_number_is_refused(dtype):
+    layer = states(dtype)
+    output = whole_output(layer)
+    output[0, 0, 0] = float("nan")
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, output, module())
+
+
+def softmax_output(layer, change, *, sinks=None):
+    """Attention of the last query with `change` on its scaled scores: (2, 4, 12)."""
+    keys = layer.keys.repeat_interleave(2, dim=1)
+    values = layer.values.repeat_interleave(2, dim=1)
+    scores = change(torch.einsum("bhd,bhtd->bht", layer.queries[:, :, -1], keys) * 0.25)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, 4, 1).expand(2, 4, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :40]
+    return torch.einsum("bht,bhtd->bhd", weights, values)
+
+
+def test_a_softcap_is_part_of_the_scores():
+    layer = states()
+    capped = softmax_output(layer, lambda scores: 2.0 * torch.tanh(scores / 2.0))
+    require_faithful_scores(replace(layer, softcap=2.0), capped, module())
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, capped, module())
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(replace(layer, softcap=2.0), whole_output(layer), module())
+
+
+def test_sinks_are_part_of_the_softmax():
+    layer = states()
+    sinks = torch.tensor([2.0, -1.0, 0.5, 3.0])
+    output = softmax_output(layer, lambda scores: scores, sinks=sinks)
+    require_faithful_scores(replace(layer, sinks=sinks), output, module())
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, output, module())
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(replace(layer, sinks=sinks.flip(0)), output, module())
+
+
+@dtypes
+def test_pads_are_not_attended_to(dtype):
+    layer = states(dtype)
+    padded = replace(layer, pad_tokens=torch.tensor([11, 0]))
+    require_faithful_scores(padded, whole_output(padded), module())
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(padded, whole_output(layer), module())
+
+
+def test_dropout_in_training_is_not_mistaken_for_another_attention():
+    layer = states()
+    require_faithful_scores(layer, whole_output(layer) * 2, TemperedAttention().train())
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, whole_output(layer) * 2, module())

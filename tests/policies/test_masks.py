@@ -1,0 +1,245 @@
+"""Reading the padding out of every form of mask, and building the mask of stored slots."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from snapkv.errors import SnapKVError, UnsupportedModelError
+from snapkv.masks import leading_pads, prompt_mask, stored_mask
+
+T, WINDOW = 7, 3
+PADS = [2, 0, 5]
+FORMS = ["2-D", "bool", "additive", "additive -inf", "bf16", "block"]
+FORMS_4D = FORMS[1:5]
+
+
+def columns_visible(pads=PADS, tokens=T):
+    """(B, T) bool of a left-padded batch."""
+    return torch.tensor([[column >= own for column in range(tokens)] for own in pads])
+
+
+def causal(visible, queries=None):
+    """(B, 1, Q, T) bool; a row of pads sees nothing, as in transformers' own masks."""
+    tokens = visible.shape[1]
+    square = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    allowed = square & visible[:, None, None, :]
+    return allowed[:, :, -(queries or tokens) :]
+
+
+def in_form(form, visible):
+    """The mask of a whole prompt as each implementation is handed it."""
+    allowed = causal(visible)
+    if form == "2-D":
+        return visible.long()
+    if form == "block":
+        return create_block_mask(
+            lambda batch, head, query, column: (column <= query) & visible[batch, column],
+            visible.shape[0],
+            None,
+            visible.shape[1],
+            visible.shape[1],
+            device="cpu",
+        )
+    return as_additive(form, allowed)
+
+
+def as_additive(form, allowed):
+    if form == "bool":
+        return allowed
+    dtype = torch.bfloat16 if form == "bf16" else torch.float32
+    lowest = float("-inf") if form == "additive -inf" else torch.finfo(dtype).min
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, lowest)
+
+
+def read(mask, *, tokens=T, window=WINDOW):
+    return leading_pads(mask, tokens - 1, tokens, window)
+
+
+def test_no_mask_means_no_pads():
+    assert read(None) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pads_are_counted_row_by_row(form):
+    assert read(in_form(form, columns_visible())).tolist() == PADS
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_without_pads_says_so(form):
+    assert read(in_form(form, columns_visible([0, 0, 0]))) is None
+
+
+def test_a_block_mask_shared_by_the_batch_has_no_pads():
+    mask = create_block_mask(lambda b, h, q, c: c <= q, None, None, T, T, device="cpu")
+    assert read(mask) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_behind_the_prompt_are_not_part_of_it(form):
+    """Columns and rows after the prompt's last token are ignored."""
+    mask = in_form(form, columns_visible(tokens=T + 3))
+    assert leading_pads(mask, T - 1, T, WINDOW).tolist() == PADS
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
+def test_the_last_chunk_of_a_prompt_has_fewer_rows_than_columns(form):
+    mask = as_additive(form, causal(columns_visible(), queries=2))
+    assert leading_pads(mask, 1, T, WINDOW).tolist() == PADS
+
+
+RIGHT_PADDED = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1] * 7], dtype=torch.bool)
+WITH_A_HOLE = torch.tensor([[1, 1, 0, 1, 1, 1, 1], [1] * 7], dtype=torch.bool)
+WITH_A_HOLE_BEHIND_PADS = torch.tensor([[0, 0, 1, 0, 1, 1, 1], [1] * 7], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "visible",
+    [RIGHT_PADDED, WITH_A_HOLE, WITH_A_HOLE_BEHIND_PADS],
+    ids=["right padding", "hole", "hole behind pads"],
+)
+def test_padding_that_is_not_on_the_left_is_refused(form, visible):
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(in_form(form, visible))
+    message = str(caught.value)
+    assert message.startswith("attention_mask: expected padding on the left only, got ")
+    assert message.endswith("tokenize with padding_side='left'")
+    assert isinstance(caught.value, SnapKVError)
+
+
+def window_sees_ahead(allowed):
+    allowed[:, :, -WINDOW:, -WINDOW:] = True
+
+
+def window_loses_the_prefix(allowed):
+    """Packed: the window's first query begins a document of its own."""
+    allowed[:, :, -WINDOW, : T - WINDOW] = False
+
+
+def window_misses_one_position(allowed):
+    allowed[:, :, -2, 1] = False
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
+@pytest.mark.parametrize(
+    "change",
+    [window_sees_ahead, window_loses_the_prefix, window_misses_one_position],
+    ids=lambda change: change.__name__,
+)
+def test_a_window_that_is_not_plainly_causal_is_refused(form, change):
+    allowed = causal(columns_visible([0, 0]))
+    read(as_additive(form, allowed))
+    change(allowed)
+    with pytest.raises(UnsupportedModelError, match="attention_mask: expected a causal mask"):
+        read(as_additive(form, allowed))
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
+def test_only_the_voting_rows_must_be_causal(form):
+    """Queries before the window do not vote; an image prefix may see itself in both directions."""
+    allowed = causal(columns_visible([0, 0]))
+    allowed[:, :, : T - WINDOW, : T - WINDOW] = True
+    assert read(as_additive(form, allowed)) is None
+    with pytest.raises(UnsupportedModelError):
+        read(as_additive(form, allowed), window=T)
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
+def test_rows_of_pads_may_see_anything(form):
+    """transformers opens the rows of pads in some masks, to spare softmax a row of nothing."""
+    allowed = causal(columns_visible())
+    allowed[2, :, :5] = True
+    assert read(as_additive(form, allowed)).tolist() == PADS
+
+
+# Masks over what is stored.
+
+VISIBLE = torch.tensor([[False, False, True, True], [True, True, True, True]])
+EXPECTED = torch.tensor(
+    [
+        [[0, 0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1]],
+        [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]],
+    ],
+    dtype=torch.bool,
+)
+"""(B, Q, S + Q): the stored tokens, and among the new ones itself and those before."""
+
+
+def queries(dtype=torch.float32, tokens=3, batch=2):
+    return torch.zeros(batch, 4, tokens, 8, dtype=dtype)
+
+
+def test_the_stored_mask_of_sdpa_is_boolean():
+    mask = stored_mask("sdpa", VISIBLE, queries())
+    assert mask.dtype == torch.bool
+    assert mask.shape == (2, 1, 3, 7)
+    assert torch.equal(mask[:, 0], EXPECTED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stored_mask_of_eager_is_added_to_the_scores(dtype):
+    mask = stored_mask("eager", VISIBLE, queries(dtype))
+    assert mask.dtype == dtype
+    assert mask.shape == (2, 1, 3, 7)
+    lowest = torch.finfo(dtype).min
+    assert torch.equal(mask[:, 0] == 0, EXPECTED)
+    assert torch.equal(mask[:, 0] == lowest, ~EXPECTED)
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
+def test_the_stored_mask_of_flash_is_two_dimensional(implementation):
+    mask = stored_mask(implementation, VISIBLE, queries())
+    assert mask.shape == (2, 7)
+    assert mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
+    assert stored_mask(implementation, torch.ones_like(VISIBLE), queries()) is None
+
+
+def test_the_stored_mask_of_flex_is_a_block_mask_of_the_same_content():
+    mask = stored_mask("flex_attention", VISIBLE, queries())
+    assert mask.shape == (2, 1, 3, 7)
+    dense = create_mask(mask.mask_mod, 2, 1, 3, 7, device="cpu")
+    assert torch.equal(dense[:, 0], EXPECTED)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_single_query_sees_all_that_is_visible_and_itself(implementation):
+    mask = stored_mask(implementation, VISIBLE, queries(tokens=1))
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    assert allowed[:, 0, 0].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_empty_store_leaves_plain_causality(implementation):
+    mask = stored_mask(implementation, torch.ones(2, 0, dtype=torch.bool), queries())
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    assert torch.equal(allowed[:, 0], torch.ones(2, 3, 3, dtype=torch.bool).tril())
+
+
+# The prompt's part of a mask, where drafts follow.
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
+def test_the_prompts_part_of_a_mask_is_its_first_rows_and_columns(form):
+    mask = as_additive(form, causal(columns_visible(tokens=T + 3)))
+    part = prompt_mask("sdpa", mask, queries(tokens=T, batch=3), T, torch.tensor(PADS))
+    assert torch.equal(part, as_additive(form, causal(columns_visible())))
+
+
+def test_the_prompts_part_of_a_two_dimensional_mask_or_of_none():
+    mask = columns_visible(tokens=T + 3).long()
+    part = prompt_mask("flash_attention_2", mask, queries(batch=3), T, torch.tensor(PADS))
+    assert torch.equal(part, columns_visible().long())
+    assert prompt_mask("sdpa", None, queries(), T, None) is None
+
+
+def test_the_prompts_part_of_a_block_mask_is_causal_behind_earlier_chunks():
+    mask = in_form("block", columns_visible([0, 0], tokens=T + 3))
+    part = prompt_mask("flex_attention", mask, queries(tokens=3), T, None)
+    dense = create_mask(part.mask_mod, 2, 1, 3, T, device="cpu")
+    assert torch.equal(dense, causal(columns_visible([0, 0]), queries=3))
+
+
+def test_drafts_behind_a_padded_block_mask_are_refused():
+    mask = in_form("block", columns_visible(tokens=T + 3))
+    with pytest.raises(UnsupportedModelError, match="left padding; load the model with"):
+        prompt_mask("flex_attention", mask, queries(batch=3), T, torch.tensor(PADS))
