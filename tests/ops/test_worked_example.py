@@ -193,3 +193,19 @@ def test_gathering_for_every_query_head_reads_the_head_of_its_group():
     states = torch.arange(2 * 3, dtype=torch.float32).view(1, 2, 3, 1)
     kept = torch.tensor([[[0], [1], [2], [0]]])
     assert ops.gather_tokens(states, kept).flatten().tolist() == [0.0, 1.0, 5.0, 3.0]
+
+
+def test_a_set_shared_by_all_heads_is_gathered_from_each():
+    states = torch.arange(2 * 3, dtype=torch.float32).view(1, 2, 3, 1)
+    kept = ops.gather_tokens(states, torch.tensor([[[0, 2]]]))
+    assert kept.shape == (1, 2, 2, 1)
+    assert kept.flatten().tolist() == [0.0, 2.0, 3.0, 5.0]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_gathering_copies_the_kept_rows_only(heads):
+    # More tokens than any memory holds: a copy of the whole cannot even be allocated.
+    tokens = 2**45
+    states = torch.ones(1).expand(1, 2, tokens, 8)
+    kept = ops.gather_tokens(states, torch.tensor([0, tokens - 1]).expand(1, heads, -1))
+    assert torch.equal(kept, torch.ones(1, max(heads, 2), 2, 8))

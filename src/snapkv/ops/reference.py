@@ -141,10 +141,8 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     Returns:
         (B, max(H, Hs), K, D), contiguous, of the same dtype.
     """
-    heads = max(keep_indices.shape[1], states.shape[1])
-    states = states.repeat_interleave(heads // states.shape[1], dim=1)
-    keep_indices = (
-        keep_indices.expand(-1, heads, -1) if keep_indices.shape[1] == 1 else keep_indices
-    )
-    index = keep_indices.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
-    return states.gather(2, index)
+    B, Hs, _, D = states.shape
+    heads, kept_tokens = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
+    kept = keep_indices.expand(-1, heads, -1).reshape(B, Hs, heads // Hs, kept_tokens, 1)
+    grouped = states.unsqueeze(2).expand(-1, -1, heads // Hs, -1, -1)  # a view, not a copy
+    return grouped.gather(3, kept.expand(-1, -1, -1, -1, D)).flatten(1, 2)
