@@ -58,6 +58,18 @@ def test_padding_does_not_change_the_draw(pads):
     assert shifted == kept(policy, alone)[0]
 
 
+def test_a_seed_of_any_size_is_accepted():
+    policy = Random(budget=20, window_size=4, seed=10**30)
+    assert kept(policy, states()) == kept(policy, states())
+    assert kept(policy, states()) != kept(replace(policy, seed=0), states())
+
+
+def test_heads_that_share_one_stored_latent_share_one_draw():
+    policy = Random(budget=20, window_size=4)
+    drawn = policy.select(replace(states(kv_heads=4), stored_heads=1)).keep_indices
+    assert drawn.shape == (1, 1, 20)
+
+
 def test_the_draw_is_even():
     """Every position before the window is kept about as often as any other."""
     layer = states(tokens=44, kv_heads=4)

@@ -41,7 +41,8 @@ class Random(PrefixPolicy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Uniform numbers: (B, Hkv, P) float32, the same for every row of the batch."""
         batch, prompt_tokens = layer.keys.shape[0], layer.keys.shape[2]
-        generator = torch.Generator().manual_seed(self.seed * 100_003 + layer.layer_idx)
+        seed = (self.seed * 100_003 + layer.layer_idx) % 2**63  # what a generator accepts
+        generator = torch.Generator().manual_seed(seed)
         draws = torch.rand(
             prompt_tokens - self.window_size, layer.num_kv_heads, generator=generator
         )
