@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from snapkv import ops
+from snapkv import UnsupportedModelError, ops
 from snapkv.policies import SnapKV
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
@@ -232,3 +232,45 @@ def test_only_pads_are_dropped_where_every_row_fits_the_budget():
     selection = SnapKV(budget=12, window_size=4).select(layer)
     assert our_kept(selection, layer, 0) == [list(range(9))] * 2
     assert our_kept(selection, layer, 1) == [list(range(4))] * 2
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
+def test_heads_that_share_one_stored_latent_vote_together(group_reduce):
+    """Latent attention: attention sees keys per head, the cache stores one latent for all."""
+    policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
+    layer = random_layer(4, query_heads=4, kv_heads=4, prompt_tokens=45, query_tokens=6)
+    votes = [
+        oracle.head_votes(queries, keys, layer.scaling)
+        for queries, keys in zip(layer.queries[0].tolist(), layer.keys[0].tolist(), strict=True)
+    ]
+    scores = oracle.pool(oracle.reduce_group(votes, group_reduce), 3, "max")
+    assert oracle.cut_gap(scores, 12) > ROUNDING * 6
+    selection = policy.select(replace(layer, stored_heads=1))
+    assert our_kept(selection, layer) == [oracle.kept_positions(scores, 45, 12)]
+
+
+def test_a_set_per_query_head_is_refused_where_heads_share_one_latent():
+    layer = random_layer(4, kv_heads=4, prompt_tokens=45, query_tokens=6)
+    policy = SnapKV(budget=18, window_size=6, group_reduce="none")
+    with pytest.raises(UnsupportedModelError, match=r"group_reduce: expected .* got 'none'; leave"):
+        policy.select(replace(layer, stored_heads=1))
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "none"])
+def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
+    """The window is kept whole, also those of its tokens that cast no vote."""
+    policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
+    layer = random_layer(4, prompt_tokens=45, query_tokens=6)
+    layer = replace(layer, queries=layer.queries[:, :, -2:])
+    looped = oracle.pooled_scores(
+        layer.queries[0].tolist(),
+        layer.keys[0].tolist(),
+        scaling=layer.scaling,
+        kernel_size=1,
+        pooling="max",
+        group_reduce=group_reduce,
+    )
+    scores = [oracle.pool(head[:39], 3, "max") for head in looped]
+    assert all(oracle.cut_gap(head, 12) > ROUNDING * 2 for head in scores)
+    expected = [oracle.kept_positions(head, 45, 12) for head in scores]
+    assert our_kept(policy.select(layer), layer) == expected
