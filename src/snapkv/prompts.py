@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from snapkv.errors import InvalidArgumentError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -38,7 +40,7 @@ def question_prompt(
     With a chat template both are one message of the user, and the model's turn begins with
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
     """
-    if has_chat_template(tokenizer):
+    if tokenizer.chat_template:
         return chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
     if answer_start:
@@ -46,14 +48,23 @@ def question_prompt(
     return Prompt(text=text, answer_start=answer_start)
 
 
-def chat_prompt(tokenizer: Any, message: str, *, answer_start: str = "") -> Prompt:
-    """One message of the user, up to the point where the model's turn begins."""
+def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
+    """The text itself, to be continued."""
+    del tokenizer
+    return Prompt(text=text + answer_start, answer_start=answer_start)
+
+
+def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
+    """One message of the user, up to the point where the model's turn begins.
+
+    Raises:
+        InvalidArgumentError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise InvalidArgumentError(
+            "chat: expected a model with a chat template, got one without; leave chat out"
+        )
     turn = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     return Prompt(text=turn + answer_start, answer_start=answer_start, has_special_tokens=True)
-
-
-def has_chat_template(tokenizer: Any) -> bool:
-    """Whether the model was trained to talk, and says how."""
-    return bool(getattr(tokenizer, "chat_template", None))

@@ -1,1 +1,5 @@
-__all__: list[str] = []
+"""The command line: one file per command."""
+
+from snapkv.cli.app import main
+
+__all__ = ["main"]

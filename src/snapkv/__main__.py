@@ -1,0 +1,5 @@
+"""``python -m snapkv``."""
+
+from snapkv.cli import main
+
+main()

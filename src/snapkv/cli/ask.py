@@ -1,0 +1,38 @@
+"""`snapkv ask`: a question about documents."""
+
+from typing import Annotated
+
+import typer
+
+from snapkv import documents
+from snapkv.cli.options import RunOptions, with_run_options
+from snapkv.errors import InvalidArgumentError
+
+
+@with_run_options
+def ask(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="Text, source code, HTML, PDF, a folder, or - for stdin"
+        ),
+    ],
+    question: Annotated[str, typer.Option("--question", "-q", help="What to answer")],
+    options: RunOptions,
+) -> None:
+    """Answer a question about documents, from a cache smaller than they are."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    settings = options.settings()
+    read = documents.read(files)
+
+    from snapkv.cli.session import Session  # imports torch; what is wrong above is said before
+    from snapkv.prompts import question_prompt
+
+    session = Session(options, settings)
+    session.run(
+        question_prompt(
+            session.tokenizer, documents.join(read), question, answer_start=options.answer_start
+        ),
+        request={"documents": [document.name for document in read], "question": question},
+    )

@@ -1,0 +1,40 @@
+"""`snapkv generate`: continue a text."""
+
+from typing import Annotated
+
+import typer
+
+from snapkv import documents
+from snapkv.cli.options import RunOptions, with_run_options
+from snapkv.errors import InvalidArgumentError
+
+
+@with_run_options
+def generate(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE...]", help="Files, folders or -, before the prompt"),
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text at the end")] = "",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send it as a message, through the chat template")
+    ] = False,
+    *,
+    options: RunOptions,
+) -> None:
+    """Continue a text, from a cache smaller than it is."""
+    if not (files or prompt):
+        raise InvalidArgumentError("prompt: expected --prompt or a file, got neither; pass one")
+    settings = options.settings()
+    read = documents.read(files) if files else []
+
+    from snapkv.cli.session import Session  # imports torch; what is wrong above is said before
+    from snapkv.prompts import chat_prompt, text_prompt
+
+    session = Session(options, settings)
+    text = "\n\n".join(filter(None, [documents.join(read), prompt]))
+    make_prompt = chat_prompt if chat else text_prompt
+    session.run(
+        make_prompt(session.tokenizer, text, answer_start=options.answer_start),
+        request={"documents": [document.name for document in read], "prompt": prompt},
+    )

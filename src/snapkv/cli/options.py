@@ -1,0 +1,120 @@
+"""The options that `ask` and `generate` share."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from snapkv.settings import GenerationSettings
+
+_model = functools.partial(typer.Option, rich_help_panel="Model")
+_policy = functools.partial(typer.Option, rich_help_panel="What to keep")
+_answer = functools.partial(typer.Option, rich_help_panel="Answer")
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Everything but the prompt. None means that the option was not given."""
+
+    model: Annotated[
+        str | None,
+        _model(help="Hub id, folder or .gguf file", show_default="the offline demo model"),
+    ] = None
+    revision: Annotated[str | None, _model(help="Branch, tag or commit of a hub id")] = None
+    device: Annotated[
+        str | None, _model(help="cpu, cuda, cuda:1, ...", show_default="the GPU if there is one")
+    ] = None
+    dtype: Annotated[
+        str | None, _model(help="float32, bfloat16 or float16", show_default="the checkpoint's own")
+    ] = None
+    attn_implementation: Annotated[
+        str | None, _model(help="sdpa, eager, ...", show_default="transformers' choice")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, _model("--trust-remote-code", help="Run code that comes with the model")
+    ] = False
+
+    policy: Annotated[str, _policy(help="Method; `snapkv policies` lists them")] = "snapkv"
+    budget: Annotated[
+        int | None, _policy(help="Tokens kept per head and layer, window included")
+    ] = None
+    keep_ratio: Annotated[
+        float | None, _policy(help="Instead of --budget, the fraction of the prefix to keep")
+    ] = None
+    window_size: Annotated[
+        int | None, _policy(help="Last tokens of the prompt, which vote and are kept")
+    ] = None
+    kernel_size: Annotated[
+        int | None, _policy(help="Width of the pooling over neighbours, odd")
+    ] = None
+    pooling: Annotated[str | None, _policy(help="max or avg")] = None
+    group_reduce: Annotated[
+        str | None, _policy(help="mean, max, sum or none, over heads that share keys")
+    ] = None
+    set_: Annotated[
+        list[str] | None,
+        _policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
+    ] = None
+
+    answer_start: Annotated[
+        str, _answer(help="Text that the answer begins with; the model continues it")
+    ] = ""
+    max_new_tokens: Annotated[int, _answer(help="Where an answer is cut off")] = (
+        GenerationSettings.max_new_tokens
+    )
+    temperature: Annotated[float, _answer(help="0 takes the likeliest token each time")] = (
+        GenerationSettings.temperature
+    )
+    seed: Annotated[
+        int | None, _answer(help="Of the sampling, and of a method that draws at random")
+    ] = None
+
+    compare: Annotated[
+        bool, _output("--compare", help="Answer from the full cache too, side by side")
+    ] = False
+    json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
+    verbose: Annotated[
+        bool, _output("--verbose", help="Show what transformers and torch have to say")
+    ] = False
+
+    def settings(self) -> GenerationSettings:
+        """How to generate.
+
+        Raises:
+            InvalidArgumentError: a value out of range.
+        """
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return GenerationSettings(
+            max_new_tokens=self.max_new_tokens, temperature=self.temperature, **seed
+        )
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `options: RunOptions` every field of it as an option."""
+    hints = get_type_hints(RunOptions, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[name],
+        )
+        for field in fields(RunOptions)
+        if (name := field.name)
+    ]
+    signature = inspect.signature(command)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        options = RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)})
+        command(**given, options=options)
+
+    parameters = [*own, *shared]
+    vars(with_options)["__signature__"] = signature.replace(parameters=parameters)
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options

@@ -1,0 +1,45 @@
+"""`snapkv policies`: the methods, what they do, and their parameters."""
+
+import json as json_format
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+
+def policies(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
+) -> None:
+    """List the methods with their parameters and defaults."""
+    from snapkv.policies import POLICIES  # imports torch, which --help must not wait for
+
+    described = {name: _describe(policy) for name, policy in POLICIES.items()}
+    if json:
+        typer.echo(json_format.dumps(described, indent=2))
+        return
+    for name, policy in described.items():
+        typer.echo(f"{name}: {policy['summary']}")
+        for parameter, details in policy["parameters"].items():
+            typer.echo(f"    {parameter}={details['default']}  ({details['type']})")
+
+
+def _describe(policy: Any) -> dict[str, Any]:
+    """A policy's first docstring line, and what a policy made without arguments has."""
+    from snapkv.cli.policy import parameters
+
+    example = policy()
+    return {
+        "summary": policy.__doc__.strip().splitlines()[0],
+        "parameters": {
+            name: {"type": _type_name(hint), "default": getattr(example, name)}
+            for name, hint in parameters(policy).items()
+        },
+    }
+
+
+def _type_name(hint: Any) -> str:
+    """A type as an error message would name it: "int or None", "max, avg"."""
+    if get_origin(hint) is Literal:
+        return ", ".join(map(str, get_args(hint)))
+    if members := get_args(hint):
+        return " or ".join("None" if kind is type(None) else kind.__name__ for kind in members)
+    return str(hint.__name__)

@@ -1,0 +1,132 @@
+"""What `ask` and `generate` do once their prompt is known: load, answer, show."""
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.utils.tqdm import enable_progress_bars
+from rich.console import Console
+
+from snapkv import __version__
+from snapkv.answering import Answer, answer
+from snapkv.cli.options import RunOptions
+from snapkv.cli.policy import build_policy
+from snapkv.cli.progress import ReadingProgress
+from snapkv.cli.tables import comparison_table, summary_table
+from snapkv.models import load
+from snapkv.policies import FullCache, Policy
+from snapkv.prompts import Prompt
+from snapkv.settings import GenerationSettings
+
+_LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
+
+
+class Session:
+    """A loaded model and what to do with it.
+
+    Standard output carries the answer, the comparison or one JSON object; progress, and the table
+    below an answer, go to standard error.
+
+    Raises:
+        SnapKVError: the options name no policy or no model that works.
+    """
+
+    def __init__(self, options: RunOptions, settings: GenerationSettings) -> None:
+        if not options.verbose:
+            _silence()
+        self._options = options
+        self._settings = settings
+        self._policy = build_policy(options)
+        self._errors = Console(stderr=True)
+        given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
+        if options.model is not None:
+            given["name"] = options.model
+        with self._errors.status(f"loading {options.model or 'the demo model'}"):
+            self._loaded = load(**given)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._loaded.tokenizer
+
+    def run(self, prompt: Prompt, *, request: dict[str, Any]) -> None:
+        """Answer once or, to compare, twice; then show what was asked for.
+
+        Args:
+            prompt: what the model continues.
+            request: what the JSON object says about where the prompt came from.
+        """
+        if self._options.compare:
+            self._warm_up()
+            answers = [self._answer(prompt, self._policy), self._answer(prompt, FullCache())]
+        elif self._options.json:
+            answers = [self._answer(prompt, self._policy)]
+        else:
+            answers = [self._answer(prompt, self._policy, on_text=_write)]
+            _write("\n")
+        self._show(answers, request)
+
+    def _answer(
+        self, prompt: Prompt, policy: Policy, on_text: Callable[[str], None] | None = None
+    ) -> Answer:
+        with ReadingProgress(self._errors, policy.name) as progress:
+            return answer(
+                self._loaded,
+                prompt,
+                policy,
+                self._settings,
+                on_text=progress.ending_with(on_text),
+                on_layer=progress.advance,
+            )
+
+    def _warm_up(self) -> None:
+        """Touch the weights once, or the first of two runs would pay for reading them."""
+        with torch.inference_mode():
+            self._loaded.model(
+                torch.zeros(1, 1, dtype=torch.int64, device=self._loaded.model.device)
+            )
+
+    def _show(self, answers: list[Answer], request: dict[str, Any]) -> None:
+        if self._options.json:
+            _write(json.dumps(self._record(answers, request), indent=2, ensure_ascii=False) + "\n")
+        elif self._options.compare:
+            Console().print(comparison_table(answers))
+        else:
+            self._errors.print(summary_table(answers[0]))
+
+    def _record(self, answers: list[Answer], request: dict[str, Any]) -> dict[str, Any]:
+        """The JSON object: what was asked, of which model, and a run per cache."""
+        return {
+            "snapkv": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": self._loaded.description(),
+            **request,
+            "settings": asdict(self._settings),
+            "runs": [asdict(run) for run in answers],
+        }
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _silence() -> None:
+    """Keep other people's notes off the terminal; errors are ours to report.
+
+    The progress of a download stays: it can take long.
+    """
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for library in ("huggingface_hub", "torch"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    if sys.stderr.isatty():
+        enable_progress_bars()

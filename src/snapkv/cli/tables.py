@@ -1,0 +1,38 @@
+"""The tables that people read; programs read the JSON."""
+
+from rich.table import Table
+from rich.text import Text
+
+from snapkv.answering import Answer
+from snapkv.cache import format_bytes
+
+
+def summary_table(answer: Answer) -> Table:
+    """One answer's costs, in one row."""
+    costs = _costs(answer)
+    table = Table(*costs)
+    table.add_row(*costs.values())
+    return table
+
+
+def comparison_table(answers: list[Answer]) -> Table:
+    """A column per answer: the text, then what it cost."""
+    table = Table("", *[answer.policy["name"] for answer in answers], show_lines=True)
+    table.add_row("answer", *[Text(answer.text.strip()) for answer in answers])
+    columns = [_costs(answer) for answer in answers]
+    for name in columns[0]:
+        table.add_row(name, *[column[name] for column in columns])
+    return table
+
+
+def _costs(answer: Answer) -> dict[str, str]:
+    cache = answer.cache
+    generated = cache.seen_tokens - answer.prompt_tokens
+    return {
+        "prompt tokens": f"{answer.prompt_tokens:,}",
+        "kept tokens": f"{cache.kept_tokens - generated:,.0f}",
+        "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
+        "full cache": format_bytes(cache.full_bytes),
+        "first token": f"{answer.first_token_ms / 1000:.1f} s",
+        "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
+    }
