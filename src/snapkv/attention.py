@@ -22,7 +22,7 @@ from snapkv.cache import handoff
 from snapkv.cache.layer import CompressedLayer, keep_tokens
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
-from snapkv.masks import leading_pads, prompt_mask, stored_mask
+from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask
 from snapkv.policies import PromptLayer
 
 _PREFIX = "snapkv|"
@@ -46,7 +46,7 @@ def wrap_attention(model: PreTrainedModel) -> None:
         )
     wrapped = _PREFIX + name
     AttentionInterface.register(wrapped, functools.partial(_attention, name))
-    AttentionMaskInterface.register(wrapped, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    AttentionMaskInterface.register(wrapped, mask_function(name))
     if model._can_set_attn_implementation():
         model.set_attn_implementation(wrapped)
     if model.config.get_text_config(decoder=True)._attn_implementation != wrapped:

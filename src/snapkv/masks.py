@@ -4,14 +4,50 @@ transformers hands attention a different object per implementation: nothing at a
 tensor (sdpa), an additive 4-D tensor (eager), a 2-D tensor (flash) or a BlockMask (flex).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
+
+
+def mask_function(implementation: str) -> Callable[..., Any]:
+    """The function that makes the model's masks: transformers' own, mended for flex attention."""
+    make_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    return functools.partial(_flex_mask, make_mask) if "flex" in implementation else make_mask
+
+
+def _flex_mask(
+    make_mask: Callable[..., Any],
+    *,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """A flex mask whose rows and columns start at zero.
+
+    The compiled CPU kernel of torch 2.13 is not valid C++ where an offset is a Python integer that
+    changes from call to call. The offsets are put inside the mask function, as tensors.
+    """
+    if q_offset or kv_offset:
+        rows = torch.tensor(q_offset, device=options.get("device"))
+        columns = torch.tensor(kv_offset, device=options.get("device"))
+
+        def shifted(batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Any:
+            return mask_function(batch, head, query + rows, slot + columns)
+
+        attention_mask = None if attention_mask is None else attention_mask[:, kv_offset:]
+    else:
+        shifted = mask_function
+    return make_mask(mask_function=shifted, attention_mask=attention_mask, **options)
 
 
 def leading_pads(
@@ -140,12 +176,12 @@ def prompt_mask(
 
 def _block_mask(visible: Tensor, query_tokens: int) -> BlockMask:
     """`stored_mask` for flex attention."""
-    slots = visible.shape[-1]
+    slots = torch.tensor(visible.shape[-1], device=visible.device)
     columns = torch.cat([visible, visible.new_ones(visible.shape[0], query_tokens)], dim=-1)
 
     def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
         return columns[batch, slot] & (slot <= query_idx + slots)
 
     return create_block_mask(
-        sees, visible.shape[0], None, query_tokens, slots + query_tokens, device=visible.device
+        sees, visible.shape[0], None, query_tokens, columns.shape[-1], device=visible.device
     )
