@@ -16,3 +16,11 @@ from snapkv.models import LoadedModel, load
 def demo() -> LoadedModel:
     """The offline demo model, SmolLM2-135M-Instruct in float32."""
     return load("demo")
+
+
+def pytest_report_header() -> str:
+    """Name the transformers release under test: the suite runs on the oldest and the newest."""
+    import torch
+    import transformers
+
+    return f"transformers {transformers.__version__}, torch {torch.__version__}"

