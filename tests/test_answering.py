@@ -1,0 +1,206 @@
+"""Answers: the same tokens as plain `generate`, honest timings, refusals that say both numbers."""
+
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from snapkv import FullCache, Random, SnapKV
+from snapkv.answering import answer
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.models import LoadedModel
+from snapkv.plan import cache_bytes_per_token, out_of_memory_explained, weights_bytes
+from snapkv.prompts import Prompt, chat_prompt, question_prompt, text_prompt
+from snapkv.settings import GenerationSettings
+from tests.families import tiny_model
+
+SHORT = GenerationSettings(max_new_tokens=6)
+DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
+
+
+@pytest.fixture(scope="module")
+def prompt(demo):
+    return question_prompt(
+        demo.tokenizer, DOCUMENT, "Where is the key?", answer_start="The key is under the"
+    )
+
+
+def plain_tokens(demo, prompt, new_tokens, **options):
+    ids = prompt.token_ids(demo.tokenizer)
+    cache = DynamicCache(config=demo.model.config)
+    output = demo.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        **options,
+    )
+    return output[0, ids.shape[1] :]
+
+
+def test_the_full_cache_gives_the_text_of_plain_generate(demo, prompt):
+    tokens = plain_tokens(demo, prompt, 6, do_sample=False)
+    text = demo.tokenizer.decode(tokens, skip_special_tokens=True)
+    result = answer(demo, prompt, FullCache(), SHORT)
+    assert result.text == prompt.answer_start + text
+    assert result.cache.held_bytes == result.cache.full_bytes
+
+
+def test_a_compressed_answer_says_what_it_took(demo, prompt):
+    result = answer(demo, prompt, SnapKV(48, window_size=16, kernel_size=13), SHORT)
+    assert result.text == "The key is under the blue stone."
+    assert result.finish_reason == "stop"
+    assert result.prompt_tokens == prompt.token_ids(demo.tokenizer).shape[1]
+    assert result.new_tokens == 4  # blue, stone, the full stop, the end of the turn
+    assert result.cache.kept_tokens == 48 + 3  # the last token is never fed back
+    assert result.first_token_ms > result.token_ms > 0
+    assert result.policy["name"] == "snapkv"
+    assert result.policy["budget"] == 48
+    assert json.loads(json.dumps(asdict(result)))["cache"]["kept_tokens"] == 51
+
+
+def test_the_stream_is_the_answer(demo, prompt):
+    pieces = []
+    result = answer(demo, prompt, SnapKV(48), SHORT, on_text=pieces.append)
+    assert pieces[0] == "The key is under the"
+    assert len(pieces) > 2
+    assert "".join(pieces) == result.text
+
+
+def test_every_layer_reports_once_while_the_prompt_is_read(demo, prompt):
+    events = []
+    answer(
+        demo,
+        prompt,
+        SnapKV(48),
+        SHORT,
+        on_text=lambda text: events.append("text"),
+        on_layer=lambda layer, layers: events.append((layer, layers)),
+    )
+    reading = [(layer + 1, 30) for layer in range(30)]
+    assert events[0] == "text"  # the start of the answer is known before anything is read
+    assert events[1:31] == reading
+    assert set(events[31:]) == {"text"}
+
+
+def test_the_answer_ends_where_the_model_ends_it(demo):
+    prompt = chat_prompt(demo.tokenizer, "Say hello.")
+    result = answer(demo, prompt, FullCache(), GenerationSettings(max_new_tokens=60))
+    assert result.finish_reason == "stop"
+    assert result.new_tokens < 60
+    assert "<|im_end|>" not in result.text
+    cut = answer(demo, prompt, FullCache(), GenerationSettings(max_new_tokens=1))
+    assert cut.finish_reason == "length"
+    assert cut.token_ms is None
+
+
+def test_sampling_follows_the_seed_and_leaves_the_callers_draws_alone(demo, prompt):
+    def sample(seed):
+        settings = GenerationSettings(max_new_tokens=8, temperature=1.5, seed=seed)
+        return answer(demo, prompt, SnapKV(48), settings).text
+
+    state = torch.get_rng_state()
+    first, again, other = sample(1), sample(1), sample(2)
+    assert first == again
+    assert first != other
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_timings_are_those_of_the_tokens(demo, prompt, monkeypatch):
+    clock = iter([0.0, 2.0, 2.1, 2.3, 2.6])
+    fake_time = SimpleNamespace(perf_counter=lambda: next(clock))
+    monkeypatch.setattr("snapkv.answering.time", fake_time)
+    result = answer(demo, prompt, FullCache(), SHORT)
+    assert result.first_token_ms == pytest.approx(2000)
+    assert result.token_ms == pytest.approx(200)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 128])
+def test_a_prompt_beyond_the_models_positions_is_refused_with_both_numbers(demo, new_tokens):
+    prompt = text_prompt(demo.tokenizer, "word " * 8300)
+    tokens = prompt.token_ids(demo.tokenizer).shape[1]
+    settings = GenerationSettings(max_new_tokens=new_tokens)
+    with pytest.raises(PromptTooLongError, match=rf"8,192 positions .* got {tokens:,}"):
+        answer(demo, prompt, SnapKV(), settings)
+
+
+def test_a_prompt_may_use_every_position(demo, monkeypatch):
+    prompt = text_prompt(demo.tokenizer, "one two three")
+    monkeypatch.setattr(LoadedModel, "max_tokens", 3 + 2)
+    assert answer(demo, prompt, FullCache(), GenerationSettings(max_new_tokens=2)).new_tokens == 2
+    with pytest.raises(PromptTooLongError):
+        answer(demo, prompt, FullCache(), GenerationSettings(max_new_tokens=3))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+    ],
+    ids=["cuda", "cpu-allocator", "python", "system"],
+)
+def test_out_of_memory_says_what_would_fit(demo, prompt, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(type(demo.model), "generate", fail)
+    with pytest.raises(OutOfMemoryError) as raised:
+        answer(demo, prompt, SnapKV(48), SHORT)
+    message = str(raised.value)
+    assert "weights of 513.1 MiB" in message
+    assert "tokens would fit" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(32, "Broken pipe")])
+def test_other_failures_are_not_taken_for_memory(error):
+    with pytest.raises(type(error), match=r"differ|Broken"), out_of_memory_explained(lambda: ""):
+        raise error
+
+
+def test_the_arithmetic_is_that_of_the_tensors(demo, prompt):
+    result = answer(demo, prompt, FullCache(), SHORT)
+    per_token = cache_bytes_per_token(demo.model.config, torch.float32)
+    assert result.cache.full_bytes == per_token * result.cache.seen_tokens
+    assert weights_bytes(demo.model) == sum(p.numel() for p in demo.model.parameters()) * 4
+
+
+def test_a_model_without_end_or_pad_token_and_with_its_own_sampling(demo):
+    model = tiny_model("llama")
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, pad_token_id=None)
+    model.config.vocab_size = 128
+    loaded = LoadedModel(model=model, tokenizer=demo.tokenizer, name="tiny", revision=None)
+    prompt = Prompt(text="<|im_start|>" * 40)
+    first, again = (answer(loaded, prompt, Random(20, window_size=4), SHORT) for _ in range(2))
+    assert first.text == again.text
+    assert first.finish_reason == "length"
+
+
+def test_a_question_without_chat_template_reads_like_a_form(demo, monkeypatch):
+    monkeypatch.setattr(demo.tokenizer, "chat_template", None)
+    prompt = question_prompt(demo.tokenizer, "Text.", "Why?", answer_start="Because")
+    assert prompt.text == "Text.\n\nQuestion: Why?\nAnswer: Because"
+    with pytest.raises(InvalidArgumentError, match="chat template"):
+        chat_prompt(demo.tokenizer, "Text.")
+
+
+def test_a_question_with_chat_template_comes_last_in_the_users_message(demo):
+    prompt = question_prompt(demo.tokenizer, "Text.", "Why?", answer_start="Because")
+    assert prompt.text.endswith("Text.\n\nWhy?<|im_end|>\n<|im_start|>assistant\nBecause")
+    ids = prompt.token_ids(demo.tokenizer)[0].tolist()
+    assert demo.tokenizer.decode(ids) == prompt.text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"seed": -1}],
+)
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(bad))}: expected at least"):
+        GenerationSettings(**bad)
