@@ -1,0 +1,115 @@
+"""The families on a CUDA device: sdpa, eager and flash attention, in the dtypes used there."""
+
+import copy
+
+import pytest
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from snapkv import CompressedCache, FullCache, SnapKV
+from tests.families import IMPLEMENTATIONS, random_ids, tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPT, BUDGET = 300, 96
+POLICY = SnapKV(BUDGET, window_size=16)
+FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "olmo2")
+
+flash = pytest.param(
+    "flash_attention_2",
+    marks=pytest.mark.skipif(
+        not is_flash_attn_2_available(), reason="needs the package flash-attn"
+    ),
+)
+
+
+def on_cuda(family, implementation, dtype):
+    """A copy of the family's tiny model on the device, with the wanted attention."""
+    model = copy.deepcopy(tiny_model(family, IMPLEMENTATIONS[family][-1]))
+    model.set_attn_implementation(implementation)
+    return model.to("cuda", dtype)
+
+
+def read(model, ids, policy, **options):
+    cache = CompressedCache(model, policy)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, **options)
+    return cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_kept_positions_equal_those_on_a_cpu(family, implementation):
+    ids = random_ids(2, PROMPT)
+    there = read(on_cuda(family, implementation, torch.float32), ids.cuda(), POLICY)
+    here = read(tiny_model(family, implementation), ids, POLICY)
+    for layer in here.compressed_layers:
+        ours, theirs = there.kept_positions(layer).cpu(), here.kept_positions(layer)
+        shared = torch.stack(
+            [torch.isin(a, b).float().mean() for a, b in zip(ours, theirs, strict=True)]
+        )
+        assert (shared > 0.97).all(), "only near ties may fall differently"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ["sdpa", flash])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_low_precision_keeps_what_eager_keeps(family, implementation, dtype, padded):
+    ids = random_ids(2, PROMPT).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, : 120 if padded else 0] = 0
+    caches = [
+        read(on_cuda(family, name, dtype), ids, POLICY, attention_mask=mask)
+        for name in (implementation, "eager")
+    ]
+    for layer in caches[0].compressed_layers:
+        ours, theirs = (cache.kept_positions(layer) for cache in caches)
+        assert torch.isin(ours[0], theirs[0]).float().mean() > 0.8, "more than rounding explains"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", flash])
+@pytest.mark.parametrize("policy", [FullCache(), SnapKV(PROMPT)], ids=str)
+def test_covering_budget_equals_plain_transformers(implementation, policy):
+    model, ids = on_cuda("llama", implementation, torch.bfloat16), random_ids(2, PROMPT).cuda()
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    plain = model.generate(ids, **options)
+    cache = CompressedCache(model, policy)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), plain)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", flash])
+@pytest.mark.parametrize("group_reduce", ["mean", "none"])
+def test_prompt_lookup_equals_greedy(implementation, group_reduce):
+    policy = SnapKV(BUDGET, window_size=16, group_reduce=group_reduce)
+    model = on_cuda("llama", implementation, torch.bfloat16)
+    ids = (random_ids(1, PROMPT) % 9 + 3).cuda()
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    greedy = model.generate(ids, past_key_values=CompressedCache(model, policy), **options)
+    looked = model.generate(
+        ids,
+        past_key_values=CompressedCache(model, policy),
+        prompt_lookup_num_tokens=6,
+        max_matching_ngram_size=1,
+        **options,
+    )
+    agreed = (greedy == looked).float().mean()
+    assert agreed > 0.95, "bfloat16 may flip a near tie between one token and several at once"
+
+
+def test_the_prompt_is_freed_while_it_is_read():
+    """Peak memory of reading a prompt is no higher than without compression."""
+    model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
+    peaks = []
+    for policy in (FullCache(), SnapKV(64, window_size=16)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cache = read(model, ids, policy)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        held = cache.report().held_bytes
+        del cache
+    assert peaks[1] <= peaks[0] * 1.05
+    assert held < peaks[0]
