@@ -1,0 +1,54 @@
+"""What compression adds to reading a prompt."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from benchmarks.records import Row
+from benchmarks.timing import alternate, milliseconds, ratios, spread
+from snapkv import CompressedCache, FullCache, SnapKV
+
+PROMPT_TOKENS = 4096
+BUDGET = 512
+ROUNDS = 9
+
+CONTENDERS = ("transformers", "full", "snapkv")
+"""transformers' own cache and attention; every token kept through snapkv; compressed."""
+
+
+def make_cache(model: Any, contender: str) -> Any:
+    """An empty cache, and the model's attention set to what goes with it."""
+    if contender == "transformers":
+        name = model.config._attn_implementation.rpartition("|")[2]
+        model.set_attn_implementation(name)
+        return DynamicCache(config=model.config)
+    return CompressedCache(model, SnapKV(BUDGET) if contender == "snapkv" else FullCache())
+
+
+@torch.inference_mode()
+def measure_prefill(model: Any, prompt_ids: list[int]) -> Iterator[Row]:
+    """Rows of times, then rows of ratios of pairs."""
+    ids = torch.tensor([prompt_ids], device=model.device)
+    times = alternate(
+        {name: _reading(model, ids, name) for name in CONTENDERS}, rounds=ROUNDS, warmup_rounds=1
+    )
+    settings = {"benchmark": "prefill", "prompt_tokens": len(prompt_ids), "budget": BUDGET}
+    for name, samples in times.items():
+        rounded = [round(sample, 1) for sample in samples]
+        yield {**settings, "cache": name, "ms": spread(samples, 1), "samples_ms": rounded}
+    for name, base in (("snapkv", "full"), ("snapkv", "transformers"), ("full", "transformers")):
+        pairs = spread(ratios(times[name], times[base]), 4)
+        yield {**settings, "cache": name, "against": base, "pairs": ROUNDS, "ratio": pairs}
+
+
+def _reading(model: Any, ids: Tensor, contender: str) -> Callable[[], float]:
+    """A function that reads the prompt into a new cache and returns the time in ms."""
+
+    def read() -> float:
+        cache = make_cache(model, contender)
+        return milliseconds(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
+
+    return read

@@ -1,0 +1,159 @@
+"""Time and memory: reading a long prompt with compression, and decoding after it.
+
+    python -m benchmarks.speed            measure, write the rows, render the page
+    python -m benchmarks.speed --render   render the page from the rows that are there
+
+Rows: `docs/results/speed.jsonl`. Page: `docs/results/speed.md`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from benchmarks import decode, prefill
+from benchmarks.environment import describe_environment
+from benchmarks.haystack import load_haystack
+from benchmarks.magic_number import SEED, make_documents
+from benchmarks.peak_memory import measure_peaks
+from benchmarks.records import (
+    RESULTS,
+    Row,
+    environment_line,
+    markdown_table,
+    read_rows,
+    write_rows,
+)
+from snapkv.cache import format_bytes
+from snapkv.models import LoadedModel, load
+
+ROWS = RESULTS / "speed.jsonl"
+PAGE = RESULTS / "speed.md"
+
+_NAMES = {
+    "transformers": "transformers' own cache and attention",
+    "full": "snapkv, every token kept",
+    "snapkv": "snapkv, compressed",
+}
+
+
+def measure() -> Iterator[Row]:
+    """All benchmarks, one after the other."""
+    environment = describe_environment()
+    loaded = load("demo")
+    for row in _measurements(loaded):
+        print(row, file=sys.stderr)
+        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+
+
+def _measurements(loaded: LoadedModel) -> Iterator[Row]:
+    lengths = (decode.SHORT_TOKENS, decode.LONG_TOKENS)
+    yield from decode.measure_decode(loaded.model, {n: _prompt(loaded, n) for n in lengths})
+    yield from prefill.measure_prefill(loaded.model, _prompt(loaded, prefill.PROMPT_TOKENS))
+    yield from measure_peaks()
+
+
+def _prompt(loaded: LoadedModel, prompt_tokens: int) -> list[int]:
+    document, *_ = make_documents(
+        loaded.tokenizer, load_haystack(), prompt_tokens=prompt_tokens, count=1
+    )
+    return document.prompt_ids
+
+
+def render(rows: list[Row]) -> str:
+    """The page that these rows make."""
+    parts = [
+        "# Speed and memory",
+        "All contenders of a table take turns in one process, so that noise hits them alike; a "
+        "ratio is the median over pairs from the same round, with the 20th and 80th percentile "
+        "in brackets. The prompt is the document of the quality benchmark.",
+        environment_line(rows) + ".",
+        "## Reading a prompt",
+        _prefill_table([row for row in rows if row["benchmark"] == "prefill"]),
+        "## Decoding after a prompt",
+        _decode_table([row for row in rows if row["benchmark"] == "decode"]),
+        "## Peak memory of reading",
+        "How far the resident memory of a process rises above the loaded model while it reads "
+        "the prompt, and how much of that stays when it has been read. The allocator hands freed "
+        "memory back at once.",
+        _peak_table([row for row in rows if row["benchmark"] == "peak memory"]),
+        "Rendered from `speed.jsonl` by `python -m benchmarks.speed`; each row has all settings.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _prefill_table(rows: list[Row]) -> str:
+    times = {row["cache"]: row for row in rows if "ms" in row}
+    against = {(row["cache"], row["against"]): row for row in rows if "ratio" in row}
+    first = next(iter(times.values()))
+    table = markdown_table(
+        ["cache", "s", "against every token kept", "against transformers"],
+        [
+            [
+                _NAMES[name],
+                f"{row['ms']['p50'] / 1000:.2f}",
+                _ratio(against.get((name, "full"))),
+                _ratio(against.get((name, "transformers"))),
+            ]
+            for name, row in times.items()
+        ],
+    )
+    return (
+        f"{first['prompt_tokens']:,} tokens, budget {first['budget']}, "
+        f"{len(first['samples_ms'])} rounds; medians.\n\n{table}"
+    )
+
+
+def _decode_table(rows: list[Row]) -> str:
+    times = [row for row in rows if "ms_per_token" in row]
+    against = {(row["cache"], row["prompt_tokens"]): row for row in rows if "ratio" in row}
+    table = markdown_table(
+        ["cache", "prompt tokens", "ms per token", "against the short prompt", "bytes held"],
+        [
+            [
+                _NAMES[row["cache"]],
+                f"{row['prompt_tokens']:,}",
+                f"{row['ms_per_token']['p50']:.1f}",
+                _ratio(against.get((row["cache"], row["prompt_tokens"]))),
+                format_bytes(row["held_bytes"]),
+            ]
+            for row in sorted(times, key=lambda row: (row["cache"], row["prompt_tokens"]))
+        ],
+    )
+    budget = next(row["budget"] for row in rows if row["budget"])
+    return f"Budget {budget}, {times[0]['tokens']} tokens from each cache; medians.\n\n{table}"
+
+
+def _peak_table(rows: list[Row]) -> str:
+    return markdown_table(
+        ["cache", "prompt tokens", "peak", "after the prompt"],
+        [
+            [
+                _NAMES[row["cache"]],
+                f"{row['prompt_tokens']:,}",
+                format_bytes(row["peak_growth_bytes"]),
+                format_bytes(row["growth_bytes"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None:
+        return ""
+    ratio = row["ratio"]
+    return f"{ratio['p50']:.3f} ({ratio['p20']:.3f} to {ratio['p80']:.3f})"
+
+
+def main() -> None:
+    """Measure unless told only to render."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
+    if not parser.parse_args().render:
+        write_rows(ROWS, measure())
+    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
