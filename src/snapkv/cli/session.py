@@ -18,7 +18,7 @@ from snapkv.answering import Answer, answer
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.cli.progress import ReadingProgress
-from snapkv.cli.tables import comparison_table, summary_table
+from snapkv.cli.tables import answers_table
 from snapkv.models import load
 from snapkv.policies import FullCache, Policy
 from snapkv.prompts import Prompt
@@ -96,9 +96,9 @@ class Session:
         if self._options.json:
             _write(json.dumps(self._record(answers, request), indent=2, ensure_ascii=False) + "\n")
         elif self._options.compare:
-            Console().print(comparison_table(answers))
+            Console().print(answers_table(answers, with_text=True))
         else:
-            self._errors.print(summary_table(answers[0]))
+            self._errors.print(answers_table(answers, with_text=False))
 
     def _record(self, answers: list[Answer], request: dict[str, Any]) -> dict[str, Any]:
         """The JSON object: what was asked, of which model, and a run per cache."""

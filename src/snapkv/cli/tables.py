@@ -1,5 +1,7 @@
 """The tables that people read; programs read the JSON."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
@@ -7,18 +9,12 @@ from snapkv.answering import Answer
 from snapkv.cache import format_bytes
 
 
-def summary_table(answer: Answer) -> Table:
-    """One answer's costs, in one row."""
-    costs = _costs(answer)
-    table = Table(*costs)
-    table.add_row(*costs.values())
-    return table
-
-
-def comparison_table(answers: list[Answer]) -> Table:
-    """A column per answer: the text, then what it cost."""
-    table = Table("", *[answer.policy["name"] for answer in answers], show_lines=True)
-    table.add_row("answer", *[Text(answer.text.strip()) for answer in answers])
+def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Table:
+    """A column per answer: its text where that was not shown yet, and what it cost."""
+    table = Table("", *[answer.policy["name"] for answer in answers])
+    if with_text:
+        texts = [Text(answer.text.strip()) for answer in answers]
+        table.add_row("answer", *texts, end_section=True)
     columns = [_costs(answer) for answer in answers]
     for name in columns[0]:
         table.add_row(name, *[column[name] for column in columns])

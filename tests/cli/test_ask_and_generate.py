@@ -1,0 +1,96 @@
+"""`snapkv ask` and `snapkv generate` on the demo model."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+ASK = ("-q", "Where is the key?", "--answer-start", "The key is under the")
+SMALL = ("--budget", 48, "--window-size", 16, "--kernel-size", 13, "--max-new-tokens", 6)
+
+
+def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
+    done = snapkv("ask", document, *ASK, *SMALL)
+    assert done.status == 0
+    assert done.out == "The key is under the blue stone.\n"
+    costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
+    assert costs["kept tokens"] == "48"
+    assert costs.keys() == {
+        "prompt tokens", "kept tokens", "cache", "full cache", "first token", "per token",
+    }  # fmt: skip
+
+
+def test_json_is_one_object_and_nothing_else(snapkv, demo_only, document):
+    done = snapkv("ask", document, *ASK, *SMALL, "--json")
+    assert done.status == 0
+    assert done.err == ""
+    record = json.loads(done.out)
+    assert record["model"]["name"] == "demo"
+    assert record["documents"] == [str(document)]
+    assert record["question"] == "Where is the key?"
+    assert record["settings"] == {"max_new_tokens": 6, "temperature": 0.0, "seed": 0}
+    (answer,) = record["runs"]
+    assert answer["text"] == "The key is under the blue stone."
+    assert answer["policy"]["kernel_size"] == 13
+    assert answer["cache"]["held_bytes"] < answer["cache"]["full_bytes"]
+    assert len(answer["cache"]["layers"]) == 30
+
+
+def test_compare_shows_both_caches_side_by_side(snapkv, demo_only, document, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    done = snapkv("ask", document, *ASK, *SMALL, "--compare")
+    assert done.status == 0
+    assert done.err == ""
+    header, answers = [
+        line for line in done.out.splitlines() if "snapkv" in line or "stone" in line
+    ]
+    assert "full" in header
+    assert answers.count("The key is under the blue stone.") == 2
+
+
+def test_compare_in_json_is_a_run_per_cache(snapkv, demo_only, document):
+    done = snapkv("ask", document, *ASK, *SMALL, "--compare", "--json")
+    compressed, full = json.loads(done.out)["runs"]
+    assert [compressed["policy"]["name"], full["policy"]["name"]] == ["snapkv", "full"]
+    assert compressed["prompt_tokens"] == full["prompt_tokens"]
+    assert full["cache"]["held_bytes"] == full["cache"]["full_bytes"]
+
+
+def test_standard_input_and_a_file_are_asked_together(snapkv, demo_only, document, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The moon is green.")))
+    done = snapkv("ask", "-", document, "-q", "What is green?", "--max-new-tokens", 1, "--json")
+    assert json.loads(done.out)["documents"] == ["standard input", str(document)]
+
+
+def test_generate_continues_files_and_prompt_as_they_are(snapkv, demo_only, document):
+    options = ("--answer-start", " the", *SMALL, "--json")
+    done = snapkv("generate", document, "--prompt", "The key is under", *options)
+    (answer,) = json.loads(done.out)["runs"]
+    assert answer["text"].startswith(" the blue stone")
+
+
+def test_generate_sends_a_message_when_asked_to_chat(snapkv, demo_only):
+    done = snapkv("generate", "-p", "Say hello.", "--chat", "--max-new-tokens", 3, "--json")
+    plain = snapkv("generate", "-p", "Say hello.", "--max-new-tokens", 3, "--json")
+    chat_tokens, plain_tokens = (
+        json.loads(finished.out)["runs"][0]["prompt_tokens"] for finished in (done, plain)
+    )
+    assert chat_tokens > plain_tokens + 10
+
+
+def test_only_options_that_were_given_reach_the_loader(snapkv, demo_only):
+    snapkv("generate", "-p", "Hi", "--max-new-tokens", 1)
+    snapkv("generate", "-p", "Hi", "--max-new-tokens", 1, "--model", "x", "--dtype", "float32")
+    assert demo_only == [{}, {"name": "x", "dtype": "float32"}]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_drawn_on_terminals_only(snapkv, demo_only, monkeypatch, terminal):
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    done = snapkv("generate", "-p", "Hi", "--max-new-tokens", 1, "--json")
+    json.loads(done.out)
+    assert ("reading the prompt" in done.err) == terminal

@@ -1,0 +1,96 @@
+"""Policies on the command line: any dataclass in the table, with nothing written for it here."""
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import pytest
+
+from snapkv import FullCache, Random, SnapKV
+from snapkv.cli.options import RunOptions
+from snapkv.cli.policy import build_policy
+from snapkv.errors import SnapKVError
+from snapkv.policies import POLICIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newcomer(FullCache):
+    """A policy with fields of every kind."""
+
+    name: ClassVar[str] = "newcomer"
+
+    budget: int = 64
+    decay: float | None = None
+    greedy: bool = False
+    mode: Literal["fast", "slow"] = "fast"
+
+
+@pytest.fixture(autouse=True)
+def newcomer(monkeypatch):
+    monkeypatch.setitem(POLICIES, "newcomer", Newcomer)
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({}, SnapKV()),
+        ({"budget": 64, "pooling": "avg"}, SnapKV(64, pooling="avg")),
+        ({"keep_ratio": 0.25, "window_size": 8}, SnapKV(keep_ratio=0.25, window_size=8)),
+        ({"group_reduce": "none", "kernel_size": 5}, SnapKV(group_reduce="none", kernel_size=5)),
+        ({"policy": "full"}, FullCache()),
+        ({"policy": "random", "seed": 3}, Random(seed=3)),
+        ({"policy": "full", "seed": 3}, FullCache()),
+        ({"set_": ["window-size=16", "kernel_size = 5"]}, SnapKV(window_size=16, kernel_size=5)),
+        ({"policy": "newcomer", "budget": 8}, Newcomer(budget=8)),
+        (
+            {"policy": "newcomer", "set_": ["decay=0.5", "greedy=true", "mode=slow"]},
+            Newcomer(decay=0.5, greedy=True, mode="slow"),
+        ),
+    ],
+    ids=lambda value: str(value),
+)
+def test_options_become_the_policy(options, policy):
+    assert build_policy(RunOptions(**options)) == policy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "snapvk"}, "did you mean snapkv?"),
+        ({"policy": "full", "budget": 64}, "full, which has none, got budget=64"),
+        ({"policy": "newcomer", "kernel_size": 5}, "which has budget, decay, greedy, mode"),
+        ({"set_": ["kernelsize=5"]}, "did you mean kernel_size?"),
+        ({"set_": ["kernel_size"]}, "expected NAME=VALUE, got 'kernel_size'"),
+        ({"set_": ["=5"]}, "expected NAME=VALUE"),
+        ({"set_": ["budget=many"]}, "budget: expected an integer, got 'many'"),
+        ({"budget": 32}, "budget: expected more than window_size=32"),
+        ({"budget": 0}, "budget: expected at least 1, got 0"),
+        ({"budget": 64, "keep_ratio": 0.5}, "budget and keep_ratio: expected one of them"),
+        ({"keep_ratio": 1.5}, "keep_ratio: expected a number in (0, 1], got 1.5"),
+        ({"kernel_size": 6}, "kernel_size: expected an odd number"),
+        ({"window_size": -1}, "window_size: expected at least 1, got -1"),
+        ({"pooling": "median"}, "pooling: expected one of max, avg"),
+        ({"group_reduce": "min"}, "group_reduce: expected one of mean, max, sum, none"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_a_policy_cannot_take_is_refused(options, message):
+    with pytest.raises(SnapKVError) as error:
+        build_policy(RunOptions(**options))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_list_names_every_policy_and_parameter(snapkv):
+    done = snapkv("policies")
+    assert done.status == 0
+    assert "newcomer: A policy with fields of every kind." in done.out
+    assert "    decay=None  (float or None)" in done.out
+    assert "    pooling=max  (max, avg)" in done.out
+
+
+def test_the_list_in_json(snapkv):
+    listed = json.loads(snapkv("policies", "--json").out)
+    assert list(listed) == list(POLICIES)
+    assert listed["snapkv"]["parameters"]["budget"] == {"type": "int or None", "default": 1024}
+    assert listed["full"]["parameters"] == {}
