@@ -142,6 +142,8 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
         mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], end, pads),
     )
     output, _ = read.attend()
+    if layer.policy.query_tokens:
+        require_faithful_scores(prompt, output[:, -1], call.module)
     layer.end_prompt(selection, pads)
     behind = replace(
         call,
