@@ -86,6 +86,24 @@ def masked_decode_logits(
     return torch.stack(logits, dim=1)
 
 
+@torch.no_grad()
+def stepwise_logits(
+    model: PreTrainedModel, ids: torch.Tensor, tokens: torch.Tensor, hidden: list[dict]
+) -> torch.Tensor:
+    """Logits after the prompt and after every token, (B, 1 + N, V); `hidden` changes by step."""
+    reference = unwrapped(model, "eager")
+    reference.set_attn_implementation("masked_oracle")
+    full = DynamicCache(config=reference.config)
+    logits = [reference(ids, past_key_values=full).logits[:, -1]]
+    try:
+        for columns, token in zip(hidden, tokens.split(1, dim=1), strict=True):
+            _hidden.update(columns)
+            logits.append(reference(token, past_key_values=full).logits[:, -1])
+    finally:
+        _hidden.clear()
+    return torch.stack(logits, dim=1)
+
+
 def masked_generate(model: PreTrainedModel, cache, ids: torch.Tensor, **options) -> torch.Tensor:
     """`generate` on a full cache whose generated tokens see only what `cache` has kept."""
     reference = unwrapped(model, "eager")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         SnapKVError,
         UnsupportedModelError,
     )
-    from snapkv.policies import FullCache, Random, SnapKV
+    from snapkv.policies import H2O, TOVA, FullCache, KeyDiff, Random, SnapKV, StreamingLLM
 
 __version__ = "0.1.0"
 
@@ -27,8 +27,10 @@ __all__ = [
     "CompressedCache",
     "DocumentError",
     "FullCache",
+    "H2O",
     "InvalidArgumentError",
     "InvalidTypeError",
+    "KeyDiff",
     "MissingDependencyError",
     "ModelNotFoundError",
     "OutOfMemoryError",
@@ -36,16 +38,15 @@ __all__ = [
     "Random",
     "SnapKV",
     "SnapKVError",
+    "StreamingLLM",
+    "TOVA",
     "UnsupportedModelError",
 ]
 
 _HOMES = {
-    "CacheReport": "snapkv.cache",
-    "CompressedCache": "snapkv.cache",
-    "FullCache": "snapkv.policies",
-    "Random": "snapkv.policies",
-    "SnapKV": "snapkv.policies",
-}
+    name: "snapkv.policies"
+    for name in ("FullCache", "H2O", "KeyDiff", "Random", "SnapKV", "StreamingLLM", "TOVA")
+} | {name: "snapkv.cache" for name in ("CacheReport", "CompressedCache")}
 
 
 def __getattr__(name: str) -> Any:

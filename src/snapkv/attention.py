@@ -23,7 +23,7 @@ from snapkv.cache.layer import CompressedLayer, keep_tokens
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
 from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask
-from snapkv.policies import PromptLayer
+from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer
 
 _PREFIX = "snapkv|"
 
@@ -108,7 +108,9 @@ def _attention(
         return call.attend()
     layer, end = handed.layer, handed.prompt_end
     if layer.kept is not None:
-        return _attend_stored(call, layer)
+        output = _attend_stored(call, layer)
+        _evict(call, layer)
+        return output
     if layer.cumulative_length < end:
         layer.remember_queries(query)
         return call.attend()
@@ -152,6 +154,7 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
         value=keep_tokens(call.value, selection),
     )
     verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
+    _evict(behind, layer)
     return torch.cat([output, verified], dim=1), None
 
 
@@ -163,6 +166,34 @@ def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = Fal
     if call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
+
+
+def _evict(call: _Call, layer: CompressedLayer) -> None:
+    """Let a policy that evicts while generating see this step and drop what it will."""
+    if not isinstance(layer.policy, EvictingPolicy):
+        return
+    step = DecodeStep(
+        queries=call.query,
+        keys=call.key,
+        values=call.value,
+        scores=layer.scores_with(call.query.shape[2]),
+        filler_tokens=layer.filler_tokens,
+        seen_tokens=layer.cumulative_length,
+        **_score_options(call, layer),
+    )
+    layer.note(layer.policy.evict(step))
+
+
+def _score_options(call: _Call, layer: CompressedLayer) -> dict[str, Any]:
+    """How attention turns products into scores, and which layer this is."""
+    scaling = call.options.get("scaling")
+    return {
+        "scaling": call.query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": call.options.get("softcap"),
+        "sinks": call.options.get("s_aux"),
+        "stored_heads": None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
+        "layer_idx": layer.layer_idx,
+    }
 
 
 def _prompt_layer(
@@ -181,17 +212,12 @@ def _prompt_layer(
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
-    scaling = options.get("scaling")
     return PromptLayer(
         queries=layer.with_remembered(call.query[:, :, :own]),
         keys=call.key[:, :, :end],
         values=call.value[:, :, :end],
-        scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
         pad_tokens=pads,
-        stored_heads=None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
-        layer_idx=layer.layer_idx,
+        **_score_options(call, layer),
     )
 
 

@@ -12,7 +12,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
 from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
-from snapkv.policies import Policy, SnapKV
+from snapkv.policies import EvictingPolicy, Policy, SnapKV
 from snapkv.policies.base import require_int
 
 
@@ -123,7 +123,18 @@ class CompressedCache(Cache):
         self._records_past = False
 
     def activate_past_recording(self) -> None:
-        """Called before drafts are verified: from now on a forward pass may hold drafts."""
+        """Called before drafts are verified: from now on a forward pass may hold drafts.
+
+        Raises:
+            InvalidArgumentError: the policy evicts while generating. Drafts verified together
+                would see tokens that plain decoding has dropped by then.
+        """
+        if isinstance(self.policy, EvictingPolicy):
+            raise InvalidArgumentError(
+                f"policy: expected one that only compresses the prompt where drafts are verified "
+                f"(assistant model, prompt lookup), got {self.policy.name}, which evicts after "
+                "every token; use SnapKV, or generate without drafts"
+            )
         super().activate_past_recording()
         self._records_past = True
 

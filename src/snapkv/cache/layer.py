@@ -8,7 +8,8 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
-from snapkv.policies import Policy, Selection
+from snapkv.policies import EvictingPolicy, Eviction, Policy, Selection
+from snapkv.policies.base import fillers_left
 
 
 class CompressedLayer(DynamicLayer):
@@ -26,6 +27,7 @@ class CompressedLayer(DynamicLayer):
             dropped.
         pad_tokens: (B,) leading pads of each row of the prompt, or None.
         filler_tokens: (B,) leading slots that hold pads, or None.
+        slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot, or None.
         hides_more_than_padding: attention needs a mask of the layer's own.
     """
 
@@ -41,6 +43,7 @@ class CompressedLayer(DynamicLayer):
         self.pad_tokens: Tensor | None = None
         self.filler_tokens: Tensor | None = None
         self.hides_more_than_padding = False
+        self.slot_scores: Tensor | None = None
         self._query_tail: Tensor | None = None
         self._num_kv_heads = 0
 
@@ -66,6 +69,11 @@ class CompressedLayer(DynamicLayer):
                 f"past_key_values: expected a batch of {self.keys.shape[0]}, the size the cache "
                 f"was filled with, got {batch}; call cache.reset() or make a new CompressedCache"
             )
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be taken back without a trace."""
+        return not isinstance(self.policy, EvictingPolicy)
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots stored: positions are counted from it."""
@@ -97,6 +105,8 @@ class CompressedLayer(DynamicLayer):
         self.cumulative_length -= count
         if self.kept is not None:
             self.kept = self.kept[..., : self.stored_tokens]
+        if self.slot_scores is not None:
+            self.slot_scores = self.slot_scores[..., : self.stored_tokens]
 
     def _require_croppable(self, count: int) -> None:
         whole = self.stored_tokens if self.kept is None else self._whole_tail()
@@ -109,11 +119,13 @@ class CompressedLayer(DynamicLayer):
 
     def _whole_tail(self) -> int:
         """How many of the last tokens every head and row still stores."""
-        assert self.kept is not None
-        appended = self.stored_tokens - self.kept.shape[-1]
-        steps = self.kept.diff(dim=-1).flip(-1) == 1
-        runs = steps.cumprod(dim=-1).sum(dim=-1) + 1
-        return appended + int(runs.min())
+        last = torch.arange(
+            self.cumulative_length - self.stored_tokens,
+            self.cumulative_length,
+            device=self.keys.device,
+        )
+        whole = (self._columns() == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
+        return min(int(whole.min()), self.stored_tokens - 1)  # never all: older ones are gone
 
     def reset(self) -> None:
         """Empty the layer; the object stays usable for another prompt of any batch size."""
@@ -121,7 +133,8 @@ class CompressedLayer(DynamicLayer):
         self.is_initialized = False
         self.cumulative_length = 0
         self.hides_more_than_padding = False
-        self.kept = self.pad_tokens = self.filler_tokens = self._query_tail = None
+        self.kept = self.pad_tokens = self.filler_tokens = None
+        self.slot_scores = self._query_tail = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows in the order of `beam_idx`."""
@@ -136,7 +149,15 @@ class CompressedLayer(DynamicLayer):
         self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
 
     def _map_rows(self, change: Any) -> None:
-        for name in ("keys", "values", "kept", "pad_tokens", "filler_tokens", "_query_tail"):
+        for name in (
+            "keys",
+            "values",
+            "kept",
+            "pad_tokens",
+            "filler_tokens",
+            "slot_scores",
+            "_query_tail",
+        ):
             rows = getattr(self, name)
             if rows is not None and rows.numel():
                 setattr(self, name, change(rows))
@@ -170,9 +191,32 @@ class CompressedLayer(DynamicLayer):
             return
         self.keys = keep_tokens(self.keys, selection)
         self.values = keep_tokens(self.values, selection)
-        self.kept = selection.keep_indices.to(torch.int32)
+        kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
+        self.kept = kept.to(torch.int32)
+        if selection.scores is not None:
+            self.slot_scores = selection.scores.gather(2, kept)
         self.filler_tokens = selection.filler_tokens
         self.hides_more_than_padding = self._fillers_outnumber_padding(selection.prompt_tokens)
+
+    def note(self, eviction: Eviction) -> None:
+        """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
+        self.slot_scores = eviction.scores
+        if eviction.keep_indices is None:
+            return
+        slots = self.stored_tokens
+        kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
+        self.kept = self._columns().gather(2, kept).to(torch.int32)
+        self.keys = ops.gather_tokens(self.keys, kept)
+        self.values = ops.gather_tokens(self.values, kept)
+        self.filler_tokens = fillers_left(slots, kept.shape[-1], self.filler_tokens)
+        if self.slot_scores is not None:
+            self.slot_scores = self.slot_scores.gather(2, kept)
+
+    def scores_with(self, new_tokens: int) -> Tensor | None:
+        """(B, H, S) float32: what was noted of every slot, zero for the last `new_tokens`."""
+        if self.slot_scores is None:
+            return None
+        return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
 
     def _fillers_outnumber_padding(self, prompt_tokens: int) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
@@ -208,18 +252,20 @@ class CompressedLayer(DynamicLayer):
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
         if not self.stored_tokens:
             return torch.empty(0, 0, 0, dtype=torch.int64)
-        B, H, S, _ = self.keys.shape
-        device = self.keys.device
-        if self.kept is None:
-            columns = torch.arange(S, device=device).expand(B, H, S)
-        else:
-            appended = S - self.kept.shape[-1]
-            end = self.cumulative_length
-            behind = torch.arange(end - appended, end, device=device).expand(B, H, -1)
-            columns = torch.cat([self.kept.long(), behind], dim=-1)
+        columns = self._columns()
         if self.pad_tokens is None:
-            return columns.clone()
+            return columns
         return (columns - self.pad_tokens[:, None, None]).clamp(min=-1)
+
+    def _columns(self) -> Tensor:
+        """(B, H, S) int64: column of every stored slot in the whole sequence, pads counted."""
+        B, H, S, _ = self.keys.shape
+        device, end = self.keys.device, self.cumulative_length
+        if self.kept is None:
+            return torch.arange(end - S, end, device=device).expand(B, H, S).clone()
+        appended = S - self.kept.shape[-1]
+        behind = torch.arange(end - appended, end, device=device).expand(B, H, -1)
+        return torch.cat([self.kept.long(), behind], dim=-1)
 
 
 def keep_tokens(states: Tensor, selection: Selection) -> Tensor:

@@ -1,6 +1,8 @@
 """Window votes, pooling, group reduce, top-k and gather."""
 
 from snapkv.ops.reference import (
+    attention_received,
+    attention_weights,
     gather_tokens,
     keep_best,
     pool_votes,
@@ -10,6 +12,8 @@ from snapkv.ops.reference import (
 )
 
 __all__ = [
+    "attention_received",
+    "attention_weights",
     "gather_tokens",
     "keep_best",
     "pool_votes",

@@ -21,7 +21,27 @@ def window_votes(
     """How much attention each prefix position receives from the observation window (Eq. 2).
 
     The softmax runs over the whole prompt, causal inside the window, exactly as the model's own
-    attention does; the rows of the window are then summed.
+    attention does; the rows of the window are then summed. Arguments as in `attention_weights`.
+
+    Returns:
+        (B, Hq, P) float32.
+    """
+    weights = attention_weights(
+        queries, keys, scaling=scaling, softcap=softcap, sinks=sinks, pad_tokens=pad_tokens
+    )
+    return weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
+
+
+def attention_weights(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    pad_tokens: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last queries onto all keys, causal, as the model's own attention pays it.
 
     Args:
         queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
@@ -32,7 +52,7 @@ def window_votes(
         pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
 
     Returns:
-        (B, Hq, P) float32.
+        (B, Hq, W, T) float32; the row of a pad is zero.
     """
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1], keys.shape[2]
@@ -45,10 +65,44 @@ def window_votes(
     if sinks is not None:
         column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : T - W]
-    if pad_tokens is not None:
-        weights = weights.nan_to_num(0.0)  # the row of a pad sees nothing at all
-    return weights.sum(dim=-2)
+    weights = torch.softmax(scores, dim=-1)[..., :T]
+    return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
+
+
+def attention_received(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    pad_tokens: Tensor | None = None,
+    block_tokens: int = 256,
+) -> Tensor:
+    """Attention every position receives from the last queries, summed over them.
+
+    Computed in blocks of queries, so that no (queries x keys) matrix is ever held. Arguments as in
+    `attention_weights`, with any number of queries.
+
+    Returns:
+        (B, Hq, T) float32.
+    """
+    B, Hq, N, _ = queries.shape
+    T = keys.shape[2]
+    received = torch.zeros(B, Hq, T, device=keys.device)
+    for start in range(0, N, block_tokens):
+        stop = min(start + block_tokens, N)
+        seen = T - N + stop
+        weights = attention_weights(
+            queries[:, :, start:stop],
+            keys[:, :, :seen],
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
+            pad_tokens=pad_tokens,
+        )
+        received[..., :seen] += weights.sum(dim=-2)
+    return received
 
 
 def window_visibility(

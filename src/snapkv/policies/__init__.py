@@ -1,20 +1,41 @@
 """What to keep: one file per method."""
 
-from snapkv.policies.base import Policy, PrefixPolicy, PromptLayer, Selection
+from snapkv.policies.base import (
+    DecodeStep,
+    EvictingPolicy,
+    Eviction,
+    Policy,
+    PrefixPolicy,
+    PromptLayer,
+    Selection,
+)
 from snapkv.policies.full import FullCache
+from snapkv.policies.h2o import H2O
+from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.random import Random
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.streaming_llm import StreamingLLM
+from snapkv.policies.tova import TOVA
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (SnapKV, FullCache, Random)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (SnapKV, FullCache, H2O, StreamingLLM, TOVA, KeyDiff, Random)
+}
 """Every method by the name it has on the command line."""
 
 __all__ = [
+    "H2O",
     "POLICIES",
+    "TOVA",
+    "DecodeStep",
+    "EvictingPolicy",
+    "Eviction",
     "FullCache",
+    "KeyDiff",
     "Policy",
     "PrefixPolicy",
     "PromptLayer",
     "Random",
     "Selection",
     "SnapKV",
+    "StreamingLLM",
 ]

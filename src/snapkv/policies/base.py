@@ -1,6 +1,7 @@
 """What a policy is: tensors of one layer in, positions to keep out. It holds no request state."""
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
@@ -12,6 +13,9 @@ from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 
 DEFAULT_BUDGET = 1024
+
+ALL_QUERIES = sys.maxsize
+"""`Policy.query_tokens` of a method that scores with every query of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +68,74 @@ class Selection:
         prompt_tokens: T, the length of the prompt the indices point into.
         filler_tokens: (B,) int64, how many leading entries of a row are pads that only fill it up
             to K; None where no row has any.
+        scores: (B, H, T) float32, what an `EvictingPolicy` has noted of every token of the prompt;
+            it comes back with each `DecodeStep`. None where nothing needs to be remembered.
     """
 
     keep_indices: Tensor
     prompt_tokens: int
     filler_tokens: Tensor | None = None
+    scores: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, layer: PromptLayer, keep_indices: Tensor, scores: Tensor | None = None
+    ) -> "Selection":
+        """A selection whose rows drop their pads before their tokens."""
+        T, K = layer.keys.shape[2], keep_indices.shape[-1]
+        fillers = fillers_left(T, K, layer.pad_tokens)
+        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, scores=scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """One layer's states right after the attention of tokens behind the prompt.
+
+    Attributes:
+        queries: (B, Hq, Q, D), of the tokens of this step, the last Q slots.
+        keys, values: (B, Hkv, S, D), all stored slots as attention saw them.
+        scores: (B, H, S) float32, what the policy has noted of every slot; zero for new tokens.
+            None where it notes nothing.
+        filler_tokens: (B,) leading slots that hold pads, or None.
+        seen_tokens: tokens seen since the start of the cache, dropped ones included.
+        scaling, softcap, sinks, stored_heads, layer_idx: as in `PromptLayer`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    seen_tokens: int
+    scaling: float
+    layer_idx: int
+    scores: Tensor | None = None
+    filler_tokens: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    stored_heads: int | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """How many heads the cache stores, each with a set of its own."""
+        return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """(B,) int64: slots of each row that hold a token."""
+        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
+        return total if self.filler_tokens is None else total - self.filler_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """What a step of decoding leaves in a layer.
+
+    Attributes:
+        keep_indices: (B, H, K) int64, ascending slots to keep, H as in `Selection`; None keeps all.
+        scores: (B, H, S) float32 for the slots before eviction, to be noted; or None.
+    """
+
+    keep_indices: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class Policy(ABC):
@@ -84,6 +151,53 @@ class Policy(ABC):
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
+
+
+class EvictingPolicy(Policy):
+    """Also evicts while generating, so that the cache never outgrows its budget.
+
+    What it notes of each slot travels with the slot: `Selection.scores` at the end of the prompt,
+    `DecodeStep.scores` and `Eviction.scores` from step to step.
+    """
+
+    @abstractmethod
+    def select(self, layer: PromptLayer) -> Selection:
+        """Choose the positions to keep; here also where all of them fit."""
+
+    @abstractmethod
+    def evict(self, step: DecodeStep) -> Eviction:
+        """Choose the slots to keep after tokens behind the prompt were attended to and stored."""
+
+
+def keep_best_and_recent(
+    scores: Tensor, best_tokens: int, recent_tokens: int, filler_tokens: Tensor | None
+) -> Tensor:
+    """The best of the older slots and all of the most recent ones; fillers go first.
+
+    Args:
+        scores: (B, H, S) float32 over all slots; those of the recent ones are not looked at.
+        best_tokens: how many of the older slots to keep.
+        recent_tokens: how many of the last slots to keep.
+        filler_tokens: (B,) leading slots that hold pads, or None.
+
+    Returns:
+        (B, H, best + recent) int64, ascending; (B, H, S) where there are no more slots than that.
+    """
+    B, H, S = scores.shape
+    older = max(S - recent_tokens, 0)
+    wanted = torch.full((B,), min(best_tokens, older), device=scores.device)
+    if filler_tokens is not None:
+        wanted = wanted.minimum((older - filler_tokens).clamp(min=0))
+    best = ops.keep_best(scores[..., :older], wanted, filler_tokens)
+    recent = torch.arange(older, S, device=scores.device)
+    return torch.cat([best, recent.expand(B, H, -1)], dim=-1)
+
+
+def fillers_left(slots: int, kept_slots: int, filler_tokens: Tensor | None) -> Tensor | None:
+    """(B,) fillers that remain where rows drop their fillers before their tokens."""
+    if filler_tokens is None:
+        return None
+    return (filler_tokens - (slots - kept_slots)).clamp(min=0)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,5 @@ class SnapKV(PrefixPolicy):
             pad_tokens=layer.pad_tokens,
         )
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
-        votes = ops.reduce_group(
-            votes[..., :prefix_tokens], layer.num_kv_heads, self.group_reduce
-        )
+        votes = ops.reduce_group(votes[..., :prefix_tokens], layer.num_kv_heads, self.group_reduce)
         return ops.pool_votes(votes, self.kernel_size, self.pooling)

@@ -1,0 +1,89 @@
+"""H2O (Zhang et al., NeurIPS 2023): heavy hitters of accumulated attention, and recent tokens."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies.base import (
+    ALL_QUERIES,
+    DecodeStep,
+    EvictingPolicy,
+    Eviction,
+    PromptLayer,
+    Selection,
+    keep_best_and_recent,
+)
+from snapkv.policies.split import split_budget
+
+
+@dataclass(frozen=True)
+class H2O(EvictingPolicy):
+    """Keeps the tokens that received most attention so far, and the most recent ones.
+
+    A token's score is the attention it has received from every query since the start of the
+    prompt, summed in float32 and averaged over the query heads that share a KV head (the paper has
+    no such groups). At the end of the prompt and after every generated token, each head keeps its
+    `heavy` best-scored tokens among the older ones and the `recent` last ones; what is dropped
+    never returns. The four public variants differ; this is the one that really drops
+    (``H2OKVCache_LayerWise``), with the paper's accumulated scores: a new token attends to
+    ``heavy + recent + 1`` tokens, itself included. The paper splits a budget evenly.
+
+    Args:
+        budget: tokens kept per KV head and layer, half heavy and half recent; 1024 if nothing is
+            given.
+        heavy: instead of `budget`, how many heavy hitters to keep; 0 leaves a sliding window.
+        recent: how many of the last tokens to keep, at least 1.
+
+    Raises:
+        InvalidArgumentError: a value out of range, or `budget` beside both others.
+    """
+
+    name: ClassVar[str] = "h2o"
+
+    budget: int | None = None
+    _: KW_ONLY
+    heavy: int | None = None
+    recent: int | None = None
+
+    def __post_init__(self) -> None:
+        """Complete and check the three sizes."""
+        split_budget(self, "heavy", "recent", default_second=lambda budget: (budget + 1) // 2)
+
+    @property
+    def query_tokens(self) -> int:
+        """All: every query of the prompt adds its attention."""
+        return ALL_QUERIES
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Keep heavy hitters of the whole prompt and its last tokens."""
+        received = ops.attention_received(
+            layer.queries,
+            layer.keys,
+            scaling=layer.scaling,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            pad_tokens=layer.pad_tokens,
+        )
+        scores = ops.reduce_group(received, layer.num_kv_heads, "mean")
+        return Selection.of(layer, self._keep(scores, layer.pad_tokens), scores)
+
+    def evict(self, step: DecodeStep) -> Eviction:
+        """Add the attention of this step and drop the lightest of the older tokens."""
+        received = ops.attention_received(
+            step.queries,
+            step.keys,
+            scaling=step.scaling,
+            softcap=step.softcap,
+            sinks=step.sinks,
+            pad_tokens=step.filler_tokens,
+        )
+        assert step.scores is not None
+        scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
+        return Eviction(keep_indices=self._keep(scores, step.filler_tokens), scores=scores)
+
+    def _keep(self, scores: Tensor, filler_tokens: Tensor | None) -> Tensor:
+        assert self.heavy is not None
+        assert self.recent is not None
+        return keep_best_and_recent(scores, self.heavy, self.recent, filler_tokens)

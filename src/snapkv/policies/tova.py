@@ -1,0 +1,67 @@
+"""TOVA (Oren et al., 2024): a transformer as a multi-state RNN; the last query decides."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies.base import (
+    DEFAULT_BUDGET,
+    DecodeStep,
+    EvictingPolicy,
+    Eviction,
+    PromptLayer,
+    Selection,
+    keep_best_and_recent,
+    require_int,
+)
+
+
+@dataclass(frozen=True)
+class TOVA(EvictingPolicy):
+    """Drops the tokens to which the last query attends least, the same ones in all heads.
+
+    The attention of the newest query is averaged over all query heads of the layer, and the
+    `budget` best tokens stay, at the end of the prompt and after every generated token. Nothing is
+    protected, neither the first tokens nor the newest, as in the authors' code. Where several
+    tokens are read at once only the last one's attention counts.
+
+    Args:
+        budget: tokens kept per layer.
+    """
+
+    name: ClassVar[str] = "tova"
+
+    budget: int = DEFAULT_BUDGET
+
+    def __post_init__(self) -> None:
+        """Check the budget."""
+        require_int("budget", self.budget, minimum=1)
+
+    @property
+    def query_tokens(self) -> int:
+        """The last one."""
+        return 1
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Keep what the prompt's last query attends to most."""
+        return Selection.of(layer, self._keep(layer, layer.pad_tokens))
+
+    def evict(self, step: DecodeStep) -> Eviction:
+        """Drop what this step's last query attends to least."""
+        if step.keys.shape[2] <= self.budget:
+            return Eviction()
+        return Eviction(keep_indices=self._keep(step, step.filler_tokens))
+
+    def _keep(self, states: PromptLayer | DecodeStep, filler_tokens: Tensor | None) -> Tensor:
+        weights = ops.attention_weights(
+            states.queries[:, :, -1:],
+            states.keys,
+            scaling=states.scaling,
+            softcap=states.softcap,
+            sinks=states.sinks,
+            pad_tokens=filler_tokens,
+        )
+        shared = weights[:, :, -1].mean(dim=1, keepdim=True)
+        return keep_best_and_recent(shared, self.budget, 0, filler_tokens)

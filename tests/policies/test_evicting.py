@@ -1,0 +1,233 @@
+"""What every policy that evicts while generating promises, step by step."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from snapkv import CompressedCache, InvalidArgumentError
+from snapkv.policies import H2O, TOVA, DecodeStep, PromptLayer, StreamingLLM
+from tests.families import random_ids, tiny_model
+from tests.oracle import hidden_columns, stepwise_logits, unwrapped
+
+PROMPT, BUDGET = 60, 24
+
+METHODS = {
+    "h2o": H2O(BUDGET),
+    "h2o, mostly recent": H2O(heavy=4, recent=20),
+    "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
+    "streaming-llm": StreamingLLM(BUDGET),
+    "streaming-llm, no sinks": StreamingLLM(BUDGET, start=0),
+    "tova": TOVA(BUDGET),
+}
+
+methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
+families = pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("llama", "sdpa"), ("gemma3_text", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")],
+)
+
+
+@torch.no_grad()
+def call(model, cache, ids, **options):
+    return model(ids, past_key_values=cache, **options).logits
+
+
+@methods
+@families
+def test_every_step_equals_masked_full_attention(policy, family, implementation):
+    model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
+    tokens = random_ids(2, 12, seed=1)
+    cache = CompressedCache(model, policy)
+    first = call(model, cache, ids)[:, -1]
+    got, hidden = [], []
+    for token in tokens.split(1, dim=1):
+        hidden.append(hidden_columns(cache, cache.get_seq_length()))
+        got.append(call(model, cache, token)[:, -1])
+        assert cache.report().kept_tokens == BUDGET
+    expected = stepwise_logits(model, ids, tokens, hidden)
+    torch.testing.assert_close(torch.stack(got, 1), expected[:, 1:], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(first, expected[:, 0], atol=2e-4, rtol=2e-4)
+
+
+@methods
+def test_a_budget_that_is_never_reached_equals_plain_transformers(policy):
+    roomy = {
+        "h2o": H2O(200),
+        "streaming-llm": StreamingLLM(200),
+        "tova": TOVA(200),
+    }[policy.name]
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    plain = unwrapped(model, "sdpa").generate(ids, **options)
+    cache = CompressedCache(model, roomy)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), plain)
+    assert cache.report().kept_tokens == cache.get_seq_length()
+
+
+@methods
+def test_dropped_tokens_never_return_and_the_size_is_kept_from_the_first_token_on(policy):
+    model = tiny_model("llama")
+    cache = CompressedCache(model, policy)
+    seen: set[int] = set()
+    gone: set[int] = set()
+    for position, token in enumerate(random_ids(1, 3 * BUDGET).split(1, dim=1)):
+        call(model, cache, token)
+        kept = set(cache.kept_positions(1)[0, 0].tolist())
+        seen.add(position)
+        assert len(kept) == min(len(seen), BUDGET)
+        assert not kept & gone
+        gone = seen - kept
+
+
+@methods
+def test_left_padded_rows_evict_as_they_do_alone(policy):
+    model, lengths = tiny_model("llama"), (PROMPT, 30, 10)
+    rows = [random_ids(1, length, seed=length) for length in lengths]
+    ids, mask = torch.zeros(2, 3, PROMPT, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, -row.shape[1] :] = row
+        mask[index, -row.shape[1] :] = 1
+    options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+    cache = CompressedCache(model, policy)
+    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    for index, row in enumerate(rows):
+        alone = CompressedCache(model, policy)
+        tokens = model.generate(row, past_key_values=alone, **options)
+        assert together[index, PROMPT:].tolist() == tokens[0, row.shape[1] :].tolist()
+        kept = cache.kept_positions(2)[index, 1]
+        assert kept[kept >= 0].tolist() == alone.kept_positions(2)[0, 1].tolist()
+
+
+@methods
+def test_chunked_prefill_equals_one_pass(policy):
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    caches = [CompressedCache(model, policy) for _ in range(2)]
+    whole = model.generate(ids, past_key_values=caches[0], **options)
+    pieces = model.generate(ids, past_key_values=caches[1], prefill_chunk_size=17, **options)
+    assert torch.equal(whole, pieces)
+    assert torch.equal(caches[0].kept_positions(3), caches[1].kept_positions(3))
+
+
+@methods
+def test_beams_carry_their_own_slots(policy):
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    cache = CompressedCache(model, policy)
+    model.generate(ids, past_key_values=cache, num_beams=3, max_new_tokens=10, pad_token_id=0)
+    assert cache.report().kept_tokens == BUDGET
+    assert (cache.kept_positions(0).diff(dim=-1) > 0).all()
+
+
+@methods
+def test_drafts_are_refused_before_any_work(policy):
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, policy)
+    with pytest.raises(InvalidArgumentError, match=rf"policy.*{policy.name}.*without drafts"):
+        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
+    assert cache.get_seq_length() == 0
+
+
+@methods
+def test_what_is_whole_at_the_end_can_be_cropped(policy):
+    model = tiny_model("llama")
+    cache = CompressedCache(model, policy)
+    call(model, cache, random_ids(1, PROMPT))
+    with pytest.raises(InvalidArgumentError, match="still whole"):
+        cache.crop(-BUDGET)
+
+
+# Worked examples: keys are unit vectors and queries the logarithms of the wanted rows.
+
+
+def states(rows, slots, scores=None, fillers=None):
+    """A layer of one head whose attention is exactly `rows`, given for the last queries."""
+    weights = torch.zeros(len(rows), slots)
+    for index, row in enumerate(rows):
+        weights[index, : len(row)] = torch.tensor(row)
+    queries = weights.clamp(min=1e-30).log()[None, None]
+    keys = torch.eye(slots)[None, None]
+    common = {"queries": queries, "keys": keys, "values": keys, "scaling": 1.0, "layer_idx": 0}
+    if scores is None:
+        return PromptLayer(**common)
+    return DecodeStep(**common, scores=scores, seen_tokens=slots, filler_tokens=fillers)
+
+
+PROMPT_ROWS = [
+    [1.0],
+    [0.5, 0.5],
+    [0.6, 0.1, 0.3],
+    [0.5, 0.1, 0.3, 0.1],
+    [0.4, 0.1, 0.3, 0.1, 0.1],
+    [0.3, 0.05, 0.25, 0.05, 0.15, 0.2],
+]
+DECODE_ROW = [0.3, 0.1, 0.35, 0.05, 0.2]  # over the positions 0, 2, 4, 5, 6
+
+
+def test_h2o_by_hand():
+    policy = H2O(heavy=2, recent=2)
+    selection = policy.select(states(PROMPT_ROWS, 6))
+    sums = torch.tensor([3.3, 0.85, 1.15, 0.25, 0.25, 0.2])
+    torch.testing.assert_close(selection.scores[0, 0], sums)
+    assert selection.keep_indices.tolist() == [[[0, 2, 4, 5]]]
+    noted = torch.tensor([[[3.3, 1.15, 0.25, 0.2, 0.0]]])
+    eviction = policy.evict(states([DECODE_ROW], 5, noted))
+    after = torch.tensor([3.6, 1.25, 0.6, 0.25, 0.2])
+    torch.testing.assert_close(eviction.scores[0, 0], after)
+    assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]], "token 4 goes, tokens 5 and 6 stay"
+
+
+def test_h2o_adds_one_per_query_and_never_lowers_a_score():
+    policy = H2O(heavy=2, recent=2)
+    selection = policy.select(states(PROMPT_ROWS, 6))
+    assert math.isclose(float(selection.scores.sum()), 6.0, rel_tol=1e-5)
+    noted = torch.tensor([[[3.3, 1.15, 0.25, 0.2, 0.0]]])
+    scores = policy.evict(states([DECODE_ROW], 5, noted)).scores
+    assert math.isclose(float((scores - noted).sum()), 1.0, rel_tol=1e-5)
+    assert (scores >= noted).all()
+
+
+def test_tova_by_hand():
+    eviction = TOVA(4).evict(states([DECODE_ROW], 5, torch.zeros(1, 1, 5)))
+    assert eviction.keep_indices.tolist() == [[[0, 1, 2, 4]]], "position 5 has the least attention"
+
+
+def test_tova_has_no_memory():
+    policy, noted = TOVA(3), torch.tensor([[[9.0, 0, 0, 0, 0]]])
+    one = policy.evict(states([DECODE_ROW], 5, noted))
+    other = policy.evict(states([DECODE_ROW], 5, noted.flip(-1)))
+    assert torch.equal(one.keep_indices, other.keep_indices)
+
+
+def test_streaming_llm_by_hand():
+    selection = StreamingLLM(start=2, recent=3).select(states([[0.1] * 10], 10))
+    assert selection.keep_indices.tolist() == [[[0, 1, 7, 8, 9]]]
+
+
+def test_copying_a_cache_copies_what_was_noted():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, H2O(BUDGET))
+    call(model, cache, random_ids(1, PROMPT))
+    other = copy.deepcopy(cache)
+    tokens = random_ids(1, 5, seed=1)
+    for token in tokens.split(1, dim=1):
+        assert torch.equal(call(model, cache, token), call(model, other, token))
+    assert isinstance(DynamicCache(config=model.config), DynamicCache)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: H2O(10, recent=10, heavy=1), r"budget: expected heavy \+ recent"),
+        (lambda: H2O(10, recent=11), "heavy=-1"),
+        (lambda: H2O(recent=0, heavy=4), "recent: expected at least 1"),
+        (lambda: StreamingLLM(4), r"start \+ recent.*a budget of at least 5"),
+        (lambda: StreamingLLM(start=-1), "start: expected at least 0"),
+        (lambda: TOVA(0), "budget: expected at least 1"),
+    ],
+)
+def test_impossible_budgets_say_what_would_be_possible(make, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make()
