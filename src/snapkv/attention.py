@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from snapkv import ops
 from snapkv.cache import handoff
 from snapkv.cache.layer import CompressedLayer, keep_tokens
+from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
 from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask
@@ -107,14 +109,12 @@ def _attention(
     if handed is None:
         return call.attend()
     layer, end = handed.layer, handed.prompt_end
-    if layer.kept is not None:
+    if layer.kept is not None or layer.cumulative_length - handed.new_tokens >= end:
         output = _attend_stored(call, layer)
         _evict(call, layer)
         return output
     if layer.cumulative_length < end:
         layer.remember_queries(query)
-        return call.attend()
-    if layer.cumulative_length - handed.new_tokens >= end:
         return call.attend()
     return _attend_prompt_end(call, layer, end)
 
@@ -147,25 +147,49 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     if layer.policy.query_tokens:
         require_faithful_scores(prompt, output[:, -1], call.module)
     layer.end_prompt(selection, pads)
-    behind = replace(
-        call,
-        query=call.query[:, :, own:],
-        key=keep_tokens(call.key, selection),
-        value=keep_tokens(call.value, selection),
-    )
+    behind = replace(call, query=call.query[:, :, own:], key=layer.keys, value=layer.values)
+    if layer.ragged is None:  # what attention sees may be an expansion of what is stored
+        behind = replace(
+            behind,
+            key=keep_tokens(call.key, selection),
+            value=keep_tokens(call.value, selection),
+        )
     verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
     _evict(behind, layer)
     return torch.cat([output, verified], dim=1), None
 
 
 def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:
-    """Attend to what a compressed layer stores, the queries' own tokens last."""
-    if rebuild_mask or layer.hides_more_than_padding:
+    """Attend to what a compressed layer stores, the queries' own tokens last.
+
+    The model makes one mask for all layers, as wide as the first one; a layer that stores another
+    number of tokens, or hides other slots than the padding mask does, needs its own.
+    """
+    if layer.ragged is not None:
+        return _attend_ragged(call, layer.ragged), None
+    mask = call.mask
+    other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
+    if rebuild_mask or other_width or layer.hides_more_than_padding:
         past = layer.visible_slots(layer.stored_tokens - call.query.shape[2])
         call = replace(call, mask=stored_mask(call.implementation, past, call.query))
-    if call.key.shape[1] == call.query.shape[1]:
+    if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
+
+
+def _attend_ragged(call: _Call, ragged: RaggedStates) -> Tensor:
+    """Attend to heads of different length and to the common tail behind the prompt."""
+    scaling = call.options.get("scaling")
+    output = ops.ragged_attention(
+        call.query,
+        ragged.segments(),
+        call.key,
+        call.value,
+        scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=call.options.get("softcap"),
+        sinks=call.options.get("s_aux"),
+    )
+    return output.transpose(1, 2).contiguous()
 
 
 def _evict(call: _Call, layer: CompressedLayer) -> None:
@@ -217,6 +241,8 @@ def _prompt_layer(
         keys=call.key[:, :, :end],
         values=call.value[:, :, :end],
         pad_tokens=pads,
+        depth=layer.depth,
+        num_layers=layer.num_layers,
         **_score_options(call, layer),
     )
 

@@ -211,18 +211,23 @@ class CompressedCache(Cache):
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
     """One row of `CacheReport.layers`."""
+    if isinstance(layer, CompressedLayer):
+        return {
+            "layer": layer_idx,
+            "kind": "compressed",
+            "seen_tokens": layer.cumulative_length,
+            "kept_tokens": layer.kept_tokens,
+            "held_bytes": layer.held_bytes,
+            "full_bytes": layer.full_bytes,
+        }
     held = _bytes(getattr(layer, "keys", None)) + _bytes(getattr(layer, "values", None))
-    row = {"layer": layer_idx, "kind": type(layer).__name__, "held_bytes": held}
-    if not isinstance(layer, CompressedLayer):
-        seen = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
-        stored = layer.keys.shape[-2] if held else 0
-        return {**row, "seen_tokens": seen, "kept_tokens": stored, "full_bytes": held}
     return {
-        **row,
-        "kind": "compressed",
-        "seen_tokens": layer.cumulative_length,
-        "kept_tokens": layer.stored_tokens,
-        "full_bytes": layer.full_bytes,
+        "layer": layer_idx,
+        "kind": type(layer).__name__,
+        "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
+        "kept_tokens": layer.keys.shape[-2] if held else 0,
+        "held_bytes": held,
+        "full_bytes": held,
     }
 
 

@@ -1,5 +1,6 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
+from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, Selection
 from snapkv.policies.base import fillers_left
@@ -27,6 +29,8 @@ class CompressedLayer(DynamicLayer):
             dropped.
         pad_tokens: (B,) leading pads of each row of the prompt, or None.
         filler_tokens: (B,) leading slots that hold pads, or None.
+        ragged: what the heads keep of the prompt where each keeps a number of its own; `keys` and
+            `values` then hold only what came behind the prompt.
         slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot, or None.
         hides_more_than_padding: attention needs a mask of the layer's own.
     """
@@ -34,15 +38,20 @@ class CompressedLayer(DynamicLayer):
     keys: Any  # None until the first update
     values: Any
 
-    def __init__(self, policy: Policy, layer_idx: int) -> None:
+    def __init__(
+        self, policy: Policy, layer_idx: int, *, depth: int = 0, num_layers: int = 1
+    ) -> None:
         super().__init__()
         self.policy = policy
         self.layer_idx = layer_idx
+        self.depth = depth
+        self.num_layers = num_layers
         self.cumulative_length = 0
         self.kept: Tensor | None = None
         self.pad_tokens: Tensor | None = None
         self.filler_tokens: Tensor | None = None
         self.hides_more_than_padding = False
+        self.ragged: RaggedStates | None = None
         self.slot_scores: Tensor | None = None
         self._query_tail: Tensor | None = None
         self._num_kv_heads = 0
@@ -64,7 +73,7 @@ class CompressedLayer(DynamicLayer):
         return keys, values
 
     def _require_batch(self, batch: int) -> None:
-        if self.stored_tokens and self.keys.shape[0] != batch:
+        if self._is_filled and self.keys.shape[0] != batch:
             raise CacheMismatchError(
                 f"past_key_values: expected a batch of {self.keys.shape[0]}, the size the cache "
                 f"was filled with, got {batch}; call cache.reset() or make a new CompressedCache"
@@ -103,7 +112,7 @@ class CompressedLayer(DynamicLayer):
         self.keys = self.keys[..., :-count, :]
         self.values = self.values[..., :-count, :]
         self.cumulative_length -= count
-        if self.kept is not None:
+        if self.kept is not None and self.ragged is None:
             self.kept = self.kept[..., : self.stored_tokens]
         if self.slot_scores is not None:
             self.slot_scores = self.slot_scores[..., : self.stored_tokens]
@@ -119,6 +128,8 @@ class CompressedLayer(DynamicLayer):
 
     def _whole_tail(self) -> int:
         """How many of the last tokens every head and row still stores."""
+        if self.ragged is not None:
+            return self.stored_tokens
         last = torch.arange(
             self.cumulative_length - self.stored_tokens,
             self.cumulative_length,
@@ -134,7 +145,7 @@ class CompressedLayer(DynamicLayer):
         self.cumulative_length = 0
         self.hides_more_than_padding = False
         self.kept = self.pad_tokens = self.filler_tokens = None
-        self.slot_scores = self._query_tail = None
+        self.ragged = self.slot_scores = self._query_tail = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows in the order of `beam_idx`."""
@@ -148,7 +159,11 @@ class CompressedLayer(DynamicLayer):
         """Keep the rows in `indices`."""
         self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
 
-    def _map_rows(self, change: Any) -> None:
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self._is_filled:
+            return
+        if self.ragged is not None:
+            self.ragged = self.ragged.select_rows(change(torch.arange(self.keys.shape[0])))
         for name in (
             "keys",
             "values",
@@ -159,15 +174,20 @@ class CompressedLayer(DynamicLayer):
             "_query_tail",
         ):
             rows = getattr(self, name)
-            if rows is not None and rows.numel():
+            if rows is not None:
                 setattr(self, name, change(rows))
 
     # What the attention seam asks of a layer.
 
     @property
+    def _is_filled(self) -> bool:
+        """Whether any token was ever appended since the last reset."""
+        return self.is_initialized and self.keys.ndim == 4
+
+    @property
     def stored_tokens(self) -> int:
-        """S: slots stored, the same for every head and row."""
-        return self.keys.shape[-2] if self.is_initialized and self.keys.numel() else 0
+        """S: slots of `keys`, the same for every head and row."""
+        return self.keys.shape[-2] if self._is_filled else 0
 
     def remember_queries(self, queries: Tensor) -> None:
         """Hold on to the last queries of a chunk: the window may begin in it."""
@@ -189,14 +209,25 @@ class CompressedLayer(DynamicLayer):
         self.pad_tokens = pad_tokens
         if selection is None:
             return
+        if selection.head_tokens is not None:
+            self._keep_ragged(selection)
+            return
         self.keys = keep_tokens(self.keys, selection)
         self.values = keep_tokens(self.values, selection)
         kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
         self.kept = kept.to(torch.int32)
         if selection.scores is not None:
-            self.slot_scores = selection.scores.gather(2, kept)
+            self.slot_scores = selection.scores.gather(2, kept.clamp(min=0))
         self.filler_tokens = selection.filler_tokens
         self.hides_more_than_padding = self._fillers_outnumber_padding(selection.prompt_tokens)
+
+    def _keep_ragged(self, selection: Selection) -> None:
+        self.ragged = RaggedStates.gather(self.keys, self.values, selection)
+        repeats = selection.keep_indices.shape[1] // self.keys.shape[1]
+        for name in ("keys", "values"):
+            behind = getattr(self, name)[..., selection.prompt_tokens :, :]
+            setattr(self, name, behind.repeat_interleave(repeats, dim=1))  # a copy, no view
+        self.kept = selection.keep_indices.to(torch.int32)
 
     def note(self, eviction: Eviction) -> None:
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
@@ -205,12 +236,13 @@ class CompressedLayer(DynamicLayer):
             return
         slots = self.stored_tokens
         kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
-        self.kept = self._columns().gather(2, kept).to(torch.int32)
+        columns = self._columns().gather(2, kept.clamp(min=0)).masked_fill(kept < 0, -1)
+        self.kept = columns.to(torch.int32)
         self.keys = ops.gather_tokens(self.keys, kept)
         self.values = ops.gather_tokens(self.values, kept)
         self.filler_tokens = fillers_left(slots, kept.shape[-1], self.filler_tokens)
         if self.slot_scores is not None:
-            self.slot_scores = self.slot_scores.gather(2, kept)
+            self.slot_scores = self.slot_scores.gather(2, kept.clamp(min=0))
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
         """(B, H, S) float32: what was noted of every slot, zero for the last `new_tokens`."""
@@ -233,24 +265,39 @@ class CompressedLayer(DynamicLayer):
     def visible_slots(self, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and not a filler."""
         order = torch.arange(slots, device=self.keys.device)
-        if self.filler_tokens is None:
+        hidden = self.pad_tokens if self.kept is None else self.filler_tokens
+        if hidden is None:
             return torch.ones(self.keys.shape[0], slots, dtype=torch.bool, device=order.device)
-        return order >= self.filler_tokens[:, None]
+        return order >= hidden[:, None]
 
     @property
     def full_bytes(self) -> int:
         """Bytes of every seen token's key and value, stored once per KV head."""
-        if not self.stored_tokens:
+        if not self._is_filled:
             return 0
         B = self.keys.shape[0]
         per_token = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
         return int(B * self._num_kv_heads * self.cumulative_length * per_token)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the stored keys and values, measured on the tensors."""
+        if not self._is_filled:
+            return 0
+        ragged = 0 if self.ragged is None else self.ragged.held_bytes
+        return ragged + int(self.keys.nbytes + self.values.nbytes)
+
+    @property
+    def kept_tokens(self) -> float:
+        """Tokens stored per row and head, on average where they differ."""
+        mean = self.stored_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
+        return int(mean) if mean == int(mean) else mean
+
     # What users ask of a layer.
 
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
-        if not self.stored_tokens:
+        if not self._is_filled:
             return torch.empty(0, 0, 0, dtype=torch.int64)
         columns = self._columns()
         if self.pad_tokens is None:
@@ -263,7 +310,7 @@ class CompressedLayer(DynamicLayer):
         device, end = self.keys.device, self.cumulative_length
         if self.kept is None:
             return torch.arange(end - S, end, device=device).expand(B, H, S).clone()
-        appended = S - self.kept.shape[-1]
+        appended = S if self.ragged is not None else S - self.kept.shape[-1]
         behind = torch.arange(end - appended, end, device=device).expand(B, H, -1)
         return torch.cat([self.kept.long(), behind], dim=-1)
 

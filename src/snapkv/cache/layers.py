@@ -46,12 +46,12 @@ def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
             f"model: expected every layer to own its keys and values, got {name} with "
             f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
         )
-    layers = DynamicCache(config=config).layers
+    layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     _require_known(name, layers)
-    return [
-        CompressedLayer(policy, index) if type(layer) is DynamicLayer else layer
-        for index, layer in enumerate(layers)
-    ]
+    full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    for depth, index in enumerate(full):
+        layers[index] = CompressedLayer(policy, index, depth=depth, num_layers=len(full))
+    return layers
 
 
 def _require_known(name: str, layers: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """Window votes, pooling, group reduce, top-k and gather."""
 
+from snapkv.ops.ragged import ragged_attention
 from snapkv.ops.reference import (
     attention_received,
     attention_weights,
@@ -17,6 +18,7 @@ __all__ = [
     "gather_tokens",
     "keep_best",
     "pool_votes",
+    "ragged_attention",
     "reduce_group",
     "window_visibility",
     "window_votes",

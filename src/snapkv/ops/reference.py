@@ -161,27 +161,25 @@ def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
 def keep_best(scores: Tensor, keep_tokens: Tensor, pad_tokens: Tensor | None = None) -> Tensor:
     """The best positions of every head, ascending; of equal scores the lower position wins.
 
-    Every row returns as many indices as the row that keeps most. A row that keeps fewer is filled
-    up with its leftmost pads, so that what must be hidden later is always a leading run.
+    Every head returns as many entries as the one that keeps most. A head that keeps fewer begins
+    with -1, so that what must be hidden later is always a leading run.
 
     Args:
         scores: (B, H, P) float32.
-        keep_tokens: (B,) int64, how many real positions each row keeps; 0 to P.
+        keep_tokens: (B,) or (B, H) int64, how many real positions each row or head keeps; 0 to P.
         pad_tokens: (B,), leading pads of each row; a pad never beats a token.
 
     Returns:
-        (B, H, max(keep_tokens)) int64, ascending and unique along the last axis.
+        (B, H, max(keep_tokens)) int64, ascending and but for -1 unique along the last axis.
     """
     if pad_tokens is not None:
         pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
         scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))
     most = int(keep_tokens.max())
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
+    wanted = keep_tokens.view(scores.shape[0], -1, 1)
     rank = torch.arange(most, device=scores.device)
-    is_filler = rank >= keep_tokens[:, None]
-    filler = rank - keep_tokens[:, None]
-    chosen = torch.where(is_filler.unsqueeze(1), filler.unsqueeze(1), order)
-    return chosen.sort(dim=-1).values
+    return order.masked_fill(rank >= wanted, -1).sort(dim=-1).values
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
@@ -190,13 +188,15 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     Args:
         states: (B, Hs, T, D), any dtype.
         keep_indices: (B, H, K). H = Hs usually; H = Hq to store one copy per query head; H = 1
-            where all heads share one set.
+            where all heads share one set. Entries of -1 stand for any row.
 
     Returns:
         (B, max(H, Hs), K, D), contiguous, of the same dtype.
     """
     B, Hs, _, D = states.shape
     heads, kept_tokens = max(keep_indices.shape[1], Hs), keep_indices.shape[2]
-    kept = keep_indices.expand(-1, heads, -1).reshape(B, Hs, heads // Hs, kept_tokens, 1)
+    kept = (
+        keep_indices.clamp(min=0).expand(-1, heads, -1).reshape(B, Hs, heads // Hs, kept_tokens, 1)
+    )
     grouped = states.unsqueeze(2).expand(-1, -1, heads // Hs, -1, -1)  # a view, not a copy
     return grouped.gather(3, kept.expand(-1, -1, -1, -1, D)).flatten(1, 2)

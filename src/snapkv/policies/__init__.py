@@ -1,5 +1,6 @@
 """What to keep: one file per method."""
 
+from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import (
     DecodeStep,
     EvictingPolicy,
@@ -12,30 +13,44 @@ from snapkv.policies.base import (
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
+from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.streaming_llm import StreamingLLM
 from snapkv.policies.tova import TOVA
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (SnapKV, FullCache, H2O, StreamingLLM, TOVA, KeyDiff, Random)
+    policy.name: policy
+    for policy in (
+        SnapKV,
+        PyramidKV,
+        AdaKV,
+        FullCache,
+        H2O,
+        StreamingLLM,
+        TOVA,
+        KeyDiff,
+        Random,
+    )
 }
 """Every method by the name it has on the command line."""
 
 __all__ = [
-    "H2O",
-    "POLICIES",
-    "TOVA",
+    "AdaKV",
     "DecodeStep",
     "EvictingPolicy",
     "Eviction",
     "FullCache",
+    "H2O",
     "KeyDiff",
+    "POLICIES",
     "Policy",
     "PrefixPolicy",
     "PromptLayer",
+    "PyramidKV",
     "Random",
     "Selection",
     "SnapKV",
     "StreamingLLM",
+    "TOVA",
 ]

@@ -34,6 +34,8 @@ class PromptLayer:
         stored_heads: heads of the cache where they differ from those of `keys`: models with latent
             attention (DeepSeek) store one latent that all heads share, so they share one set.
         layer_idx: index of the layer in the model.
+        depth: how many compressed layers come before this one.
+        num_layers: how many compressed layers the model has.
     """
 
     queries: Tensor
@@ -41,6 +43,8 @@ class PromptLayer:
     values: Tensor
     scaling: float
     layer_idx: int
+    depth: int = 0
+    num_layers: int = 1
     softcap: float | None = None
     sinks: Tensor | None = None
     pad_tokens: Tensor | None = None
@@ -63,11 +67,14 @@ class Selection:
     """Which positions of the prompt a layer keeps.
 
     Attributes:
-        keep_indices: (B, H, K) int64, ascending and unique, slots of the prompt. H is Hkv, or Hq
-            where every query head keeps its own set, or 1 where all heads share one.
+        keep_indices: (B, H, K) int64, ascending and unique, slots of the prompt, after a leading
+            run of -1 where a row or head keeps fewer than K. H is Hkv, or Hq where every query head
+            keeps its own set, or 1 where all heads share one.
         prompt_tokens: T, the length of the prompt the indices point into.
-        filler_tokens: (B,) int64, how many leading entries of a row are pads that only fill it up
-            to K; None where no row has any.
+        filler_tokens: (B,) int64, how many leading entries of a row are -1; None where no row has
+            any.
+        head_tokens: (B, H) int64 where heads keep different numbers of tokens: how many of the last
+            entries along K are indices. None where all heads of a row keep the same number.
         scores: (B, H, T) float32, what an `EvictingPolicy` has noted of every token of the prompt;
             it comes back with each `DecodeStep`. None where nothing needs to be remembered.
     """
@@ -75,6 +82,7 @@ class Selection:
     keep_indices: Tensor
     prompt_tokens: int
     filler_tokens: Tensor | None = None
+    head_tokens: Tensor | None = None
     scores: Tensor | None = None
 
     @classmethod
@@ -130,7 +138,8 @@ class Eviction:
     """What a step of decoding leaves in a layer.
 
     Attributes:
-        keep_indices: (B, H, K) int64, ascending slots to keep, H as in `Selection`; None keeps all.
+        keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
+            keeps all.
         scores: (B, H, S) float32 for the slots before eviction, to be noted; or None.
     """
 
@@ -252,7 +261,7 @@ class PrefixPolicy(Policy):
         prompt_tokens = layer.keys.shape[2]
         prefix_tokens = prompt_tokens - self.window_size
         rows = layer.row_tokens
-        keep_tokens = self._kept_prefix_tokens(rows)
+        keep_tokens = self.kept_prefix_tokens(layer)
         if prefix_tokens <= 0 or prefix_tokens <= int(keep_tokens.max()):
             return None
         best = ops.keep_best(self.score(layer), keep_tokens, layer.pad_tokens)
@@ -267,14 +276,14 @@ class PrefixPolicy(Policy):
             filler_tokens=keep_indices.shape[-1] - kept_tokens,
         )
 
-    def _kept_prefix_tokens(self, row_tokens: Tensor) -> Tensor:
+    def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
         """(B,) int64: positions each row keeps of its own prefix."""
-        prefix = (row_tokens - self.window_size).clamp(min=0)
+        prefix = (layer.row_tokens - self.window_size).clamp(min=0)
         if self.keep_ratio is None:
             assert self.budget is not None
             return prefix.clamp(max=self.budget - self.window_size)
         kept = [math.floor(self.keep_ratio * tokens) for tokens in prefix.tolist()]
-        return torch.tensor(kept, dtype=torch.int64, device=row_tokens.device)
+        return torch.tensor(kept, dtype=torch.int64, device=prefix.device)
 
 
 def require_int(argument: str, value: object, *, minimum: int) -> None:

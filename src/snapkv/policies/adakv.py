@@ -1,0 +1,108 @@
+"""Ada-KV (Feng et al., 2024): heads with dispersed attention keep more, focused ones less."""
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies.allocation import largest_remainder
+from snapkv.policies.base import Policy, PrefixPolicy, PromptLayer, Selection, require_ratio
+from snapkv.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class AdaKV(Policy):
+    """Shares the budget of a layer out among its heads, by the scores of another policy.
+
+    The best-scored entries of all heads of a layer together decide how many each head keeps; a
+    head is sure of `safeguard` of its even share. The counts add up exactly, where the authors'
+    rounding can lose or gain a slot per head. Heads of different length are stored one behind the
+    other, so the bytes held are those of the tokens kept.
+
+    Args:
+        policy: the method that scores, with its budget: tokens per head on average.
+        safeguard: the part of the even share that every head keeps, in (0, 1]; 1 is the policy
+            itself. 0.2 as in the authors' paper and kvpress; the authors' code defaults to 0.5.
+
+    Raises:
+        InvalidTypeError: `policy` does not score a prefix.
+        InvalidArgumentError: `safeguard` out of range.
+    """
+
+    name: ClassVar[str] = "adakv"
+
+    policy: PrefixPolicy = field(default_factory=SnapKV)
+    _: KW_ONLY
+    safeguard: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Check both parameters."""
+        if not isinstance(self.policy, PrefixPolicy):
+            raise InvalidTypeError(
+                f"policy: expected a method that scores the prefix, such as SnapKV(budget=1024), "
+                f"got {self.policy!r}; pass one of them"
+            )
+        if type(self.policy).select is not PrefixPolicy.select:
+            raise InvalidArgumentError(
+                f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
+                "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
+            )
+        require_ratio("safeguard", self.safeguard)
+
+    @property
+    def query_tokens(self) -> int:
+        """What the scoring policy wants."""
+        return self.policy.query_tokens
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        """Keep the window in every head, and of the prefix what its share allows."""
+        even = self.policy.select(layer)
+        if even is None or even.keep_indices.shape[1] == 1:
+            return even  # nothing to drop, or no heads to share among
+        scores = self.policy.score(layer)
+        rows = [
+            self._row_shares(row, int(kept), 0 if layer.pad_tokens is None else int(pads))
+            for row, kept, pads in zip(
+                scores,
+                self.policy.kept_prefix_tokens(layer),
+                scores.new_zeros(len(scores)) if layer.pad_tokens is None else layer.pad_tokens,
+                strict=True,
+            )
+        ]
+        return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))
+
+    def _row_shares(self, scores: Tensor, mean: int, pads: int) -> list[int]:
+        """How many prefix positions each head of a row keeps, `mean` on average.
+
+        Args:
+            scores: (H, P) float32.
+            mean: prefix positions per head of an even split.
+            pads: leading pads of the row, which take no part.
+        """
+        heads, prefix = scores.shape[0], scores.shape[1] - pads
+        flat = scores[:, pads:].reshape(1, 1, -1)
+        total = torch.tensor([mean * heads], device=scores.device)
+        winners = torch.bincount(
+            ops.keep_best(flat, total)[0, 0] // max(prefix, 1), minlength=heads
+        )
+        shares = [
+            float(won) * (1 - self.safeguard) + mean * self.safeguard for won in winners.tolist()
+        ]
+        return largest_remainder(shares, mean * heads)
+
+    def _ragged(self, layer: PromptLayer, scores: Tensor, shares: Tensor) -> Selection:
+        """The best of each head, as many as its share, and the window; right-aligned."""
+        best = ops.keep_best(scores, shares, layer.pad_tokens)
+        window = torch.arange(scores.shape[-1], layer.keys.shape[2], device=best.device)
+        window = window.expand(*shares.shape, -1)
+        own = layer.row_tokens.clamp(max=self.policy.window_size)[:, None]
+        if layer.pad_tokens is not None:
+            window = window.masked_fill(window < layer.pad_tokens[:, None, None], -1)
+        return Selection(
+            keep_indices=torch.cat([best, window], dim=-1),
+            prompt_tokens=layer.keys.shape[2],
+            head_tokens=shares + own,
+        )

@@ -1,0 +1,96 @@
+"""PyramidKV (Cai et al., 2024): more budget for the lower layers, less for the upper ones."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv.policies.allocation import largest_remainder
+from snapkv.policies.base import PromptLayer, require_int
+from snapkv.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """SnapKV inside each layer, with budgets that fall linearly with depth.
+
+    The mean over the layers is the budget: the top layer keeps ``(budget - window) / beta`` of the
+    prefix, the bottom layer what makes the mean come out, and no layer more than there is. The
+    authors' code rounds every step down, which gives away up to 15 % more than the budget at small
+    budgets; here the layers' budgets add up exactly. ``published=True`` is the authors' rule, with
+    plain SnapKV where the prompt is shorter than twice the budget.
+
+    Args:
+        budget: mean tokens kept per KV head and layer, window included; 1024 if neither is given.
+        keep_ratio: instead of `budget`, the mean fraction of the prefix to keep.
+        window_size: the last tokens of the prompt; they vote and are always kept.
+        kernel_size: width of the pooling, odd.
+        pooling: "max" or "avg".
+        group_reduce: as in SnapKV.
+        beta: how steep the pyramid is; 1 gives every layer the same.
+        published: the authors' rounding instead of exact budgets.
+    """
+
+    name: ClassVar[str] = "pyramidkv"
+
+    _: KW_ONLY
+    beta: int = 20
+    published: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        super().__post_init__()
+        require_int("beta", self.beta, minimum=1)
+
+    def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
+        """(B,) int64: positions each row keeps of its own prefix in this layer."""
+        prefix = (layer.row_tokens - self.window_size).clamp(min=0)
+        means = super().kept_prefix_tokens(layer)
+        kept = [
+            self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth]
+            for mean, tokens in zip(means.tolist(), prefix.tolist(), strict=True)
+        ]
+        return torch.tensor(kept, device=prefix.device).minimum(prefix)
+
+    def _layer_budgets(self, mean: int, prefix_tokens: int, num_layers: int) -> list[int]:
+        """Prefix budgets from the bottom layer to the top one."""
+        if not self.published:
+            return exact_budgets(mean, prefix_tokens, num_layers, self.beta)
+        if prefix_tokens + self.window_size < 2 * mean:
+            return [mean] * num_layers
+        return published_budgets(mean, prefix_tokens, num_layers, self.beta)
+
+
+def exact_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
+    """Budgets that fall linearly and add up to ``mean * num_layers`` exactly.
+
+    Args:
+        mean: prefix tokens per layer, on average; at most `prefix_tokens`.
+        prefix_tokens: what there is to keep.
+        num_layers: number of layers.
+        beta: the top layer gets ``mean / beta``, unless the bottom one would exceed the prefix.
+
+    Returns:
+        One budget a layer, non-increasing.
+    """
+    bottom = min(2 * mean - mean / beta, prefix_tokens)
+    top = 2 * mean - bottom
+    steps = max(num_layers - 1, 1)
+    shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
+    if num_layers == 1:
+        shares = [float(mean)]
+    return largest_remainder(shares, mean * num_layers)
+
+
+def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
+    """The authors' budgets: rounded down at every step, so that they add up to more."""
+    if num_layers == 1:
+        return [mean]
+    top = mean // beta
+    bottom = 2 * mean - top
+    if bottom >= prefix_tokens:
+        bottom = prefix_tokens
+        top = 2 * mean - bottom
+    step = (bottom - top) // (num_layers - 1)
+    return [bottom - depth * step for depth in range(num_layers)]

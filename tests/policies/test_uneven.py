@@ -1,0 +1,250 @@
+"""Budgets that differ between layers and heads: exact counts, true bytes, right attention."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv.ops import attention_weights, ragged_attention
+from snapkv.policies import H2O, AdaKV, KeyDiff, PromptLayer, PyramidKV, SnapKV
+from snapkv.policies.allocation import largest_remainder
+from snapkv.policies.pyramidkv import exact_budgets, published_budgets
+from tests.families import random_ids, tiny_model
+from tests.oracle import masked_decode_logits, masked_generate, unwrapped
+
+PROMPT, BUDGET, WINDOW = 80, 36, 8
+
+METHODS = {
+    "pyramidkv": PyramidKV(BUDGET, window_size=WINDOW),
+    "pyramidkv, published": PyramidKV(BUDGET, window_size=WINDOW, published=True),
+    "adakv": AdaKV(SnapKV(BUDGET, window_size=WINDOW)),
+    "adakv of keydiff": AdaKV(KeyDiff(BUDGET, window_size=WINDOW)),
+    "adakv of pyramidkv": AdaKV(PyramidKV(BUDGET, window_size=WINDOW)),
+    "adakv of a ratio": AdaKV(SnapKV(keep_ratio=0.35, window_size=WINDOW)),
+}
+PER_QUERY_HEAD = AdaKV(SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
+
+methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
+families = pytest.mark.parametrize(
+    ("family", "implementation"),
+    [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
+)
+
+
+@torch.no_grad()
+def call(model, cache, ids, **options):
+    return model(ids, past_key_values=cache, **options).logits
+
+
+def read(model, policy, ids, **options):
+    cache = CompressedCache(model, policy)
+    call(model, cache, ids, **options)
+    return cache
+
+
+@methods
+@families
+@pytest.mark.parametrize("at_once", [1, 4], ids=["one by one", "four at once"])
+def test_decode_logits_equal_masked_full_attention(policy, family, implementation, at_once):
+    model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
+    tokens = random_ids(2, 4, seed=1)
+    cache = read(model, policy, ids)
+    got = torch.cat([call(model, cache, piece) for piece in tokens.split(at_once, dim=1)], dim=1)
+    expected = masked_decode_logits(model, cache, ids, tokens)
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("policy", [*METHODS.values(), PER_QUERY_HEAD], ids=[*METHODS, "per query"])
+def test_bytes_held_are_those_of_the_tokens_kept(policy):
+    model = tiny_model("llama")
+    cache = read(model, policy, random_ids(2, PROMPT))
+    for layer in cache.layers:
+        kept = int((cache.kept_positions(layer.layer_idx) >= 0).sum())
+        assert layer.held_bytes == kept * layer.keys.shape[-1] * 2 * layer.keys.element_size()
+    storages = {layer.keys.untyped_storage().nbytes() for layer in cache.layers}
+    assert max(storages) <= max(layer.held_bytes for layer in cache.layers), "no view of the prompt"
+
+
+@methods
+def test_the_mean_is_the_budget(policy):
+    report = read(tiny_model("llama"), policy, random_ids(1, PROMPT)).report()
+    wanted = 0.35 * (PROMPT - WINDOW) + WINDOW if "ratio" in str(policy) else BUDGET
+    if getattr(policy, "published", False):
+        assert report.kept_tokens >= wanted
+    elif policy is not METHODS["adakv of a ratio"]:
+        assert report.kept_tokens == BUDGET
+
+
+@methods
+def test_left_padded_rows_decode_as_they_do_alone(policy):
+    model, lengths = tiny_model("llama"), (PROMPT, 50, 20, 5)
+    rows = [random_ids(1, length, seed=length) for length in lengths]
+    ids, mask = torch.zeros(2, len(rows), PROMPT, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, -row.shape[1] :] = row
+        mask[index, -row.shape[1] :] = 1
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    cache = CompressedCache(model, policy)
+    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    for index, row in enumerate(rows):
+        alone = CompressedCache(model, policy)
+        tokens = model.generate(row, past_key_values=alone, **options)
+        assert together[index, PROMPT:].tolist() == tokens[0, row.shape[1] :].tolist()
+        for layer in range(4):
+            for head, expected in enumerate(alone.kept_positions(layer)[0]):
+                kept = cache.kept_positions(layer)[index, head]
+                assert kept[kept >= 0].tolist() == expected[expected >= 0].tolist()
+
+
+@methods
+def test_beams_equal_masked_full_attention(policy):
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    cache = CompressedCache(model, policy)
+    tokens = model.generate(ids, past_key_values=cache, **options)
+    kept = read(model, policy, ids)
+    assert torch.equal(tokens, masked_generate(model, kept, ids, **options))
+
+
+@methods
+def test_prompt_lookup_equals_greedy(policy):
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT) % 9 + 3
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    greedy = model.generate(ids, past_key_values=CompressedCache(model, policy), **options)
+    cache = CompressedCache(model, policy)
+    lookup = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options, **lookup), greedy)
+    cache.crop(-5)
+    with pytest.raises(InvalidArgumentError, match="still whole"):
+        cache.crop(-PROMPT)
+
+
+@pytest.mark.parametrize("policy", [PyramidKV(200), AdaKV(SnapKV(200)), AdaKV(PyramidKV(200))])
+def test_a_covering_budget_equals_plain_transformers(policy):
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids, past_key_values=CompressedCache(model, policy), **options)
+    assert torch.equal(tokens, unwrapped(model, "sdpa").generate(ids, **options))
+
+
+def test_heads_with_latent_attention_share_one_set():
+    model = tiny_model("deepseek_v3")
+    kept = [
+        read(model, policy, random_ids(1, PROMPT)).kept_positions(0)
+        for policy in (METHODS["adakv"], METHODS["adakv"].policy)
+    ]
+    if kept[1].shape[1] == 1:  # newer transformers store the latent, older its expansion
+        assert torch.equal(*kept)
+
+
+def test_ragged_attention_equals_its_definition():
+    """Loops over the heads in float64, with the weights written out."""
+    torch.manual_seed(0)
+    lengths = [[5, 2], [0, 7]]
+    queries = torch.randn(2, 4, 3, 8)
+    tail_keys, tail_values = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 6)
+    segments = [[(torch.randn(n, 8), torch.randn(n, 6)) for n in row] for row in lengths]
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    for options in ({}, {"softcap": 1.5}, {"sinks": sinks}, {"softcap": 1.5, "sinks": sinks}):
+        got = ragged_attention(queries, segments, tail_keys, tail_values, scaling=0.4, **options)
+        for row in range(2):
+            for head in range(4):
+                keys, values = segments[row][head // 2]
+                keys = torch.cat([keys, tail_keys[row, head // 2]])[None, None]
+                values = torch.cat([values, tail_values[row, head // 2]])
+                mine = {k: v[head : head + 1] if k == "sinks" else v for k, v in options.items()}
+                weights = attention_weights(
+                    queries[row, head][None, None], keys, scaling=0.4, **mine
+                )[0, 0]
+                torch.testing.assert_close(got[row, head], weights @ values, atol=1e-5, rtol=1e-5)
+
+
+# Allocation, by hand and in general.
+
+
+def test_published_pyramid_by_hand():
+    """KVCache-Factory at capacity 128, window 8, 32 layers, 12,000 tokens: 4,016, not 3,840."""
+    budgets = published_budgets(120, 11_992, 32, 20)
+    assert (budgets[0], budgets[1], budgets[-1]) == (234, 227, 17)
+    assert sum(budgets) == 4016
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    mean=st.integers(0, 300),
+    spare=st.integers(0, 5000),
+    num_layers=st.integers(1, 90),
+    beta=st.integers(1, 40),
+)
+def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta):
+    budgets = exact_budgets(mean, mean + spare, num_layers, beta)
+    assert sum(budgets) == mean * num_layers
+    assert max(budgets) <= mean + spare
+    assert min(budgets) >= 0
+    assert budgets == sorted(budgets, reverse=True)
+    if beta == 1:
+        assert budgets == [mean] * num_layers
+
+
+def layer_with_scores(scores):
+    """A layer whose prefix scores, with one query and no pooling, order as `scores` do."""
+    scores = torch.tensor(scores)
+    heads, prefix = scores.shape
+    keys = torch.zeros(1, heads, prefix + 1, prefix + 1)
+    keys[0, :, torch.arange(prefix), torch.arange(prefix)] = 1.0
+    queries = torch.zeros(1, heads, 1, prefix + 1)
+    rest = 1 - scores.sum(-1, keepdim=True)
+    queries[0, :, 0] = torch.cat([scores, rest], -1).clamp(min=1e-9).log()
+    keys[0, :, prefix, prefix] = 1.0
+    return PromptLayer(queries=queries, keys=keys, values=keys, scaling=1.0, layer_idx=0)
+
+
+@pytest.mark.parametrize(
+    ("safeguard", "expected"),
+    [(1.0, (2, 2)), (0.5, (2, 2)), (0.2, (3, 1)), (0.01, (3, 1))],
+)
+def test_adakv_by_hand(safeguard, expected):
+    """Winners of [.5 .3 .1 .05] and [.2 .02 .01 .01] are 3 and 1; a fifth sure: 2.8 and 1.2."""
+    layer = layer_with_scores([[0.5, 0.3, 0.1, 0.05], [0.2, 0.02, 0.01, 0.01]])
+    policy = AdaKV(SnapKV(3, window_size=1, kernel_size=1), safeguard=safeguard)
+    selection = policy.select(layer)
+    shares = tuple((selection.head_tokens[0] - 1).tolist())
+    assert shares == expected
+
+
+def test_adakv_with_everything_safe_is_the_policy_itself():
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    base = SnapKV(BUDGET, window_size=WINDOW)
+    sure = read(model, AdaKV(base, safeguard=1.0), ids)
+    even = read(model, base, ids)
+    for layer in range(4):
+        assert torch.equal(sure.kept_positions(layer), even.kept_positions(layer))
+
+
+@pytest.mark.parametrize(
+    ("shares", "total", "expected"),
+    [
+        ([2.5, 1.5], 4, [2, 2]),  # of equal remainders the smaller share gains
+        ([2.4, 0.8], 3, [2, 1]),
+        ([1.0, 2.0], 3, [1, 2]),
+        ([0.3, 0.3, 0.4], 1, [0, 0, 1]),
+    ],
+)
+def test_largest_remainder_by_hand(shares, total, expected):
+    assert largest_remainder(shares, total) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PyramidKV(BUDGET, beta=0), InvalidArgumentError, "beta: expected at least 1"),
+        (lambda: AdaKV(BUDGET), InvalidTypeError, "policy: expected a method that scores"),
+        (lambda: AdaKV(H2O(BUDGET)), InvalidTypeError, "policy: expected a method that scores"),
+        (lambda: AdaKV(safeguard=0), InvalidArgumentError, r"safeguard.*\(0, 1\]"),
+        (lambda: AdaKV(safeguard=1.5), InvalidArgumentError, r"safeguard.*\(0, 1\]"),
+    ],
+)
+def test_bad_parameters_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
