@@ -65,6 +65,13 @@ def test_the_models_own_attention_is_accepted(dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("scaling", [0.125, 0.5])
+def test_the_models_own_scaling_is_used(dtype, scaling):
+    layer = states(dtype, scaling=scaling)
+    require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
+
+
+@dtypes
 @pytest.mark.parametrize("scaling", [0.125, 0.5, 1.0])
 def test_a_wrong_scaling_is_refused_with_the_modules_name(dtype, scaling):
     layer = states(dtype)

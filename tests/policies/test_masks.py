@@ -82,6 +82,13 @@ def test_drafts_behind_the_prompt_are_not_part_of_it(form):
 
 
 @pytest.mark.parametrize("form", FORMS_4D)
+def test_the_row_of_the_prompts_last_token_is_read_and_not_that_of_a_draft(form):
+    allowed = causal(columns_visible([0, 0], tokens=T + 3))
+    allowed[:, :, T:, 1] = False  # drafts of a branch that does not see position 1
+    assert leading_pads(as_additive(form, allowed), T - 1, T, WINDOW) is None
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
 def test_the_last_chunk_of_a_prompt_has_fewer_rows_than_columns(form):
     mask = as_additive(form, causal(columns_visible(), queries=2))
     assert leading_pads(mask, 1, T, WINDOW).tolist() == PADS
