@@ -17,11 +17,21 @@ if TYPE_CHECKING:
         SnapKVError,
         UnsupportedModelError,
     )
-    from snapkv.policies import H2O, TOVA, FullCache, KeyDiff, Random, SnapKV, StreamingLLM
-
+    from snapkv.policies import (
+        H2O,
+        TOVA,
+        AdaKV,
+        FullCache,
+        KeyDiff,
+        PyramidKV,
+        Random,
+        SnapKV,
+        StreamingLLM,
+    )
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaKV",
     "CacheMismatchError",
     "CacheReport",
     "CompressedCache",
@@ -35,6 +45,7 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "PromptTooLongError",
+    "PyramidKV",
     "Random",
     "SnapKV",
     "SnapKVError",
@@ -43,10 +54,21 @@ __all__ = [
     "UnsupportedModelError",
 ]
 
-_HOMES = {
-    name: "snapkv.policies"
-    for name in ("FullCache", "H2O", "KeyDiff", "Random", "SnapKV", "StreamingLLM", "TOVA")
-} | {name: "snapkv.cache" for name in ("CacheReport", "CompressedCache")}
+_ROOMS = {
+    "snapkv.cache": ("CacheReport", "CompressedCache"),
+    "snapkv.policies": (
+        "AdaKV",
+        "FullCache",
+        "H2O",
+        "KeyDiff",
+        "PyramidKV",
+        "Random",
+        "SnapKV",
+        "StreamingLLM",
+        "TOVA",
+    ),
+}
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

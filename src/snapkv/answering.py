@@ -100,7 +100,7 @@ def answer(
     return Answer(
         text=prompt.answer_start + text,
         finish_reason="stop" if new_ids[-1] in _end_ids(model) else "length",
-        policy={"name": policy.name, **vars(policy)},
+        policy=policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new_ids),
         first_token_ms=watch.first_token_ms,

@@ -132,8 +132,7 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     selection = layer.policy.select(prompt)
     if selection is None or not drafts:
         output, weights = call.attend()
-        if layer.policy.query_tokens:
-            require_faithful_scores(prompt, output[:, own - 1], call.module)
+        _check_scores(call, layer, prompt, output[:, own - 1])
         layer.end_prompt(selection, pads)
         return output, weights
     read = replace(
@@ -144,8 +143,7 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
         mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], end, pads),
     )
     output, _ = read.attend()
-    if layer.policy.query_tokens:
-        require_faithful_scores(prompt, output[:, -1], call.module)
+    _check_scores(call, layer, prompt, output[:, -1])
     layer.end_prompt(selection, pads)
     behind = replace(call, query=call.query[:, :, own:], key=layer.keys, value=layer.values)
     if layer.ragged is None:  # what attention sees may be an expansion of what is stored
@@ -157,6 +155,15 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
     _evict(behind, layer)
     return torch.cat([output, verified], dim=1), None
+
+
+def _check_scores(
+    call: _Call, layer: CompressedLayer, prompt: PromptLayer, last_output: Tensor
+) -> None:
+    """Where a policy scores by attention, it must be the model's."""
+    if layer.policy.query_tokens:
+        eager = call.implementation == "eager"
+        require_faithful_scores(prompt, last_output, call.module, rounds_scores=eager)
 
 
 def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:

@@ -18,13 +18,17 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
 
 
-def require_faithful_scores(layer: PromptLayer, output: Tensor, module: Any) -> None:
+def require_faithful_scores(
+    layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool = False
+) -> None:
     """Raise unless the model's attention of the last query is what the policy would compute.
 
     Args:
         layer: the states of the layer at the end of the prompt.
         output: (B, Hq, Dv), the model's attention output of the prompt's last query.
         module: the attention module, to name it in the error.
+        rounds_scores: whether the model's attention rounds its scores to the dtype of `output`, as
+            eager attention does; fused attention holds them in float32.
 
     Raises:
         UnsupportedModelError: the relative difference is beyond what rounding explains.
@@ -34,7 +38,7 @@ def require_faithful_scores(layer: PromptLayer, output: Tensor, module: Any) -> 
     scores = _last_query_scores(layer)
     expected = _attend(layer, scores)
     difference = (expected - output.float()).norm() / expected.norm().clamp(min=1e-12)
-    if not bool(difference <= _tolerance(output, scores)):
+    if not bool(difference <= _tolerance(output, scores, rounds_scores)):
         raise UnsupportedModelError(
             f"model: expected attention that scaling, soft-cap and sinks describe, got "
             f"{type(module).__name__}, whose output differs by {float(difference):.1%} in layer "
@@ -42,10 +46,10 @@ def require_faithful_scores(layer: PromptLayer, output: Tensor, module: Any) -> 
         )
 
 
-def _tolerance(output: Tensor, scores: Tensor) -> Tensor:
+def _tolerance(output: Tensor, scores: Tensor, rounds_scores: bool) -> Tensor:
     """What rounding explains: attention that rounds its scores errs by their size times epsilon."""
     base = _TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE)
-    epsilon = torch.finfo(output.dtype).eps
+    epsilon = torch.finfo(output.dtype if rounds_scores else torch.float32).eps
     if output.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         epsilon = max(epsilon, 2.0**-10)  # float32 products are rounded to 10 bits there
     largest = scores.masked_fill(scores.isinf(), 0.0).abs().max()

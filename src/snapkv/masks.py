@@ -69,51 +69,44 @@ def leading_pads(
     """
     if mask is None:
         return None
-    visible = _visible_rows(mask, query_idx, prompt_tokens)
-    pads = prompt_tokens - visible.sum(dim=-1)
-    columns = torch.arange(prompt_tokens, device=visible.device)
-    if not torch.equal(visible, columns >= pads[:, None]):
+    rows = min(max(window_tokens, 1), query_idx + 1)
+    visible = _visible(mask, query_idx + 1 - rows, rows, prompt_tokens)
+    last = visible[:, 0, -1]
+    pads = prompt_tokens - last.sum(dim=-1)
+    columns = torch.arange(prompt_tokens, device=last.device)
+    if not torch.equal(last, columns >= pads[:, None]):
         raise UnsupportedModelError(
             "attention_mask: expected padding on the left only, got masked positions at the end "
             "or in the middle of the prompt; tokenize with padding_side='left'"
         )
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        _require_causal(mask, query_idx, prompt_tokens, window_tokens, pads)
+    if not (isinstance(mask, Tensor) and mask.ndim == 2):
+        _require_causal(visible, pads)
     return pads if bool(pads.any()) else None
 
 
-def _visible_rows(mask: Any, query_idx: int, prompt_tokens: int) -> Tensor:
-    """(B, T) bool: what the query at `query_idx` sees."""
+def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
+    """(B, H or 1, rows, columns) bool: what these queries see; a 2-D mask says it of one row."""
     if isinstance(mask, BlockMask):
         device = mask.kv_num_blocks.device
-        batch = torch.arange(mask.shape[0], device=device)[:, None]
-        columns = torch.arange(prompt_tokens, device=device)[None, :]
+        batch = torch.arange(mask.shape[0], device=device)[:, None, None]
+        queries = torch.arange(first_row, first_row + rows, device=device)[:, None]
+        slots = torch.arange(columns, device=device)
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        seen: Tensor = mask.mask_mod(batch, zero, zero + query_idx, columns)
-        return seen.expand(mask.shape[0], prompt_tokens)
+        seen: Tensor = mask.mask_mod(batch, zero, queries, slots)
+        return seen.expand(mask.shape[0], rows, columns).unsqueeze(1)
     if mask.ndim == 2:
-        visible: Tensor = mask[:, :prompt_tokens] != 0
-        return visible
-    return _as_bool(mask[:, 0, query_idx, :prompt_tokens])
+        mask, first_row = mask[:, None, None] != 0, 0
+    part: Tensor = mask[:, :, first_row : first_row + rows, :columns]
+    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
 
 
-def _as_bool(mask: Tensor) -> Tensor:
-    """Boolean view of a boolean or additive mask: True where attention is allowed."""
-    if mask.dtype == torch.bool:
-        return mask
-    return mask > torch.finfo(mask.dtype).min / 2
-
-
-def _require_causal(
-    mask: Tensor, query_idx: int, prompt_tokens: int, window_tokens: int, pads: Tensor
-) -> None:
+def _require_causal(visible: Tensor, pads: Tensor) -> None:
     """Refuse masks whose voting rows are not plainly causal (packed or bidirectional prompts)."""
-    rows = min(window_tokens, query_idx + 1)
-    seen = _as_bool(mask[:, :, query_idx + 1 - rows : query_idx + 1, :prompt_tokens])
-    expected = ops.window_visibility(rows, prompt_tokens, pads, device=mask.device)
-    positions = torch.arange(prompt_tokens - rows, prompt_tokens, device=mask.device)
+    rows, columns = visible.shape[-2:]
+    expected = ops.window_visibility(rows, columns, pads, device=visible.device)
+    positions = torch.arange(columns - rows, columns, device=visible.device)
     real = (positions >= pads[:, None])[:, None, :, None]
-    if bool(((seen != expected) & real).any()):
+    if bool(((visible != expected) & real).any()):
         raise UnsupportedModelError(
             "attention_mask: expected a causal mask over the observation window, got one that is "
             "not (packed sequences, or tokens that see each other in both directions); such a "

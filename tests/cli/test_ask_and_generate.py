@@ -16,7 +16,7 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
     assert done.status == 0
     assert done.out == "The key is under the blue stone.\n"
     costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
-    assert costs["kept tokens"] == "48"
+    assert costs["kept tokens"].startswith("51 of ")  # the budget and three fed back
     assert costs.keys() == {
         "prompt tokens", "kept tokens", "cache", "full cache", "first token", "per token",
     }  # fmt: skip

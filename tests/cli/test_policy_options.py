@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from snapkv import FullCache, Random, SnapKV
+from snapkv import AdaKV, FullCache, KeyDiff, Random, SnapKV
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
-from snapkv.errors import SnapKVError
+from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies import POLICIES
 
 
@@ -94,3 +94,12 @@ def test_the_list_in_json(snapkv):
     assert list(listed) == list(POLICIES)
     assert listed["snapkv"]["parameters"]["budget"] == {"type": "int or None", "default": 1024}
     assert listed["full"]["parameters"] == {}
+
+
+def test_a_wrapper_hands_on_what_it_does_not_have_itself():
+    options = RunOptions(policy="adakv", budget=64, kernel_size=5, set_=["safeguard=0.5"])
+    assert build_policy(options) == AdaKV(SnapKV(64, kernel_size=5), safeguard=0.5)
+    options = RunOptions(policy="adakv", budget=64, set_=["policy=keydiff"])
+    assert build_policy(options) == AdaKV(KeyDiff(64))
+    with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected a parameter of keydiff"):
+        build_policy(RunOptions(policy="adakv", kernel_size=5, set_=["policy=keydiff"]))

@@ -155,10 +155,12 @@ def test_of_equal_scores_the_lower_position_wins(keep, expected):
     assert ops.keep_best(scores, torch.tensor([keep]))[0, 0].tolist() == expected
 
 
-def test_rows_that_keep_fewer_are_filled_with_their_leftmost_pads():
+def test_rows_and_heads_that_keep_fewer_begin_with_minus_one():
     scores = torch.tensor([[[9.0, 1.0, 5.0, 7.0, 3.0]], [[99.0, 98.0, 97.0, 2.0, 1.0]]])
     kept = ops.keep_best(scores, torch.tensor([3, 1]), torch.tensor([0, 3]))
-    assert kept[:, 0].tolist() == [[0, 2, 3], [0, 1, 3]]
+    assert kept[:, 0].tolist() == [[0, 2, 3], [-1, -1, 3]]
+    heads = ops.keep_best(scores.transpose(0, 1), torch.tensor([[3, 1]]), torch.tensor([0]))
+    assert heads[0].tolist() == [[0, 2, 3], [-1, -1, 0]]
 
 
 @pytest.mark.parametrize(

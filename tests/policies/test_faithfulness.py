@@ -65,6 +65,13 @@ def test_the_models_own_attention_is_accepted(dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("scaling", [0.125, 0.5])
+def test_the_models_own_scaling_is_used(dtype, scaling):
+    layer = states(dtype, scaling=scaling)
+    require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
+
+
+@dtypes
 @pytest.mark.parametrize("scaling", [0.125, 0.5, 1.0])
 def test_a_wrong_scaling_is_refused_with_the_modules_name(dtype, scaling):
     layer = states(dtype)
@@ -160,3 +167,18 @@ def test_dropout_in_training_is_not_mistaken_for_another_attention():
     require_faithful_scores(layer, whole_output(layer) * 2, TemperedAttention().train())
     with pytest.raises(UnsupportedModelError):
         require_faithful_scores(layer, whole_output(layer) * 2, module())
+
+
+@pytest.mark.parametrize("scaling", [1.0, 2 * 128**-0.5], ids=["forgotten", "twice"])
+def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
+    """Fused attention holds its scores in float32, however large they are."""
+    source = torch.Generator().manual_seed(0)
+    queries = (torch.randn(1, 8, 1, 128, generator=source) * 4).bfloat16()
+    keys, values = torch.randn(2, 1, 2, 500, 128, generator=source).bfloat16()
+    output = F.scaled_dot_product_attention(
+        queries, keys, values, scale=128**-0.5, enable_gqa=True
+    )[:, :, 0]
+    layer = PromptLayer(queries=queries, keys=keys, values=values, scaling=scaling, layer_idx=0)
+    with pytest.raises(UnsupportedModelError):
+        require_faithful_scores(layer, output, module())
+    require_faithful_scores(replace(layer, scaling=128**-0.5), output, module())

@@ -82,6 +82,13 @@ def test_drafts_behind_the_prompt_are_not_part_of_it(form):
 
 
 @pytest.mark.parametrize("form", FORMS_4D)
+def test_the_row_of_the_prompts_last_token_is_read_and_not_that_of_a_draft(form):
+    allowed = causal(columns_visible([0, 0], tokens=T + 3))
+    allowed[:, :, T:, 1] = False  # drafts of a branch that does not see position 1
+    assert leading_pads(as_additive(form, allowed), T - 1, T, WINDOW) is None
+
+
+@pytest.mark.parametrize("form", FORMS_4D)
 def test_the_last_chunk_of_a_prompt_has_fewer_rows_than_columns(form):
     mask = as_additive(form, causal(columns_visible(), queries=2))
     assert leading_pads(mask, 1, T, WINDOW).tolist() == PADS
@@ -243,3 +250,9 @@ def test_drafts_behind_a_padded_block_mask_are_refused():
     mask = in_form("block", columns_visible(tokens=T + 3))
     with pytest.raises(UnsupportedModelError, match="left padding; load the model with"):
         prompt_mask("flex_attention", mask, queries(batch=3), T, torch.tensor(PADS))
+
+
+def test_a_block_mask_that_is_not_causal_is_refused():
+    block = create_block_mask(lambda b, h, q, k: k < 7, 1, None, 7, 7, device="cpu")
+    with pytest.raises(UnsupportedModelError, match="causal mask over the observation window"):
+        leading_pads(block, 6, 7, 3)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from snapkv.policies import PrefixPolicy, Random, SnapKV
+from snapkv.policies import KeyDiff, PrefixPolicy, PromptLayer, PyramidKV, Random, SnapKV
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
 
@@ -38,6 +38,8 @@ class Stated(PrefixPolicy):
 METHODS = {
     "stated": Stated,
     "random": Random,
+    "keydiff": KeyDiff,
+    "pyramidkv": lambda **limits: PyramidKV(kernel_size=3, **limits),
     "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
     "snapkv-avg": lambda **limits: SnapKV(kernel_size=5, pooling="avg", **limits),
     "snapkv-max-of-group": lambda **limits: SnapKV(group_reduce="max", **limits),
@@ -198,9 +200,7 @@ def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone(
     limit=limits,
     seed=seeds,
 )
-def test_fillers_are_the_leading_pads_and_nothing_else_is_a_pad(
-    method, lengths, extra, window_size, limit, seed
-):
+def test_fillers_lead_and_nothing_else_is_a_pad(method, lengths, extra, window_size, limit, seed):
     policy = make(method, window_size, limit)
     _, layer = batch_for(policy, lengths, seed, extra)
     selection = policy.select(layer)
@@ -211,12 +211,12 @@ def test_fillers_are_the_leading_pads_and_nothing_else_is_a_pad(
         assert int(selection.filler_tokens[row]) == kept_tokens - real
         pads = int(layer.pad_tokens[row])
         for kept in selection.keep_indices[row].tolist():
-            assert kept == sorted(set(kept))
             assert sum(slot < pads for slot in kept) == kept_tokens - real
-            # Outside the window the fillers are the leftmost slots, which shifted masks hide.
-            before_window = [slot for slot in kept if slot < layer.keys.shape[2] - window_size]
-            fillers = [slot for slot in before_window if slot < pads]
-            assert fillers == list(range(len(fillers)))
+            named = [slot for slot in kept if slot >= 0]
+            assert kept == [-1] * (kept_tokens - len(named)) + sorted(set(named))
+            # Only the window, which is kept as it stands, may name a pad.
+            window = layer.keys.shape[2] - window_size
+            assert all(slot >= pads for slot in named if slot < window)
 
 
 @every_method
@@ -314,5 +314,10 @@ def test_a_group_of_equal_heads_keeps_what_one_of_them_keeps(
 @check
 def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
     policy = Stated(keep_ratio=ratio, window_size=32)
-    kept = policy._kept_prefix_tokens(torch.tensor(lengths)).tolist()
+    pads = max(lengths) - torch.tensor(lengths)
+    keys = torch.empty(len(lengths), 1, max(lengths), 1)
+    layer = PromptLayer(
+        queries=keys, keys=keys, values=keys, scaling=1.0, layer_idx=0, pad_tokens=pads
+    )
+    kept = policy.kept_prefix_tokens(layer).tolist()
     assert kept == [math.floor(ratio * max(0, tokens - 32)) for tokens in lengths]

@@ -26,14 +26,19 @@ def _describe(policy: Any) -> dict[str, Any]:
     """A policy's first docstring line, and what a policy made without arguments has."""
     from snapkv.cli.policy import parameters
 
-    example = policy()
+    defaults = policy().describe()
     return {
         "summary": policy.__doc__.strip().splitlines()[0],
         "parameters": {
-            name: {"type": _type_name(hint), "default": getattr(example, name)}
+            name: {"type": _type_name(hint), "default": _plain(defaults[name])}
             for name, hint in parameters(policy).items()
         },
     }
+
+
+def _plain(default: Any) -> Any:
+    """A default as it is written on the command line: a wrapped method by its name."""
+    return default["name"] if isinstance(default, dict) else default
 
 
 def _type_name(hint: Any) -> str:

@@ -23,10 +23,9 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Table:
 
 def _costs(answer: Answer) -> dict[str, str]:
     cache = answer.cache
-    generated = cache.seen_tokens - answer.prompt_tokens
     return {
         "prompt tokens": f"{answer.prompt_tokens:,}",
-        "kept tokens": f"{cache.kept_tokens - generated:,.0f}",
+        "kept tokens": f"{cache.kept_tokens:,.0f} of {cache.seen_tokens:,}",
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",

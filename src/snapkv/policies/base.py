@@ -4,7 +4,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -147,6 +147,7 @@ class Eviction:
     scores: Tensor | None = None
 
 
+@dataclass(frozen=True)
 class Policy(ABC):
     """Decides what a layer keeps when the prompt has been read."""
 
@@ -160,6 +161,14 @@ class Policy(ABC):
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
+
+    def describe(self) -> dict[str, Any]:
+        """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
+        parameters = {
+            name: value.describe() if isinstance(value, Policy) else value
+            for name, value in vars(self).items()
+        }
+        return {"name": self.name, **parameters}
 
 
 class EvictingPolicy(Policy):
