@@ -25,7 +25,7 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/test_cache.py \
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py
 
 check: $(INSTALLED) ## Lint, formatting and types
