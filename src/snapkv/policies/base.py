@@ -4,7 +4,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -182,8 +182,8 @@ class Policy(ABC):
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
         parameters = {
-            name: value.describe() if isinstance(value, Policy) else value
-            for name, value in vars(self).items()
+            name: value.describe() if isinstance(value := getattr(self, name), Policy) else value
+            for name in (parameter.name for parameter in fields(self) if parameter.init)
         }
         return {"name": self.name, **parameters}
 
