@@ -40,6 +40,7 @@ format: $(INSTALLED) ## Put every file into its format
 results: $(INSTALLED) ## Measure again everything in docs/results (about an hour on two cores)
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.streaming
 
 clean: ## Remove the virtual environment and everything made
 	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache

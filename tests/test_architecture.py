@@ -15,7 +15,7 @@ SOURCE = Path(snapkv.__file__).parent
 ROWS = (
     ("errors", "suggestions", "settings"),
     ("ops",),
-    ("policies",),
+    ("policies", "rotary", "projections"),
     ("cache",),
     ("masks", "faithfulness"),
     ("attention", "generation"),

@@ -26,6 +26,7 @@ from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
 from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask
 from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer
+from snapkv.projections import output_weight
 
 _PREFIX = "snapkv|"
 
@@ -252,6 +253,8 @@ def _prompt_layer(
         pad_tokens=pads,
         depth=layer.depth,
         num_layers=layer.num_layers,
+        rotation=layer.rotation,
+        output_weight=output_weight(layer.output_projection),
         **_score_options(call, layer),
     )
 

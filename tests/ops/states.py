@@ -25,13 +25,17 @@ def random_layer(
     tokens = min(query_tokens, prompt_tokens)
     queries = torch.randn(batch, query_heads, tokens, head_dim, generator=source) * sharpness
     keys = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
+    sinks = torch.randn(query_heads, generator=source) * 2 if with_sinks else None
+    values = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
     return PromptLayer(
         queries=queries.to(dtype),
         keys=keys.to(dtype),
-        values=torch.zeros(batch, kv_heads, prompt_tokens, head_dim, dtype=dtype),
+        values=values.to(dtype),
         scaling=head_dim**-0.5,
         softcap=softcap,
-        sinks=torch.randn(query_heads, generator=source) * 2 if with_sinks else None,
+        sinks=sinks,
+        rotation=rotate,
+        output_weight=output_weight(query_heads * head_dim),
         layer_idx=0,
     )
 
@@ -52,9 +56,29 @@ def pad_left(rows: list[PromptLayer], *, query_tokens: int, extra: int = 0) -> P
         scaling=rows[0].scaling,
         softcap=rows[0].softcap,
         sinks=rows[0].sinks,
+        rotation=rows[0].rotation,
+        output_weight=rows[0].output_weight,
         pad_tokens=torch.tensor([longest - row.keys.shape[2] for row in rows]),
         layer_idx=rows[0].layer_idx,
     )
+
+
+def rotate(states: Tensor, positions: Tensor) -> Tensor:
+    """Turn (B, H, N, D) states on by (B, N) positions, the two halves of a head in pairs."""
+    half = states.shape[-1] // 2
+    speeds = 0.3 ** torch.arange(half)
+    angles = positions[:, None, :, None] * speeds
+    one, other = states.float().split(half, dim=-1)
+    turned = (
+        one * angles.cos() - other * angles.sin(),
+        other * angles.cos() + one * angles.sin(),
+    )
+    return torch.cat(turned, dim=-1)
+
+
+def output_weight(inputs: int, hidden: int = 6) -> Tensor:
+    """An output projection, the same for every seed: it belongs to the model."""
+    return torch.randn(hidden, inputs, generator=torch.Generator().manual_seed(inputs))
 
 
 def _stack(states: list[Tensor], tokens: int) -> Tensor:

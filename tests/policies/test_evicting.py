@@ -19,9 +19,12 @@ METHODS = {
     "h2o, mostly recent": H2O(heavy=4, recent=20),
     "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
     "streaming-llm": StreamingLLM(BUDGET),
+    "streaming-llm, original": StreamingLLM(BUDGET, positions="original"),
     "streaming-llm, no sinks": StreamingLLM(BUDGET, start=0),
     "tova": TOVA(BUDGET),
 }
+MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
+UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
 
 methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 families = pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def call(model, cache, ids, **options):
     return model(ids, past_key_values=cache, **options).logits
 
 
-@methods
+@pytest.mark.parametrize("policy", UNMOVED.values(), ids=UNMOVED)
 @families
 def test_every_step_equals_masked_full_attention(policy, family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
@@ -225,6 +228,7 @@ def test_copying_a_cache_copies_what_was_noted():
         (lambda: H2O(recent=0, heavy=4), "recent: expected at least 1"),
         (lambda: StreamingLLM(4), r"start \+ recent.*a budget of at least 5"),
         (lambda: StreamingLLM(start=-1), "start: expected at least 0"),
+        (lambda: StreamingLLM(positions="slot"), "positions: expected one of cache, original"),
         (lambda: TOVA(0), "budget: expected at least 1"),
     ],
 )

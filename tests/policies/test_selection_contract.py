@@ -13,7 +13,16 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from snapkv.policies import KeyDiff, PrefixPolicy, PromptLayer, PyramidKV, Random, SnapKV
+from snapkv.policies import (
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    PrefixPolicy,
+    PromptLayer,
+    PyramidKV,
+    Random,
+    SnapKV,
+)
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
 
@@ -39,6 +48,11 @@ METHODS = {
     "stated": Stated,
     "random": Random,
     "keydiff": KeyDiff,
+    "expected-attention": ExpectedAttention,
+    "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
+    "criticalkv of snapkv": lambda **limits: CriticalKV(SnapKV(kernel_size=1, **limits)),
+    "criticalkv of keydiff": lambda **limits: CriticalKV(KeyDiff(**limits)),
+    "criticalkv of pyramidkv": lambda **limits: CriticalKV(PyramidKV(kernel_size=3, **limits)),
     "pyramidkv": lambda **limits: PyramidKV(kernel_size=3, **limits),
     "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
     "snapkv-avg": lambda **limits: SnapKV(kernel_size=5, pooling="avg", **limits),

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
 from snapkv.ops import attention_weights, ragged_attention
-from snapkv.policies import H2O, AdaKV, KeyDiff, PromptLayer, PyramidKV, SnapKV
+from snapkv.policies import (
+    H2O,
+    AdaKV,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    PromptLayer,
+    PyramidKV,
+    SnapKV,
+)
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import random_ids, tiny_model
@@ -21,6 +30,9 @@ METHODS = {
     "adakv": AdaKV(SnapKV(BUDGET, window_size=WINDOW)),
     "adakv of keydiff": AdaKV(KeyDiff(BUDGET, window_size=WINDOW)),
     "adakv of pyramidkv": AdaKV(PyramidKV(BUDGET, window_size=WINDOW)),
+    "adakv of criticalkv": AdaKV(CriticalKV(SnapKV(BUDGET, window_size=WINDOW))),
+    "criticalkv of pyramidkv": CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),
+    "adakv of expected attention": AdaKV(ExpectedAttention(BUDGET, window_size=WINDOW)),
     "adakv of a ratio": AdaKV(SnapKV(keep_ratio=0.35, window_size=WINDOW)),
 }
 PER_QUERY_HEAD = AdaKV(SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))

@@ -12,6 +12,7 @@ from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, Selection
 from snapkv.policies.base import fillers_left
+from snapkv.rotary import Rotation
 
 
 class CompressedLayer(DynamicLayer):
@@ -32,6 +33,9 @@ class CompressedLayer(DynamicLayer):
         ragged: what the heads keep of the prompt where each keeps a number of its own; `keys` and
             `values` then hold only what came behind the prompt.
         slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot, or None.
+        sink_keys: (B, H, start, D), the keys of tokens that have been moved on as they were before,
+            or None; `keys` holds them as they are now.
+        rotation, output_projection: parts of the model's layer, where the policy needs them.
         hides_more_than_padding: attention needs a mask of the layer's own.
     """
 
@@ -39,13 +43,22 @@ class CompressedLayer(DynamicLayer):
     values: Any
 
     def __init__(
-        self, policy: Policy, layer_idx: int, *, depth: int = 0, num_layers: int = 1
+        self,
+        policy: Policy,
+        layer_idx: int,
+        *,
+        depth: int = 0,
+        num_layers: int = 1,
+        rotation: Rotation | None = None,
+        output_projection: Any = None,
     ) -> None:
         super().__init__()
         self.policy = policy
         self.layer_idx = layer_idx
         self.depth = depth
         self.num_layers = num_layers
+        self.rotation = rotation
+        self.output_projection = output_projection
         self.cumulative_length = 0
         self.kept: Tensor | None = None
         self.pad_tokens: Tensor | None = None
@@ -53,6 +66,8 @@ class CompressedLayer(DynamicLayer):
         self.hides_more_than_padding = False
         self.ragged: RaggedStates | None = None
         self.slot_scores: Tensor | None = None
+        self.sink_keys: Tensor | None = None
+        self._sinks_moved: Tensor | None = None
         self._query_tail: Tensor | None = None
         self._num_kv_heads = 0
 
@@ -146,6 +161,7 @@ class CompressedLayer(DynamicLayer):
         self.hides_more_than_padding = False
         self.kept = self.pad_tokens = self.filler_tokens = None
         self.ragged = self.slot_scores = self._query_tail = None
+        self.sink_keys = self._sinks_moved = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows in the order of `beam_idx`."""
@@ -171,6 +187,8 @@ class CompressedLayer(DynamicLayer):
             "pad_tokens",
             "filler_tokens",
             "slot_scores",
+            "sink_keys",
+            "_sinks_moved",
             "_query_tail",
         ):
             rows = getattr(self, name)
@@ -220,6 +238,7 @@ class CompressedLayer(DynamicLayer):
             self.slot_scores = selection.scores.gather(2, kept.clamp(min=0))
         self.filler_tokens = selection.filler_tokens
         self.hides_more_than_padding = self._fillers_outnumber_padding(selection.prompt_tokens)
+        self._move_on(selection.sink_tokens)
 
     def _keep_ragged(self, selection: Selection) -> None:
         self.ragged = RaggedStates.gather(self.keys, self.values, selection)
@@ -243,6 +262,34 @@ class CompressedLayer(DynamicLayer):
         self.filler_tokens = fillers_left(slots, kept.shape[-1], self.filler_tokens)
         if self.slot_scores is not None:
             self.slot_scores = self.slot_scores.gather(2, kept.clamp(min=0))
+        self._move_on(eviction.sink_tokens)
+
+    def _move_on(self, sink_tokens: int) -> None:
+        """Turn the first keys as if their tokens stood right before those that follow them.
+
+        They always turn from their original keys, so that rounding does not add up. All other keys
+        stay as they are, bit for bit.
+        """
+        if not sink_tokens or self.cumulative_length == self.stored_tokens:
+            return
+        assert self.rotation is not None
+        gap = self._dropped_tokens()
+        moved = (gap > 0)[:, None, None, None]
+        sinks = self.keys[..., :sink_tokens, :].clone()
+        if self.sink_keys is not None and self._sinks_moved is not None:
+            sinks = torch.where(self._sinks_moved, self.sink_keys, sinks)
+        turned = self.rotation(sinks, gap[:, None].expand(-1, sink_tokens)).to(sinks.dtype)
+        self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
+        self.sink_keys, self._sinks_moved = sinks, moved
+
+    def _dropped_tokens(self) -> Tensor:
+        """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
+        gap = self.cumulative_length - self.stored_tokens
+        dropped = torch.full((self.keys.shape[0],), gap, device=self.keys.device)
+        if self.pad_tokens is None:
+            return dropped
+        dropped = dropped - self.pad_tokens
+        return dropped if self.filler_tokens is None else dropped + self.filler_tokens
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
         """(B, H, S) float32: what was noted of every slot, zero for the last `new_tokens`."""
@@ -281,11 +328,12 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the stored keys and values, measured on the tensors."""
+        """Bytes of the stored keys and values, second copies included, measured on the tensors."""
         if not self._is_filled:
             return 0
         ragged = 0 if self.ragged is None else self.ragged.held_bytes
-        return ragged + int(self.keys.nbytes + self.values.nbytes)
+        sinks = 0 if self.sink_keys is None else self.sink_keys.nbytes
+        return ragged + sinks + int(self.keys.nbytes + self.values.nbytes)
 
     @property
     def kept_tokens(self) -> float:

@@ -12,6 +12,8 @@ from transformers.cache_utils import (
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidTypeError, UnsupportedModelError
 from snapkv.policies import Policy
+from snapkv.projections import output_projections
+from snapkv.rotary import rotations_of
 
 _KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
 
@@ -21,8 +23,9 @@ def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
 
     Raises:
         InvalidTypeError: `model` is not a transformers model.
-        UnsupportedModelError: an encoder-decoder model, one without full attention, or one with a
-            kind of layer that is not known to be handled correctly.
+        UnsupportedModelError: an encoder-decoder model, one without full attention, one with a
+            kind of layer that is not known to be handled correctly, or one that lacks what the
+            policy needs.
     """
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise InvalidTypeError(
@@ -49,8 +52,17 @@ def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     _require_known(name, layers)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
+    projections = output_projections(model, full) if "output_weight" in policy.needs else {}
     for depth, index in enumerate(full):
-        layers[index] = CompressedLayer(policy, index, depth=depth, num_layers=len(full))
+        layers[index] = CompressedLayer(
+            policy,
+            index,
+            depth=depth,
+            num_layers=len(full),
+            rotation=rotations.get(index),
+            output_projection=projections.get(index),
+        )
     return layers
 
 

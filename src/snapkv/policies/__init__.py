@@ -10,6 +10,8 @@ from snapkv.policies.base import (
     PromptLayer,
     Selection,
 )
+from snapkv.policies.criticalkv import CriticalKV
+from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
@@ -25,6 +27,8 @@ POLICIES: dict[str, type[Policy]] = {
         SnapKV,
         PyramidKV,
         AdaKV,
+        CriticalKV,
+        ExpectedAttention,
         FullCache,
         H2O,
         StreamingLLM,
@@ -37,9 +41,11 @@ POLICIES: dict[str, type[Policy]] = {
 
 __all__ = [
     "AdaKV",
+    "CriticalKV",
     "DecodeStep",
     "EvictingPolicy",
     "Eviction",
+    "ExpectedAttention",
     "FullCache",
     "H2O",
     "KeyDiff",

@@ -9,7 +9,14 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import Policy, PrefixPolicy, PromptLayer, Selection, require_ratio
+from snapkv.policies.base import (
+    Need,
+    Policy,
+    PrefixPolicy,
+    PromptLayer,
+    Selection,
+    require_ratio,
+)
 from snapkv.policies.snapkv import SnapKV
 
 
@@ -56,6 +63,11 @@ class AdaKV(Policy):
     def query_tokens(self) -> int:
         """What the scoring policy wants."""
         return self.policy.query_tokens
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the scoring policy needs."""
+        return self.policy.needs
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""

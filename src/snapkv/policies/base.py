@@ -3,8 +3,9 @@
 import math
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 
 DEFAULT_BUDGET = 1024
+
+Need = Literal["rotation", "output_weight"]
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
@@ -33,6 +36,9 @@ class PromptLayer:
         pad_tokens: (B,) int64, leading pads of each row, or None where there are none.
         stored_heads: heads of the cache where they differ from those of `keys`: models with latent
             attention (DeepSeek) store one latent that all heads share, so they share one set.
+        rotation: turns (B, H, N, D) states on by (B, N) positions, float32; for `Policy.needs`.
+        output_weight: (hidden, Hq * Dv), what maps the heads' outputs to the model's width; for
+            `Policy.needs`.
         layer_idx: index of the layer in the model.
         depth: how many compressed layers come before this one.
         num_layers: how many compressed layers the model has.
@@ -49,6 +55,8 @@ class PromptLayer:
     sinks: Tensor | None = None
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
+    rotation: Callable[[Tensor, Tensor], Tensor] | None = None
+    output_weight: Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
@@ -77,6 +85,9 @@ class Selection:
             entries along K are indices. None where all heads of a row keep the same number.
         scores: (B, H, T) float32, what an `EvictingPolicy` has noted of every token of the prompt;
             it comes back with each `DecodeStep`. None where nothing needs to be remembered.
+        sink_tokens: how many of the first kept tokens move on to the positions right before the
+            token that follows them. Only where those tokens are neighbours, as a prompt's first
+            tokens are.
     """
 
     keep_indices: Tensor
@@ -84,15 +95,14 @@ class Selection:
     filler_tokens: Tensor | None = None
     head_tokens: Tensor | None = None
     scores: Tensor | None = None
+    sink_tokens: int = 0
 
     @classmethod
-    def of(
-        cls, layer: PromptLayer, keep_indices: Tensor, scores: Tensor | None = None
-    ) -> "Selection":
+    def of(cls, layer: PromptLayer, keep_indices: Tensor, **options: Any) -> "Selection":
         """A selection whose rows drop their pads before their tokens."""
         T, K = layer.keys.shape[2], keep_indices.shape[-1]
         fillers = fillers_left(T, K, layer.pad_tokens)
-        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, scores=scores)
+        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +151,12 @@ class Eviction:
         keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
             keeps all.
         scores: (B, H, S) float32 for the slots before eviction, to be noted; or None.
+        sink_tokens: as in `Selection`.
     """
 
     keep_indices: Tensor | None = None
     scores: Tensor | None = None
+    sink_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,11 @@ class Policy(ABC):
     def query_tokens(self) -> int:
         """How many of the prompt's last queries `select` wants to see."""
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Parts of the model's layers without which the method cannot work."""
+        return frozenset()
+
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
@@ -165,8 +182,8 @@ class Policy(ABC):
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
         parameters = {
-            name: value.describe() if isinstance(value, Policy) else value
-            for name, value in vars(self).items()
+            name: value.describe() if isinstance(value := getattr(self, name), Policy) else value
+            for name in (parameter.name for parameter in fields(self) if parameter.init)
         }
         return {"name": self.name, **parameters}
 

@@ -67,7 +67,7 @@ class H2O(EvictingPolicy):
             pad_tokens=layer.pad_tokens,
         )
         scores = ops.reduce_group(received, layer.num_kv_heads, "mean")
-        return Selection.of(layer, self._keep(scores, layer.pad_tokens), scores)
+        return Selection.of(layer, self._keep(scores, layer.pad_tokens), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Add the attention of this step and drop the lightest of the older tokens."""

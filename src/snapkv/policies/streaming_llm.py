@@ -1,7 +1,7 @@
 """StreamingLLM (Xiao et al., ICLR 2024): attention sinks and a window of recent tokens."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -10,9 +10,11 @@ from snapkv.policies.base import (
     DecodeStep,
     EvictingPolicy,
     Eviction,
+    Need,
     PromptLayer,
     Selection,
     keep_best_and_recent,
+    require_choice,
 )
 from snapkv.policies.split import split_budget
 
@@ -22,12 +24,19 @@ class StreamingLLM(EvictingPolicy):
     """Keeps the first tokens and the most recent ones, at the prompt's end and ever after.
 
     No scores: the same slots in all heads and layers. A prompt is read with full attention and
-    then cut. Positions stay the true ones (``positions="original"`` of the literature).
+    then cut. As in the paper (Sec. 3.2), tokens are numbered by their place in the cache, so that
+    a text may grow beyond any length the model was trained for. Only distances matter to a rotary
+    embedding, so the sinks alone are moved: their keys are turned to the positions right before
+    the recent tokens, which stay where they are; `kept_positions` still tells the true positions.
+    Most reimplementations leave the sinks at theirs, which is ``positions="original"``.
 
     Args:
         budget: tokens kept, sinks included; 1024 if nothing is given.
         start: how many first tokens to keep, the sinks.
         recent: instead of `budget`, how many of the last tokens to keep, at least 1.
+        positions: "cache" numbers tokens by their place in the cache; the model is refused where
+            its keys cannot be turned (a rotary embedding that depends on the text's length, latent
+            attention, learned positions). "original" keeps every token's true position.
 
     Raises:
         InvalidArgumentError: a budget that leaves no recent token.
@@ -39,9 +48,11 @@ class StreamingLLM(EvictingPolicy):
     _: KW_ONLY
     start: int = 4
     recent: int | None = None
+    positions: Literal["cache", "original"] = "cache"
 
     def __post_init__(self) -> None:
-        """Complete and check the three sizes."""
+        """Complete and check the three sizes, and check the choice of positions."""
+        require_choice("positions", self.positions, ("cache", "original"))
         split_budget(self, "start", "recent", default_second=lambda budget: budget - self.start)
 
     @property
@@ -49,15 +60,26 @@ class StreamingLLM(EvictingPolicy):
         """None: nothing is scored."""
         return 0
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The rotation, where there are sinks to move."""
+        return frozenset({"rotation"} if self._moved_tokens else ())
+
+    @property
+    def _moved_tokens(self) -> int:
+        return self.start if self.positions == "cache" else 0
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep the sinks and the last tokens."""
-        return Selection.of(layer, self._keep(layer, layer.pad_tokens))
+        keep_indices = self._keep(layer, layer.pad_tokens)
+        return Selection.of(layer, keep_indices, sink_tokens=self._moved_tokens)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Drop the oldest tokens behind the sinks."""
         if step.keys.shape[2] <= self.start + (self.recent or 0):
             return Eviction()
-        return Eviction(keep_indices=self._keep(step, step.filler_tokens))
+        keep_indices = self._keep(step, step.filler_tokens)
+        return Eviction(keep_indices=keep_indices, sink_tokens=self._moved_tokens)
 
     def _keep(self, states: PromptLayer | DecodeStep, filler_tokens: Tensor | None) -> Tensor:
         batch, slots = states.keys.shape[0], states.keys.shape[2]

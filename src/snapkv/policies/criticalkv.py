@@ -1,0 +1,123 @@
+"""CriticalKV (Feng et al., ICML 2026): what a value does to the output counts beside its vote."""
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
+from snapkv.policies.base import Need, PrefixPolicy, PromptLayer, require_ratio
+from snapkv.policies.snapkv import SnapKV
+
+_EPSILON = 1e-4
+_POSITIONS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class CriticalKV(PrefixPolicy):
+    """Spends half of the budget by another policy's scores, the rest by score times value.
+
+    The value of a position is the L1 norm of what its head adds to the layer's output per unit of
+    attention, ``W_O v``, the mean over the query heads of a KV head; the second half goes to the
+    best ``(score + 1e-4) * norm``. The window is kept as ever; its share is not counted among the
+    half. Scores that can be negative (KeyDiff) are first raised so that the lowest of a head is 0.
+    Inside AdaKV the weighed scores also decide the heads' shares, where the authors share out by
+    the votes alone.
+
+    Args:
+        policy: the method that scores, with its budget.
+        first_share: the part of the prefix budget that goes by the score alone, in (0, 1]; 1 is
+            the policy itself.
+
+    Raises:
+        InvalidTypeError: `policy` does not score a prefix.
+        InvalidArgumentError: `first_share` out of range, or a policy that chooses by itself.
+    """
+
+    name: ClassVar[str] = "criticalkv"
+
+    budget: int | None = field(init=False)
+    keep_ratio: float | None = field(init=False)
+    window_size: int = field(init=False)
+    policy: PrefixPolicy = field(default_factory=SnapKV, kw_only=False)
+    _: KW_ONLY
+    first_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check both parameters, and take over the policy's limits."""
+        if not isinstance(self.policy, PrefixPolicy):
+            raise InvalidTypeError(
+                f"policy: expected a method that scores the prefix, such as SnapKV(budget=1024), "
+                f"got {self.policy!r}; pass one of them (AdaKV goes around CriticalKV)"
+            )
+        if type(self.policy).select is not PrefixPolicy.select:
+            raise InvalidArgumentError(
+                f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
+                "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
+            )
+        require_ratio("first_share", self.first_share)
+        for limit in ("budget", "keep_ratio", "window_size"):
+            object.__setattr__(self, limit, getattr(self.policy, limit))
+
+    @property
+    def query_tokens(self) -> int:
+        """What the scoring policy wants."""
+        return self.policy.query_tokens
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The layer's output projection."""
+        return self.policy.needs | {"output_weight"}
+
+    def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
+        """(B,) int64: what the scoring policy keeps."""
+        return self.policy.kept_prefix_tokens(layer)
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
+        scores = self.policy.score(layer)
+        norms = projected_norms(layer, scores.shape[-1])
+        weighed = (_raised(scores, layer.pad_tokens) + _EPSILON) * ops.reduce_group(
+            norms, scores.shape[1], "mean"
+        )
+        first_tokens = (self.kept_prefix_tokens(layer).double() * self.first_share).long()
+        first = ops.keep_best(scores, first_tokens, layer.pad_tokens)
+        chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
+        chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last
+        return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)
+
+
+def projected_norms(layer: PromptLayer, prefix_tokens: int) -> Tensor:
+    """L1 norm of ``W_O v`` for the prefix: (B, Hq, P) float32.
+
+    Raises:
+        UnsupportedModelError: the output projection does not take the heads' values side by side.
+    """
+    heads, size = layer.queries.shape[1], layer.values.shape[-1]
+    weight = layer.output_weight
+    if weight is None or weight.shape[1] != heads * size:
+        raise UnsupportedModelError(
+            f"model: expected an output projection of {heads} heads of {size} values, got "
+            f"{'none' if weight is None else f'one of {weight.shape[1]} inputs'} in layer "
+            f"{layer.layer_idx}; use a method that does not weigh values by it"
+        )
+    group = heads // layer.values.shape[1]
+    per_head = weight.float().view(weight.shape[0], heads, size)
+    values = layer.values[:, :, :prefix_tokens].float()
+    blocks = torch.split(values, _POSITIONS_AT_ONCE, dim=2)  # bounds the (B, P, hidden) in between
+    norms = [
+        torch.cat([(b[:, head // group] @ per_head[:, head].T).abs().sum(-1) for b in blocks], -1)
+        for head in range(heads)
+    ]
+    return torch.stack(norms, dim=1)
+
+
+def _raised(scores: Tensor, pad_tokens: Tensor | None) -> Tensor:
+    """Scores of which none is negative."""
+    real = scores
+    if pad_tokens is not None:
+        slots = torch.arange(scores.shape[-1], device=scores.device)
+        real = scores.masked_fill((slots < pad_tokens[:, None])[:, None], 0.0)
+    return scores - real.amin(dim=-1, keepdim=True).clamp(max=0.0)

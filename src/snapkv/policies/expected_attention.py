@@ -1,0 +1,117 @@
+"""Expected Attention (Devoto et al., 2025): what queries yet to come will look at."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies.base import ALL_QUERIES, Need, PrefixPolicy, PromptLayer, require_int
+
+_POSITIONS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(PrefixPolicy):
+    """Keeps what a query drawn like the prompt's, at a position to come, is expected to attend to.
+
+    The queries of a head before rotary embedding are taken as normally distributed, with the mean
+    and the covariance of those of the prompt; the rotary embedding is averaged over the next
+    `future_tokens` positions. A key then expects ``exp(k.mu s + k'Sigma k s^2 / 2)`` of attention,
+    s the scaling, and its score is the share it has of it, the mean over the query heads of a KV
+    head, times the norm of its value. The first `sink_tokens` take no part and are kept.
+
+    As in kvpress, but: the queries are taken from attention and turned back, so that query norms
+    and scalings are the model's own; the window is kept as in SnapKV, where kvpress has none.
+    Soft-caps and learned sinks are left out of the expectation, as there.
+
+    Args:
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
+        window_size: the last tokens of the prompt, always kept.
+        future_tokens: over how many positions behind the prompt to average.
+        sink_tokens: first tokens that are always kept and whose queries do not count.
+    """
+
+    name: ClassVar[str] = "expected-attention"
+
+    _: KW_ONLY
+    future_tokens: int = 512
+    sink_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        super().__post_init__()
+        require_int("future_tokens", self.future_tokens, minimum=1)
+        require_int("sink_tokens", self.sink_tokens, minimum=0)
+
+    @property
+    def query_tokens(self) -> int:
+        """All of the prompt's queries."""
+        return ALL_QUERIES
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The rotation of the layer."""
+        return frozenset({"rotation"})
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """Expected attention times value norm: (B, Hkv, P) float32."""
+        prefix_tokens = layer.keys.shape[2] - self.window_size
+        slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+        own = slots - (layer.keys.shape[2] - layer.row_tokens)[:, None]
+        left_out = (own < self.sink_tokens)[:, None]
+        expected = self._expected_logits(layer).masked_fill(left_out, float("-inf"))
+        shares = ops.reduce_group(expected.softmax(dim=-1), layer.keys.shape[1], "mean")
+        scores: Tensor = shares * torch.linalg.vector_norm(layer.values.float(), dim=-1)
+        return scores.masked_fill(left_out, torch.finfo(scores.dtype).max)[..., :prefix_tokens]
+
+    def _expected_logits(self, layer: PromptLayer) -> Tensor:
+        """Logarithm of the expected unnormalised attention of every key: (B, Hq, T) float32."""
+        mean, covariance = self._future_queries(layer)
+        group = mean.shape[1] // layer.keys.shape[1]
+        logits = []
+        for head in range(mean.shape[1]):
+            keys = layer.keys[:, head // group].float()
+            linear = (keys @ mean[:, head, :, None])[..., 0]
+            quadratic = ((keys @ covariance[:, head]) * keys).sum(dim=-1)
+            logits.append(linear * layer.scaling + quadratic * layer.scaling**2 / 2)
+        return torch.stack(logits, dim=1)
+
+    def _future_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        """Mean (B, Hq, D) and covariance (B, Hq, D, D) of queries behind the prompt."""
+        assert layer.rotation is not None
+        mean, covariance = self._raw_queries(layer)
+        size = mean.shape[-1]
+        average = self._average_rotation(layer, size)
+        mean, covariance = mean @ average, average.T @ covariance @ average
+        ahead = layer.row_tokens[:, None]
+        mean = layer.rotation(mean[:, :, None], ahead)[:, :, 0]
+        for _ in range(2):  # rows, then columns
+            covariance = layer.rotation(covariance, ahead.expand(-1, size)).transpose(-1, -2)
+        return mean, covariance
+
+    def _raw_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the prompt's queries as they were before rotary embedding."""
+        assert layer.rotation is not None
+        count = layer.queries.shape[2]
+        behind = torch.arange(count, device=layer.queries.device) - count
+        positions = layer.row_tokens[:, None] + behind
+        counted = (positions >= self.sink_tokens)[:, None, :, None]
+        queries = layer.rotation(layer.queries.masked_fill(~counted, 0.0), -positions)
+        total = counted.sum(dim=2).clamp(min=1)
+        mean = queries.sum(dim=2) / total
+        centred = (queries - mean[:, :, None]).masked_fill(~counted, 0.0)
+        return mean, centred.transpose(-1, -2) @ centred / total[..., None]
+
+    def _average_rotation(self, layer: PromptLayer, size: int) -> Tensor:
+        """(D, D) float32: row i is the i-th unit vector, turned by 0, 1, ... and averaged."""
+        assert layer.rotation is not None
+        steps = torch.arange(self.future_tokens, device=layer.keys.device)
+        basis = torch.eye(size, device=layer.keys.device)
+        total = torch.zeros_like(basis)
+        for block in torch.split(steps, _POSITIONS_AT_ONCE):
+            states = basis.expand(len(block), 1, -1, -1)
+            total += layer.rotation(states, block[:, None].expand(-1, size)).sum(dim=(0, 1))
+        return total / self.future_tokens

@@ -1,0 +1,175 @@
+"""Turning states on by some positions, with the model family's own rotary embedding.
+
+Which embedding a layer uses, and on which part of a head, differs by family and sometimes by layer.
+So it is not read out of the code but tried out: one token goes through the model at two positions.
+Alone in its cache it attends to itself only, so its key in each layer may differ by the rotation
+and by nothing else; the way of applying it that turns one key into the other is the layer's.
+"""
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from snapkv.errors import UnsupportedModelError
+
+_APPLY = "apply_rotary_pos_emb"
+_FURTHER = 7
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_LOW_PRECISION_TOLERANCE = 0.05
+
+_known: weakref.WeakKeyDictionary[Any, dict[int, "Rotation"]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """How the keys of one layer turn with their position; made by `rotations_of`.
+
+    Attributes:
+        embedding: the model's rotary module, or None for a layer whose keys have no position.
+        apply: the family's own ``apply_rotary_pos_emb``.
+        layer_type: what the module wants to know of the layer, or None.
+        dims: how many of a head's first dimensions are handed to `apply`, or None for all.
+        factor: what the module multiplies its tables by (YaRN's attention scaling), which is no
+            part of a rotation.
+    """
+
+    embedding: Any = None
+    apply: Callable[..., Any] | None = None
+    layer_type: str | None = None
+    dims: int | None = None
+    factor: float = 1.0
+
+    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Turn states on from where they stand.
+
+        Args:
+            states: (B, H, N, D).
+            positions: (B or 1, N) int64, by how much; negative turns back.
+
+        Returns:
+            (B, H, N, D) float32.
+        """
+        states = states.float()
+        if self.apply is None:
+            return states
+        cos, sin = (table / self.factor for table in self.tables(positions))
+        part = states[..., : self.dims]
+        _, turned = self.apply(part, part, cos, sin)
+        return torch.cat([turned, states[..., part.shape[-1] :]], dim=-1)
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The module's cosines and sines, float32."""
+        options = {} if self.layer_type is None else {"layer_type": self.layer_type}
+        like = torch.empty(0, dtype=torch.float32, device=positions.device)
+        cos, sin = self.embedding(like, positions, **options)
+        return cos, sin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rotation":
+        """Itself: the module belongs to the model."""
+        return self
+
+
+def rotations_of(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
+    """The rotation of each of these layers.
+
+    A layer without rotary embedding (some layers of Cohere 2 or SmolLM3) gets one that changes
+    nothing: its keys know no position, so they are right wherever they stand.
+
+    Raises:
+        UnsupportedModelError: the rotation depends on the length of the text, or turning a key on
+            does not give the model's own key at the later position.
+    """
+    if model not in _known:
+        _known[model] = _find_rotations(model, layers)
+    return _known[model]
+
+
+def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rotation]:
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    _require_static(name, config)
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"model: expected keys that are rotated as they are stored, got {name} with latent "
+            "attention, which stores a latent; use StreamingLLM(positions='original') or another "
+            "policy"
+        )
+    first, further = (_lone_keys(model, config, position) for position in (0, _FURTHER))
+    return {
+        index: _rotation_between(model, config, index, first[index], further[index])
+        for index in layers
+    }
+
+
+def _require_static(name: str, config: Any) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for kind in (str(part.get("rope_type", "default")) for part in nested or [parameters]):
+        if "dynamic" in kind or kind == "longrope":
+            raise UnsupportedModelError(
+                f"model: expected a rotary embedding that does not depend on the text's length, "
+                f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
+                "position; use StreamingLLM(positions='original') or another policy"
+            )
+
+
+@torch.no_grad()
+def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
+    """The key each layer stores for a token that stands alone at a position; None where none."""
+    cache = DynamicCache(config=config)
+    ids = torch.tensor([[config.vocab_size // 2]], device=model.device)
+    model(
+        input_ids=ids,
+        position_ids=torch.full_like(ids, position),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return [getattr(layer, "keys", None) for layer in cache.layers]
+
+
+def _rotation_between(
+    model: PreTrainedModel, config: Any, index: int, first: Tensor, further: Tensor
+) -> Rotation:
+    for rotation in (Rotation(), *_candidates(model, config, index, first)):
+        steps = torch.tensor([[_FURTHER]], device=first.device)
+        difference = (rotation(first, steps) - further.float()).norm() / further.float().norm()
+        if bool(difference < _TOLERANCE.get(first.dtype, _LOW_PRECISION_TOLERANCE)):
+            return rotation
+    raise UnsupportedModelError(
+        f"model: expected keys that its rotary embedding turns as a whole, got "
+        f"{type(model).__name__}, whose keys in layer {index} change with the position in another "
+        "way; use StreamingLLM(positions='original') or another policy"
+    )
+
+
+def _candidates(
+    model: PreTrainedModel, config: Any, index: int, keys: Tensor
+) -> Iterator[Rotation]:
+    """The ways in which the family's own code may rotate this layer's keys."""
+    for module in model.modules():
+        apply = getattr(sys.modules[type(module).__module__], _APPLY, None)
+        if not type(module).__name__.endswith("RotaryEmbedding") or apply is None:
+            continue
+        if list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
+            continue
+        wants = inspect.signature(module.forward).parameters
+        kind = config.layer_types[index] if "layer_type" in wants else None
+        plain = Rotation(embedding=module, apply=apply, layer_type=kind)
+        cos, _ = plain.tables(torch.zeros(1, 1, dtype=torch.int64, device=keys.device))
+        for dims in (None, cos.shape[-1]):  # some families rotate a slice of the head
+            rotation = Rotation(
+                embedding=module, apply=apply, layer_type=kind, dims=dims, factor=float(cos.max())
+            )
+            try:
+                rotation(keys, torch.zeros(1, 1, dtype=torch.int64, device=keys.device))
+            except RuntimeError:  # the tables do not fit heads of this size
+                continue
+            yield rotation

@@ -1,0 +1,327 @@
+"""StreamingLLM numbers tokens by their place in the cache: judged by keys stored unrotated.
+
+The reference shares nothing with the library. The family's `apply_rotary_pos_emb` is replaced by
+one that hands the states on as they are, so attention sees raw queries and keys; it stores the raw
+keys and rotates every one by its slot index, on every call anew.
+"""
+
+import copy
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from snapkv import CompressedCache, UnsupportedModelError
+from snapkv.policies import StreamingLLM
+from snapkv.rotary import rotations_of
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+from tests.oracle import unwrapped
+
+START, RECENT, PROMPT = 3, 17, 50
+BUDGET = START + RECENT
+POLICY = StreamingLLM(start=START, recent=RECENT)
+
+# One way of rotating each: halves, with biases, the first half of a head, neighbours in pairs,
+# both of these, with a norm, tables of half the width and sinks of the model's own, two kinds.
+ROTARY = ("llama", "qwen2", "phi3", "cohere", "glm4", "qwen3", "gpt_oss", "gemma3_text")
+FULL_ATTENTION = tuple(name for name in ROTARY if name not in ("gpt_oss", "gemma3_text"))
+
+_slots: dict[int, list[torch.Tensor]] = {}
+_rotate: dict[str, object] = {}
+
+
+def _attend_by_slots(module, query, key, value, attention_mask, **options):
+    """Eager attention over raw keys, each rotated by its slot; then all but the budget goes."""
+    family = sys.modules[type(module).__module__]
+    if module.layer_idx in _slots:
+        keys, values = _slots[module.layer_idx]
+        key, value = torch.cat([keys, key], 2), torch.cat([values, value], 2)
+    new, stored = query.shape[2], key.shape[2]
+    slots = torch.arange(stored)[None]
+    cos, sin = _rotate["embedding"](key, slots)
+    _, turned = _rotate["apply"](key, key, cos, sin)
+    asked, _ = _rotate["apply"](query, query, cos[:, -new:], sin[:, -new:])
+    hidden = torch.ones(new, stored, dtype=torch.bool).triu(stored - new + 1)
+    mask = torch.zeros(new, stored).masked_fill(hidden, torch.finfo(torch.float32).min)
+    output = family.eager_attention_forward(
+        module, asked, turned, value, mask[None, None], **options
+    )
+    if stored > BUDGET:
+        first = [states[:, :, :START] for states in (key, value)]
+        last = [states[:, :, -RECENT:] for states in (key, value)]
+        key, value = (torch.cat(pair, 2) for pair in zip(first, last, strict=True))
+    _slots[module.layer_idx] = [key, value]
+    return output
+
+
+AttentionInterface.register("slots_oracle", _attend_by_slots)
+AttentionMaskInterface.register("slots_oracle", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+@pytest.fixture
+def slots_logits(monkeypatch):
+    """A function: the logits of every piece of text, (B, N, V), row by row."""
+
+    @torch.no_grad()
+    def run(model, pieces):
+        reference = unwrapped(model, "eager")
+        reference.set_attn_implementation("slots_oracle")
+        family = sys.modules[type(reference).__module__]
+        _rotate.update(embedding=reference.model.rotary_emb, apply=family.apply_rotary_pos_emb)
+        with monkeypatch.context() as patched:
+            patched.setattr(family, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
+            rows = []
+            for row in range(pieces[0].shape[0]):
+                _slots.clear()
+                own = [piece[row : row + 1] for piece in pieces]
+                rows.append(torch.cat([reference(p, use_cache=False).logits for p in own], 1))
+        return torch.cat(rows)
+
+    return run
+
+
+@torch.no_grad()
+def logits_of(model, policy, pieces, **options):
+    cache = CompressedCache(model, policy)
+    return torch.cat([model(p, past_key_values=cache, **options).logits for p in pieces], 1), cache
+
+
+def pieces_of(rows=1, at_once=1, tokens=24, prompt=PROMPT):
+    return [random_ids(rows, prompt), *random_ids(rows, tokens, seed=1).split(at_once, dim=1)]
+
+
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+@pytest.mark.parametrize("at_once", [1, 5], ids=["one by one", "five at once"])
+def test_it_equals_raw_keys_rotated_by_their_slots(family, at_once, slots_logits):
+    model, pieces = tiny_model(family), pieces_of(2, at_once)
+    got, cache = logits_of(model, POLICY, pieces)
+    torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)
+    seen = PROMPT + 24
+    expected = [*range(START), *range(seen - RECENT, seen)]
+    assert cache.kept_positions(0)[1, 0].tolist() == expected, "the positions told stay true"
+    original, _ = logits_of(model, StreamingLLM(BUDGET, start=START, positions="original"), pieces)
+    assert (original - got).abs().max() > 1e-2, "positions must matter for this to mean anything"
+
+
+@pytest.mark.parametrize("prompt", [1, START, BUDGET - 1, BUDGET])
+def test_a_cache_that_fills_up_while_generating_equals_it_too(prompt, slots_logits):
+    model, pieces = tiny_model("llama"), pieces_of(1, 1, tokens=2 * BUDGET, prompt=prompt)
+    got, _ = logits_of(model, POLICY, pieces)
+    torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere"])
+@pytest.mark.parametrize("at_once", [1, 5], ids=["one by one", "five at once"])
+@pytest.mark.parametrize("true_positions", [True, False], ids=["own positions", "columns"])
+def test_left_padded_rows_equal_it_row_by_row(family, at_once, true_positions, slots_logits):
+    lengths, model = (PROMPT, 21, 19, 2), tiny_model(family)
+    ids, *rest = pieces_of(len(lengths), at_once)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, :-length] = mask[row, :-length] = 0
+    cache, got = CompressedCache(model, POLICY), []
+    for piece in (ids, *rest):
+        if got:
+            mask = torch.cat([mask, mask.new_ones(piece.shape)], dim=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -piece.shape[1] :]
+        options = {"position_ids": positions} if true_positions else {}
+        with torch.no_grad():
+            out = model(piece, past_key_values=cache, attention_mask=mask, **options)
+        got.append(out.logits)
+    for row, length in enumerate(lengths):
+        expected = slots_logits(model, [p[row : row + 1] for p in (ids[:, -length:], *rest)])
+        own = torch.cat(got, 1)[row : row + 1, PROMPT - length :]
+        torch.testing.assert_close(own, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_beams_equal_greedy_rescoring_of_their_own_text(slots_logits):
+    """The score of a beam is the likelihood of its text: wrong sinks after a reorder would show."""
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    out = model.generate(
+        ids,
+        past_key_values=CompressedCache(model, POLICY),
+        num_beams=3,
+        max_new_tokens=30,
+        do_sample=False,
+        length_penalty=0.0,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    logits = slots_logits(model, [ids, *out.sequences[:, PROMPT:-1].split(1, dim=1)])
+    likelihood = logits[:, PROMPT - 1 :].log_softmax(-1)
+    tokens = out.sequences[:, PROMPT:, None]
+    expected = likelihood.gather(2, tokens).sum(dim=(1, 2))
+    torch.testing.assert_close(out.sequences_scores, expected, atol=2e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v3"])
+def test_only_the_keys_of_the_sinks_are_turned(family):
+    model, pieces = tiny_model(family, IMPLEMENTATIONS[family][0]), pieces_of(2)[:1]
+    _, moved = logits_of(model, POLICY, pieces)
+    _, still = logits_of(model, StreamingLLM(BUDGET, start=START, positions="original"), pieces)
+    for index in moved.compressed_layers:
+        one, other = moved.layers[index], still.layers[index]
+        assert torch.equal(one.values, other.values)
+        assert torch.equal(one.keys[:, :, START:], other.keys[:, :, START:])
+        assert torch.equal(moved.kept_positions(index), still.kept_positions(index))
+        assert torch.equal(one.sink_keys, other.keys[:, :, :START])
+        turned = not torch.equal(one.keys, other.keys)
+        assert turned is (one.rotation.apply is not None)
+        norms = [layer.keys[:, :, :START].norm(dim=-1) for layer in (one, other)]
+        torch.testing.assert_close(*norms)
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_turning_a_key_gives_the_models_own_key_elsewhere(family):
+    """Keys of a lone token at two places, far apart; turning back works as well."""
+    model = tiny_model(family, "eager")
+    first, far = (
+        model(
+            torch.tensor([[9]]), position_ids=torch.tensor([[place]]), use_cache=True
+        ).past_key_values
+        for place in (3, 403)
+    )
+    full = CompressedCache(model, StreamingLLM(8)).compressed_layers
+    for index, rotation in rotations_of(model, full).items():
+        keys, other = first.layers[index].keys, far.layers[index].keys
+        ahead = rotation(keys, torch.tensor([[400]]))
+        back = rotation(other, torch.tensor([[-400]]))
+        torch.testing.assert_close(ahead, other, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(back, keys, atol=2e-3, rtol=1e-3)
+
+
+def test_layers_without_positions_are_left_as_they_are():
+    """Keys without a rotary embedding are the same in every slot."""
+    model = tiny_model("cohere2")
+    got, cache = logits_of(model, POLICY, pieces_of())
+    same, _ = logits_of(model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of())
+    assert torch.equal(got, same)
+    assert all(cache.layers[i].rotation.apply is None for i in cache.compressed_layers)
+
+
+def test_without_drops_it_is_the_full_cache_bit_for_bit():
+    model, pieces = tiny_model("llama"), pieces_of(2)
+    plain = unwrapped(model, "sdpa")
+    got, cache = logits_of(model, StreamingLLM(PROMPT + 24), pieces)
+    with torch.no_grad():
+        past, expected = None, []
+        for piece in pieces:
+            out = plain(piece, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            expected.append(out.logits)
+    assert torch.equal(got, torch.cat(expected, 1))
+    assert cache.layers[0].sink_keys is None
+
+
+def test_rounding_does_not_add_up():
+    """After hundreds of moves in bfloat16 a sink is as near to its true key as after one."""
+    model = copy.deepcopy(unwrapped(tiny_model("llama"), "sdpa")).bfloat16()
+    cache = CompressedCache(model, POLICY)
+    with torch.no_grad():
+        for token in random_ids(1, 300).split(1, dim=1):
+            model(token, past_key_values=cache)
+    layer = cache.layers[2]
+    by = torch.tensor([[300 - BUDGET]])
+    expected = layer.rotation(layer.sink_keys, by.expand(1, START)).bfloat16()
+    assert torch.equal(layer.keys[:, :, :START], expected)
+
+
+def test_generation_runs_past_the_trained_length():
+    torch.manual_seed(0)
+    config = tiny_config("llama", max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = CompressedCache(model, POLICY)
+    ids = random_ids(1, PROMPT)
+    tokens = model.generate(ids, past_key_values=cache, max_new_tokens=250, pad_token_id=0)
+    assert tokens.shape[1] == PROMPT + 250
+    assert cache.report().kept_tokens == BUDGET
+
+
+def test_the_same_recent_tokens_are_read_alike_after_any_distance():
+    """Equal raw keys in equal slots give equal logits, wherever the text has got to."""
+    model, prompt = tiny_model("llama"), random_ids(1, PROMPT)
+    _, cache = logits_of(model, POLICY, [prompt])
+    far = copy.deepcopy(cache)
+    for layer in far.layers:
+        layer.keys = layer.rotation(layer.keys, torch.full((1, BUDGET), 900))
+    logits = []
+    with torch.no_grad():
+        for past, position in ((cache, PROMPT), (far, PROMPT + 900)):
+            options = {"past_key_values": past, "position_ids": torch.tensor([[position]])}
+            logits.append(model(prompt[:, :1], **options).logits)
+    torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
+
+
+def test_the_copy_of_the_sinks_counts_as_held():
+    model = tiny_model("llama")
+    _, cache = logits_of(model, POLICY, pieces_of(2))
+    _, still = logits_of(
+        model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of(2)
+    )
+    extra = sum(layer.sink_keys.nbytes for layer in cache.layers)
+    assert cache.report().held_bytes == still.report().held_bytes + extra
+
+
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+REFUSED = {
+    "dynamic": ("llama", {"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic'"),
+    "longrope": (
+        "llama",
+        {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 256, **LONG},
+        "rope_type 'longrope'",
+    ),
+    "latent attention": ("deepseek_v3", None, "DeepseekV3ForCausalLM with latent attention"),
+    "learned positions": ("gpt2", None, "GPT2LMHeadModel, whose keys in layer 0 change"),
+}
+
+
+@pytest.mark.parametrize(("family", "rope", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_moved_is_refused_before_any_work(family, rope, message):
+    if family == "gpt2":
+        own = {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64}
+        from transformers import GPT2Config
+
+        config = GPT2Config(**own, bos_token_id=1, eos_token_id=2)
+    else:
+        changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
+        config = tiny_config(family, **changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match=message):
+        CompressedCache(model, POLICY)
+    assert not model.config._attn_implementation.startswith("snapkv"), "nothing was touched"
+    CompressedCache(model, StreamingLLM(BUDGET, positions="original"))
+    CompressedCache(model, StreamingLLM(BUDGET, start=0))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotary_embeddings_are_moved_rightly(rope, slots_logits):
+    """YaRN also stretches its tables; a key that was stretched once is not stretched again."""
+    torch.manual_seed(0)
+    config = tiny_config("llama", rope_parameters={"rope_theta": 1e4, **rope})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                weight.mul_(4.0)
+    pieces = pieces_of(1, 3)
+    got, cache = logits_of(model, POLICY, pieces)
+    assert (cache.layers[0].rotation.factor > 1.0) is (rope["rope_type"] == "yarn")
+    torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)

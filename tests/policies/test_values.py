@@ -1,0 +1,240 @@
+"""Methods that weigh values: CriticalKV and ExpectedAttention, by hand and by loops."""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError, UnsupportedModelError
+from snapkv.policies import (
+    AdaKV,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    PromptLayer,
+    SnapKV,
+)
+from snapkv.policies.criticalkv import projected_norms
+from tests.families import CASES, random_ids, tiny_config, tiny_model
+from tests.ops.states import random_layer, rotate
+from tests.oracle import masked_decode_logits
+from tests.policies.test_selection_contract import Stated, kept_sets
+
+PROMPT, BUDGET, WINDOW = 80, 36, 8
+
+
+def stated_layer(scores, values, weight, query_heads=1):
+    """One KV head whose prefix has these scores and values; a window of one token follows."""
+    keys = torch.tensor([[*scores, 0.0]])[None, :, :, None]
+    own = torch.tensor([*values, [0.0] * len(values[0])])[None, None]
+    queries = torch.zeros(1, query_heads, 1, 1)
+    return PromptLayer(
+        queries=queries,
+        keys=keys,
+        values=own,
+        scaling=1.0,
+        layer_idx=0,
+        output_weight=torch.tensor(weight),
+    )
+
+
+def test_criticalkv_by_hand():
+    # W_O v = (v0 + v1, 2 v1): L1 norms 1, 6, 3, 2, 10.
+    values = [[1.0, 0.0], [0.0, 2.0], [0.0, -1.0], [2.0, 0.0], [10.0, 0.0]]
+    layer = stated_layer([9.0, 2.0, 3.0, 8.0, 1.0], values, [[1.0, 1.0], [0.0, 2.0]])
+    norms = projected_norms(layer, 5)
+    assert norms.tolist() == [[[1.0, 6.0, 3.0, 2.0, 10.0]]]
+    # Four of the prefix: 0 and 3 by score; of score times norm (-, 12, 9, -, 10) 1 and 4.
+    policy = CriticalKV(Stated(5, window_size=1))
+    assert kept_sets_of_one(policy, layer) == [0, 1, 3, 4, 5]
+    assert kept_sets_of_one(Stated(5, window_size=1), layer) == [0, 1, 2, 3, 5]
+    # Three of the prefix: the half is rounded down, so only 0 goes by score; 3 gets 16.
+    assert kept_sets_of_one(CriticalKV(Stated(4, window_size=1)), layer) == [0, 1, 3, 5]
+    by_score = CriticalKV(Stated(5, window_size=1), first_share=1)
+    assert kept_sets_of_one(by_score, layer) == [0, 1, 2, 3, 5]
+
+
+def kept_sets_of_one(policy, layer):
+    return policy.select(layer).keep_indices[0, 0].tolist()
+
+
+def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
+    layer = random_layer(3, query_heads=4, kv_heads=2, prompt_tokens=9, query_tokens=4)
+    norms = projected_norms(layer, 7)
+    for head in range(4):
+        part = layer.output_weight[:, head * 8 : head * 8 + 8]
+        for position in range(7):
+            value = layer.values[0, head // 2, position]
+            expected = sum(abs(float(row @ value)) for row in part)
+            assert math.isclose(float(norms[0, head, position]), expected, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("base", [Stated, SnapKV, KeyDiff])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_equal_norms_it_is_the_base_policy(base, seed):
+    policy = base(16, window_size=6)
+    layer = random_layer(seed, prompt_tokens=50, query_tokens=6)
+    values = layer.values[:, :, :1].expand_as(layer.values)
+    layer = PromptLayer(**vars(layer) | {"values": values})
+    assert kept_sets(CriticalKV(policy), layer) == kept_sets(policy, layer)
+
+
+def test_adakv_gives_every_head_at_least_its_first_half():
+    policy = CriticalKV(SnapKV(16, window_size=6))
+    layer = random_layer(0, prompt_tokens=50, query_tokens=6)
+    best = SnapKV(11, window_size=6).select(layer).keep_indices[0]
+    selection = AdaKV(policy).select(layer)
+    assert int(selection.head_tokens.sum()) == 2 * 16
+    for kept, first in zip(selection.keep_indices[0].tolist(), best.tolist(), strict=True):
+        assert set(first) <= set(kept)
+
+
+def test_what_it_wraps_is_checked_and_described():
+    policy = CriticalKV(SnapKV(64, window_size=16))
+    assert (policy.budget, policy.window_size) == (64, 16)
+    inner = SnapKV(64, window_size=16).describe()
+    assert policy.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
+    with pytest.raises(InvalidTypeError, match="AdaKV goes around CriticalKV"):
+        CriticalKV(AdaKV())
+    with pytest.raises(InvalidArgumentError, match="first_share: expected a number in"):
+        CriticalKV(first_share=0.0)
+
+
+def test_a_layer_without_a_fitting_projection_is_refused():
+    layer = random_layer(0, prompt_tokens=50, query_tokens=6)
+    for weight, got in ((None, "got none"), (torch.zeros(4, 5), "got one of 5 inputs")):
+        other = PromptLayer(**vars(layer) | {"output_weight": weight})
+        with pytest.raises(UnsupportedModelError, match=got):
+            CriticalKV(SnapKV(16, window_size=6)).select(other)
+
+
+def test_a_model_without_a_known_projection_is_refused_before_any_work():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.another_name = layer.self_attn.o_proj
+        del layer.self_attn.o_proj
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM with none in layer 0"):
+        CompressedCache(model, CriticalKV())
+    assert not model.config._attn_implementation.startswith("snapkv")
+
+
+@dataclass(frozen=True)
+class Noting(CriticalKV):
+    """Remembers the layers it was shown."""
+
+    seen: list = field(default_factory=list, kw_only=True)
+
+    def score(self, layer):
+        self.seen.append(layer)
+        return super().score(layer)
+
+
+def test_the_transposed_projection_of_gpt2_is_read_rightly():
+    config = GPT2Config(
+        n_embd=32, n_head=2, n_layer=2, vocab_size=64, bos_token_id=1, eos_token_id=2
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    policy = Noting(Stated(20, window_size=4))
+    with torch.no_grad():
+        model(random_ids(1, 40) % 64, past_key_values=CompressedCache(model, policy))
+    layer = policy.seen[0]
+    projection = model.transformer.h[0].attn.c_proj
+    states = torch.zeros(1, 32)
+    states[0, 16:] = layer.values[0, 1, 5]
+    expected = (projection(states) - projection.bias).abs().sum()
+    torch.testing.assert_close(projected_norms(layer, 10)[0, 1, 5], expected.detach())
+
+
+def expected_attention_by_loops(layer, policy):
+    """The definition in float64: every query turned back, every future position averaged."""
+    (_, heads, count, size), total = layer.queries.shape, layer.keys.shape[2]
+    group = heads // layer.keys.shape[1]
+    scores = torch.zeros(layer.keys.shape[1], total, dtype=torch.float64)
+    turns = [turn(size, total + step) for step in range(policy.future_tokens)]
+    average = sum(turns) / len(turns)
+    for head in range(heads):
+        raw = [
+            turn(size, -(total - count + i)) @ layer.queries[0, head, i].double()
+            for i in range(count)
+            if total - count + i >= policy.sink_tokens
+        ]
+        mean = sum(raw) / len(raw)
+        covariance = sum(torch.outer(q - mean, q - mean) for q in raw) / len(raw)
+        mean, covariance = average @ mean, average @ covariance @ average.T
+        weights = []
+        for position in range(policy.sink_tokens, total):
+            key = layer.keys[0, head // group, position].double()
+            logit = key @ mean * layer.scaling + key @ covariance @ key * layer.scaling**2 / 2
+            weights.append(math.exp(logit))
+        for position, weight in enumerate(weights, start=policy.sink_tokens):
+            norm = float(layer.values[0, head // group, position].double().norm())
+            scores[head // group, position] += weight / sum(weights) * norm / group
+    return scores[:, policy.sink_tokens : total - policy.window_size]
+
+
+def turn(size, position):
+    """The rotation by a position as a matrix."""
+    basis = torch.eye(size)[None, None]
+    return rotate(basis, torch.full((1, size), position))[0, 0].T.double()
+
+
+@pytest.mark.parametrize("future_tokens", [1, 100])
+def test_expected_attention_equals_its_definition(future_tokens):
+    policy = ExpectedAttention(16, window_size=6, future_tokens=future_tokens)
+    layer = random_layer(1, prompt_tokens=30, query_tokens=30, sharpness=1.0)
+    got = policy.score(layer)
+    expected = expected_attention_by_loops(layer, policy)
+    torch.testing.assert_close(got[0, :, 4:].double(), expected, atol=1e-5, rtol=1e-3)
+    assert (got[0, :, :4] > got[0, :, 4:].max()).all(), "the first four are always kept"
+
+
+def test_expected_attention_by_hand():
+    """Without rotation: queries (1, 0) and (3, 0) have mean (2, 0) and variance 1 along x."""
+    layer = PromptLayer(
+        queries=torch.tensor([[[[1.0, 0.0], [3.0, 0.0]]]]),
+        keys=torch.tensor([[[[1.0, 5.0], [-1.0, 0.0], [0.0, 9.0], [0.0, 0.0]]]]),
+        values=torch.tensor([[[[3.0, 4.0], [0.0, 1.0], [2.0, 0.0], [7.0, 0.0]]]]),
+        scaling=0.5,
+        layer_idx=0,
+        rotation=lambda states, _: states.float(),
+    )
+    policy = ExpectedAttention(2, window_size=1, sink_tokens=0)
+    # k.mu / 2 + k'Sigma k / 8: 1.125, -0.875, 0, 0; norms of values 5, 1, 2.
+    weights = [math.exp(1.125), math.exp(-0.875), 1.0, 1.0]
+    expected = [w / sum(weights) * norm for w, norm in zip(weights, (5.0, 1.0, 2.0), strict=False)]
+    assert policy.score(layer)[0, 0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+METHODS = {
+    "criticalkv": CriticalKV(SnapKV(BUDGET, window_size=WINDOW)),
+    "expected attention": ExpectedAttention(BUDGET, window_size=WINDOW),
+}
+
+
+@pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+def test_every_family_is_read_as_masked_full_attention_or_refused(policy, family, implementation):
+    model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
+    if family == "deepseek_v3" and isinstance(policy, ExpectedAttention):
+        with pytest.raises(UnsupportedModelError, match="latent attention"):
+            CompressedCache(model, policy)
+        return
+    tokens, cache, got = random_ids(2, 3, seed=1), CompressedCache(model, policy), []
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        expected = masked_decode_logits(model, cache, ids, tokens)
+        got = [model(t, past_key_values=cache).logits for t in tokens.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(got, 1), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_queries_read_in_pieces_are_turned_back_alike():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    kept = []
+    for options in ({}, {"prefill_chunk_size": 17}):
+        cache = CompressedCache(model, METHODS["expected attention"])
+        model.generate(ids, past_key_values=cache, max_new_tokens=2, pad_token_id=0, **options)
+        kept.append(cache.kept_positions(2))
+    assert torch.equal(*kept)
