@@ -13,6 +13,7 @@ from snapkv.policies.base import (
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
+from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
 from snapkv.policies.snapkv import SnapKV
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         StreamingLLM,
         TOVA,
+        PromptThenDecode,
         KeyDiff,
         Random,
     )
@@ -47,6 +49,7 @@ __all__ = [
     "Policy",
     "PrefixPolicy",
     "PromptLayer",
+    "PromptThenDecode",
     "PyramidKV",
     "Random",
     "Selection",

@@ -158,6 +158,14 @@ class Policy(ABC):
     def query_tokens(self) -> int:
         """How many of the prompt's last queries `select` wants to see."""
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of a prompt that no layer and head keeps more of; None where there is no limit.
+
+        Also None where heads of a row keep different numbers of tokens.
+        """
+        return None
+
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
@@ -177,6 +185,15 @@ class EvictingPolicy(Policy):
     What it notes of each slot travels with the slot: `Selection.scores` at the end of the prompt,
     `DecodeStep.scores` and `Eviction.scores` from step to step.
     """
+
+    @property
+    @abstractmethod
+    def room_tokens(self) -> int:
+        """Tokens that every layer may hold while generating."""
+
+    def note(self, layer: PromptLayer) -> Tensor | None:
+        """What to remember of every token of the prompt: (B, H, T) float32, or None."""
+        return None
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection:
@@ -260,6 +277,11 @@ class PrefixPolicy(Policy):
                 f"budget: expected more than window_size={self.window_size}, since the window is "
                 f"part of the budget, got {self.budget}; raise budget or lower window_size"
             )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The budget."""
+        return self.budget
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:

@@ -49,6 +49,12 @@ class StreamingLLM(EvictingPolicy):
         """None: nothing is scored."""
         return 0
 
+    @property
+    def room_tokens(self) -> int:
+        """The budget."""
+        assert self.budget is not None
+        return self.budget
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep the sinks and the last tokens."""
         return Selection.of(layer, self._keep(layer, layer.pad_tokens))
