@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PromptThenDecode,
         PyramidKV,
         Random,
+        Scissorhands,
         SnapKV,
         StreamingLLM,
     )
@@ -49,6 +50,7 @@ __all__ = [
     "PromptTooLongError",
     "PyramidKV",
     "Random",
+    "Scissorhands",
     "SnapKV",
     "SnapKVError",
     "StreamingLLM",
@@ -66,6 +68,7 @@ _ROOMS = {
         "PromptThenDecode",
         "PyramidKV",
         "Random",
+        "Scissorhands",
         "SnapKV",
         "StreamingLLM",
         "TOVA",

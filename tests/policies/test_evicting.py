@@ -18,10 +18,12 @@ from snapkv.policies import (
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
+    Scissorhands,
     SnapKV,
     StreamingLLM,
 )
 from snapkv.policies.pyramidkv import exact_budgets
+from snapkv.policies.scissorhands import layer_budgets
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
 from tests.oracle import hidden_columns, stepwise_logits, unwrapped
@@ -36,9 +38,15 @@ METHODS = {
     "streaming-llm": StreamingLLM(BUDGET),
     "streaming-llm, no sinks": StreamingLLM(BUDGET, start=0),
     "tova": TOVA(BUDGET),
+    "scissorhands": Scissorhands(BUDGET, history=16, recent=4),
+    "scissorhands, one at a time": Scissorhands(BUDGET, drop=1, recent=1, threshold="slots"),
+    "scissorhands, uneven layers": Scissorhands(BUDGET, history=8, recent=4, gamma=0.5),
     "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(BUDGET)),
     "snapkv, then tova with room to grow": PromptThenDecode(
         prompt=SnapKV(BUDGET - 4, window_size=8), decode=TOVA(BUDGET)
+    ),
+    "snapkv, then scissorhands": PromptThenDecode(
+        prompt=SNAPKV, decode=Scissorhands(BUDGET, drop=6)
     ),
     "pyramidkv, then streaming-llm": PromptThenDecode(
         prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET)
@@ -48,6 +56,7 @@ ROOMY = {
     "h2o": H2O(200),
     "streaming-llm": StreamingLLM(200),
     "tova": TOVA(200),
+    "scissorhands": Scissorhands(200),
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
 }
 
@@ -58,9 +67,15 @@ def sizes(policy, steps, tokens=PROMPT, layer=0):
     budget = prompt.budget
     if isinstance(prompt, PyramidKV):
         budget = 8 + exact_budgets(prompt.budget - 8, max(tokens - 8, 5), 4, prompt.beta)[layer]
+    room, drop = decode.budget, 1
+    if isinstance(decode, Scissorhands):
+        room = layer_budgets(decode.budget, decode.gamma, 4)[layer]
+        drop = decode.drop or room // 2
+        budget = room if prompt is decode else budget
     sizes = [min(tokens, budget)]
     for _ in range(steps):
-        sizes.append(min(sizes[-1] + 1, decode.budget))
+        held = sizes[-1] + 1
+        sizes.append(held if held <= room else held - drop)
     return sizes
 
 
@@ -129,7 +144,7 @@ def test_dropped_tokens_never_return_and_the_size_is_kept_from_the_first_token_o
     expected = sizes(policy, 3 * BUDGET, tokens=1)
     for position, token in enumerate(random_ids(1, 3 * BUDGET).split(1, dim=1)):
         call(model, cache, token)
-        kept = set(cache.kept_positions(1)[0, 0].tolist())
+        kept = set(cache.kept_positions(0)[0, 0].tolist())
         seen.add(position)
         assert len(kept) == expected[position]
         assert not kept & gone
@@ -313,6 +328,12 @@ def test_copying_a_cache_copies_what_was_noted():
         (lambda: StreamingLLM(4), r"start \+ recent.*a budget of at least 5"),
         (lambda: StreamingLLM(start=-1), "start: expected at least 0"),
         (lambda: TOVA(0), "budget: expected at least 1"),
+        (lambda: Scissorhands(10), "budget: expected room.*of at least 11"),
+        (lambda: Scissorhands(64, drop=55), "recent=10.* 55 to drop, got 64.*at least 65"),
+        (lambda: Scissorhands(20, gamma=0.5), r"gamma up to 0.449, or.* least 22, would"),
+        (lambda: Scissorhands(64, gamma=1), "gamma: expected a number from 0 to below 1"),
+        (lambda: Scissorhands(64, threshold="mean"), "threshold: expected one of tokens, slots"),
+        (lambda: Scissorhands(64, recent=0), "recent: expected at least 1"),
     ],
 )
 def test_impossible_budgets_say_what_would_be_possible(make, message):

@@ -16,6 +16,7 @@ from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
+from snapkv.policies.scissorhands import Scissorhands
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.streaming_llm import StreamingLLM
 from snapkv.policies.tova import TOVA
@@ -30,6 +31,7 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         StreamingLLM,
         TOVA,
+        Scissorhands,
         PromptThenDecode,
         KeyDiff,
         Random,
@@ -52,6 +54,7 @@ __all__ = [
     "PromptThenDecode",
     "PyramidKV",
     "Random",
+    "Scissorhands",
     "Selection",
     "SnapKV",
     "StreamingLLM",

@@ -3,8 +3,6 @@
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
-import torch
-
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import (
     DecodeStep,
@@ -81,13 +79,16 @@ class PromptThenDecode(EvictingPolicy):
         """What `decode` allows."""
         return self.decode.room_tokens
 
+    @property
+    def history_tokens(self) -> int:
+        """What `decode` wants."""
+        return self.decode.history_tokens
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what `prompt` keeps, with what `decode` notes of it."""
         selection = self.prompt.select(_with_queries(layer, self.prompt.query_tokens))
         if selection is None:
-            every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-            every = every.expand(layer.keys.shape[0], layer.num_kv_heads, -1)
-            selection = Selection.of(layer, every)
+            selection = Selection.whole(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
         if (
             heads != layer.num_kv_heads
