@@ -78,7 +78,9 @@ class Scissorhands(EvictingPolicy):
 
     def _check_room(self, least: int) -> None:
         """Raise unless the lowest layer has room for `least` tokens."""
-        parts = f"recent={self.recent} tokens that stay and {self.drop or 'some'} to drop"
+        parts = f"more than recent={self.recent} tokens"
+        if self.drop is not None:
+            parts = f"recent={self.recent} tokens that stay and drop={self.drop} that go"
         if self.budget < least:
             raise InvalidArgumentError(
                 f"budget: expected room for {parts}, got {self.budget}; a budget of at least "
