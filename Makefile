@@ -13,7 +13,10 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(INSTALLED) ## Ask a real long document, from the compressed and from the full cache
-	$(BIN)/snapkv demo
+	$(BIN)/snapkv ask "$$($(BIN)/python -c 'import gzip; print(gzip.__file__)')" \
+	    --question "Which RFC requires the FNAME field to be Latin-1?" \
+	    --answer-start "The FNAME field is required to be Latin-1 by RFC" \
+	    --budget 512 --max-new-tokens 8 --compare
 
 test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes
 	$(BIN)/python -m pytest
@@ -22,7 +25,7 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/test_cache.py \
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py
 
 check: $(INSTALLED) ## Lint, formatting and types

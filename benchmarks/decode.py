@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import Row
-from benchmarks.timing import alternate, milliseconds, ratios, spread
+from benchmarks.timing import alternate, ratios, spent_on, spread
 from snapkv import CompressedCache, FullCache, SnapKV
 
 SHORT_TOKENS, LONG_TOKENS = 1024, 6144
@@ -70,4 +70,4 @@ def _decoder(prompt: ReadPrompt, cache: CompressedCache) -> Callable[[], float]:
         nonlocal token
         token = model(token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
 
-    return lambda: milliseconds(step)
+    return lambda: spent_on(step).wall_ms

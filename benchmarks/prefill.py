@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.records import Row
-from benchmarks.timing import alternate, milliseconds, ratios, spread
+from benchmarks.timing import Spent, alternate, ratios, spent_on, spread
 from snapkv import CompressedCache, FullCache, SnapKV
 
 PROMPT_TOKENS = 4096
 BUDGET = 512
-ROUNDS = 9
+ROUNDS = 11
 
 CONTENDERS = ("transformers", "full", "snapkv")
 """transformers' own cache and attention; every token kept through snapkv; compressed."""
@@ -36,19 +36,39 @@ def measure_prefill(model: Any, prompt_ids: list[int]) -> Iterator[Row]:
         {name: _reading(model, ids, name) for name in CONTENDERS}, rounds=ROUNDS, warmup_rounds=1
     )
     settings = {"benchmark": "prefill", "prompt_tokens": len(prompt_ids), "budget": BUDGET}
-    for name, samples in times.items():
-        rounded = [round(sample, 1) for sample in samples]
-        yield {**settings, "cache": name, "ms": spread(samples, 1), "samples_ms": rounded}
+    for name, runs in times.items():
+        yield {
+            **settings,
+            "cache": name,
+            "ms": spread(_wall(runs), 1),
+            "cpu_ms": spread(_cpu(runs), 1),
+            "samples_ms": [round(ms, 1) for ms in _wall(runs)],
+            "samples_cpu_ms": [round(ms, 1) for ms in _cpu(runs)],
+        }
     for name, base in (("snapkv", "full"), ("snapkv", "transformers"), ("full", "transformers")):
-        pairs = spread(ratios(times[name], times[base]), 4)
-        yield {**settings, "cache": name, "against": base, "pairs": ROUNDS, "ratio": pairs}
+        yield {
+            **settings,
+            "cache": name,
+            "against": base,
+            "pairs": ROUNDS,
+            "ratio": spread(ratios(_wall(times[name]), _wall(times[base])), 4),
+            "cpu_ratio": spread(ratios(_cpu(times[name]), _cpu(times[base])), 4),
+        }
 
 
-def _reading(model: Any, ids: Tensor, contender: str) -> Callable[[], float]:
-    """A function that reads the prompt into a new cache and returns the time in ms."""
+def _wall(runs: list[Spent]) -> list[float]:
+    return [run.wall_ms for run in runs]
 
-    def read() -> float:
+
+def _cpu(runs: list[Spent]) -> list[float]:
+    return [run.cpu_ms for run in runs]
+
+
+def _reading(model: Any, ids: Tensor, contender: str) -> Callable[[], Spent]:
+    """A function that reads the prompt into a new cache and says what that took."""
+
+    def read() -> Spent:
         cache = make_cache(model, contender)
-        return milliseconds(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
+        return spent_on(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
 
     return read

@@ -68,7 +68,7 @@ def render(rows: list[Row]) -> str:
         "in brackets. The prompt is the document of the quality benchmark.",
         environment_line(rows) + ".",
         "## Reading a prompt",
-        _prefill_table([row for row in rows if row["benchmark"] == "prefill"]),
+        _prefill_tables([row for row in rows if row["benchmark"] == "prefill"]),
         "## Decoding after a prompt",
         _decode_table([row for row in rows if row["benchmark"] == "decode"]),
         "## Peak memory of reading",
@@ -81,31 +81,40 @@ def render(rows: list[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _prefill_table(rows: list[Row]) -> str:
-    times = {row["cache"]: row for row in rows if "ms" in row}
-    against = {(row["cache"], row["against"]): row for row in rows if "ratio" in row}
-    first = next(iter(times.values()))
-    table = markdown_table(
-        ["cache", "s", "against every token kept", "against transformers"],
+def _prefill_tables(rows: list[Row]) -> str:
+    times = [row for row in rows if "ms" in row]
+    medians = markdown_table(
+        ["cache", "seconds", "processor seconds"],
         [
-            [
-                _NAMES[name],
-                f"{row['ms']['p50'] / 1000:.2f}",
-                _ratio(against.get((name, "full"))),
-                _ratio(against.get((name, "transformers"))),
-            ]
-            for name, row in times.items()
+            [_NAMES[row["cache"]], *(f"{row[unit]['p50'] / 1000:.2f}" for unit in ("ms", "cpu_ms"))]
+            for row in times
         ],
     )
+    pairs = markdown_table(
+        ["pairs", "time", "processor time"],
+        [
+            [
+                f"{_NAMES[row['cache']]} / {_NAMES[row['against']]}",
+                _ratio(row["ratio"]),
+                _ratio(row["cpu_ratio"]),
+            ]
+            for row in rows
+            if "ratio" in row
+        ],
+    )
+    first = times[0]
     return (
         f"{first['prompt_tokens']:,} tokens, budget {first['budget']}, "
-        f"{len(first['samples_ms'])} rounds; medians.\n\n{table}"
+        f"{len(first['samples_ms'])} rounds; medians. Processor time is that of all threads, "
+        f"without waiting for processors that other programs use.\n\n{medians}\n\n{pairs}"
     )
 
 
 def _decode_table(rows: list[Row]) -> str:
     times = [row for row in rows if "ms_per_token" in row]
-    against = {(row["cache"], row["prompt_tokens"]): row for row in rows if "ratio" in row}
+    against = {
+        (row["cache"], row["prompt_tokens"]): _ratio(row["ratio"]) for row in rows if "ratio" in row
+    }
     table = markdown_table(
         ["cache", "prompt tokens", "ms per token", "against the short prompt", "bytes held"],
         [
@@ -113,7 +122,7 @@ def _decode_table(rows: list[Row]) -> str:
                 _NAMES[row["cache"]],
                 f"{row['prompt_tokens']:,}",
                 f"{row['ms_per_token']['p50']:.1f}",
-                _ratio(against.get((row["cache"], row["prompt_tokens"]))),
+                against.get((row["cache"], row["prompt_tokens"]), ""),
                 format_bytes(row["held_bytes"]),
             ]
             for row in sorted(times, key=lambda row: (row["cache"], row["prompt_tokens"]))
@@ -138,10 +147,7 @@ def _peak_table(rows: list[Row]) -> str:
     )
 
 
-def _ratio(row: Row | None) -> str:
-    if row is None:
-        return ""
-    ratio = row["ratio"]
+def _ratio(ratio: dict[str, float]) -> str:
     return f"{ratio['p50']:.3f} ({ratio['p20']:.3f} to {ratio['p80']:.3f})"
 
 

@@ -2,38 +2,57 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 
-def milliseconds(work: Callable[[], Any]) -> float:
-    """How long the work takes, the accelerator's part included."""
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What one run took.
+
+    Attributes:
+        wall_ms: time on the clock, the accelerator's part included.
+        cpu_ms: processor time of this process, all threads together. Waiting for a processor that
+            others use does not count, so on a busy machine it says more about the work itself.
+    """
+
+    wall_ms: float
+    cpu_ms: float
+
+
+def spent_on(work: Callable[[], Any]) -> Spent:
+    """Do the work once and say what it took."""
     _synchronize()
-    start = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     work()
     _synchronize()
-    return 1000 * (time.perf_counter() - start)
+    return Spent(
+        wall_ms=1000 * (time.perf_counter() - wall), cpu_ms=1000 * (time.process_time() - cpu)
+    )
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], float]], *, rounds: int, warmup_rounds: int
-) -> dict[str, list[float]]:
+    contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
+) -> dict[str, list[T]]:
     """Run all contenders in every round, each round starting with another one.
 
     Noise of the machine then hits all of them alike, and the times of one round make a pair.
 
     Args:
-        contenders: name to a function that does one run and returns its time in ms.
+        contenders: name to a function that does one run and returns what it took.
         rounds: rounds that count.
         warmup_rounds: rounds before them that do not.
 
     Returns:
-        The times of each contender in ms, in the order of the rounds.
+        What each contender's runs took, in the order of the rounds.
     """
     names = list(contenders)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[T]] = {name: [] for name in names}
     for index in range(warmup_rounds + rounds):
         start = index % len(names)
         for name in names[start:] + names[:start]:

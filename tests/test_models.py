@@ -27,7 +27,7 @@ HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 32, 4, 2, 64
 def write_gguf(path):
     """A one-layer llama with a byte-level tokenizer: (path, its tensors by GGUF name)."""
     symbols = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *symbols, "ab"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *symbols, "ab", "bc"]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
@@ -40,8 +40,8 @@ def write_gguf(path):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * (len(symbols) + 1))
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([3] * 3 + [1] * (len(symbols) + 2))
+    writer.add_token_merges(["a b", "b c"])  # of one alone, transformers 5.17 reads a word
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")

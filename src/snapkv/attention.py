@@ -129,7 +129,8 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     own = call.query.shape[2] - drafts
     pads = leading_pads(call.mask, own - 1, end, layer.policy.query_tokens)
     prompt = _prompt_layer(call, layer, own, end, pads)
-    selection = layer.policy.select(prompt)
+    with torch.no_grad():
+        selection = layer.policy.select(prompt)
     if selection is None or not drafts:
         output, weights = call.attend()
         _check_scores(call, layer, prompt, output[:, own - 1])
@@ -163,7 +164,7 @@ def _check_scores(
     """Where a policy scores by attention, it must be the model's."""
     if layer.policy.query_tokens:
         eager = call.implementation == "eager"
-        require_faithful_scores(prompt, last_output, call.module, rounds_scores=eager)
+        require_faithful_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
 
 
 def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:
@@ -216,7 +217,8 @@ def _evict(call: _Call, layer: CompressedLayer) -> None:
         seen_tokens=layer.cumulative_length,
         **_score_options(call, layer),
     )
-    layer.note(layer.policy.evict(step))
+    with torch.no_grad():
+        layer.note(layer.policy.evict(step))
 
 
 def _score_options(call: _Call, layer: CompressedLayer) -> dict[str, Any]:
@@ -250,7 +252,7 @@ def _prompt_layer(
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
     return PromptLayer(
-        queries=layer.with_remembered(call.query[:, :, :own]),
+        queries=layer.with_remembered(call.query[:, :, :own]).detach(),
         keys=call.key[:, :, :end],
         values=call.value[:, :, :end],
         pad_tokens=pads,

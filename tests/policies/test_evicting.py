@@ -308,9 +308,10 @@ def test_sums_are_per_query_head_where_that_is_what_is_stored():
     assert cache.kept_positions(0).shape == (2, 8, 8)
 
 
-def test_copying_a_cache_copies_what_was_noted():
+@pytest.mark.parametrize("policy", [H2O(BUDGET), Scissorhands(BUDGET, drop=2)], ids=str)
+def test_copying_a_cache_copies_what_was_noted(policy):
     model = tiny_model("llama")
-    cache = CompressedCache(model, H2O(BUDGET))
+    cache = CompressedCache(model, policy)
     call(model, cache, random_ids(1, PROMPT))
     other = copy.deepcopy(cache)
     tokens = random_ids(1, 5, seed=1)

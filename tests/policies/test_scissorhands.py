@@ -148,6 +148,15 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
     assert torch.equal(got, loop_counts(step, threshold, pads))
 
 
+def test_what_it_looks_back_at_holds_on_to_no_graph():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, Scissorhands(12, history=5, recent=2))
+    for ids in random_ids(1, 21).split((20, 1), dim=1):
+        with torch.enable_grad():
+            model(ids, past_key_values=cache)
+        assert not cache.layers[1]._query_tail.requires_grad
+
+
 @pytest.mark.parametrize("history", [5, 100], ids=["short", "longer than the prompt"])
 def test_a_step_sees_the_last_queries_in_order_whatever_was_dropped(monkeypatch, history):
     seen, own = [], Scissorhands.evict

@@ -211,7 +211,7 @@ class CompressedLayer(DynamicLayer):
             return queries
         if self._query_tail is not None:
             before = _last(self._query_tail, self._history_tokens - queries.shape[-2])
-            queries = torch.cat([before, queries], dim=-2)
+            queries = torch.cat([before, queries.detach()], dim=-2)
         self._query_tail = _last(queries, self._history_tokens)
         return self._query_tail
 

@@ -75,10 +75,10 @@ def _weights(
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1], keys.shape[2]
     grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    scores = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T) * scaling
+    scores = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T).mul_(scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, float("-inf"))
+    scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
         column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
