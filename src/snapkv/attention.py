@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from snapkv import ops
 from snapkv.cache import handoff
-from snapkv.cache.layer import CompressedLayer, keep_tokens
+from snapkv.cache.keeping import keep_tokens
+from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
@@ -135,7 +136,7 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     if selection is None or not drafts:
         output, weights = call.attend()
         _check_scores(call, layer, prompt, output[:, own - 1])
-        layer.end_prompt(selection, pads)
+        layer.end_prompt(selection, prompt)
         return output, weights
     read = replace(
         call,
@@ -146,7 +147,7 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     )
     output, _ = read.attend()
     _check_scores(call, layer, prompt, output[:, -1])
-    layer.end_prompt(selection, pads)
+    layer.end_prompt(selection, prompt)
     behind = replace(call, query=call.query[:, :, own:], key=layer.keys, value=layer.values)
     if layer.ragged is None:  # what attention sees may be an expansion of what is stored
         behind = replace(
@@ -171,14 +172,16 @@ def _check_scores(
 def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:
     """Attend to what a compressed layer stores, the queries' own tokens last.
 
-    The model makes one mask for all layers, as wide as the first one; a layer that stores another
-    number of tokens, or hides other slots than the padding mask does, needs its own.
+    The model makes one mask for all layers, as wide as the first one, or none where that one has
+    nothing to hide; a layer that stores another number of tokens, or hides other slots than the
+    padding mask does, needs its own.
     """
     if layer.ragged is not None:
         return _attend_ragged(call, layer.ragged), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
-    if rebuild_mask or other_width or layer.hides_more_than_padding:
+    unmasked = mask is None and layer.holds_fillers
+    if rebuild_mask or other_width or unmasked or layer.hides_more_than_padding:
         past = layer.visible_slots(layer.stored_tokens - call.query.shape[2])
         call = replace(call, mask=stored_mask(call.implementation, past, call.query))
     if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
@@ -206,11 +209,13 @@ def _evict(call: _Call, layer: CompressedLayer) -> None:
     if not isinstance(layer.policy, EvictingPolicy):
         return
     step = DecodeStep(
-        queries=call.query,
+        queries=layer.look_back(call.query),
         keys=call.key,
         values=call.value,
         scores=layer.scores_with(call.query.shape[2]),
         filler_tokens=layer.filler_tokens,
+        columns=layer.columns() if layer.policy.history_tokens else None,
+        pad_tokens=layer.pad_tokens,
         seen_tokens=layer.cumulative_length,
         **_score_options(call, layer),
     )
@@ -227,6 +232,8 @@ def _score_options(call: _Call, layer: CompressedLayer) -> dict[str, Any]:
         "sinks": call.options.get("s_aux"),
         "stored_heads": None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
         "layer_idx": layer.layer_idx,
+        "depth": layer.depth,
+        "num_layers": layer.num_layers,
     }
 
 
@@ -251,8 +258,6 @@ def _prompt_layer(
         keys=call.key[:, :, :end],
         values=call.value[:, :, :end],
         pad_tokens=pads,
-        depth=layer.depth,
-        num_layers=layer.num_layers,
         rotation=layer.rotation,
         output_weight=output_weight(layer.output_projection),
         **_score_options(call, layer),

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from snapkv import AdaKV, FullCache, KeyDiff, Random, SnapKV
+from snapkv import H2O, TOVA, AdaKV, FullCache, KeyDiff, PromptThenDecode, Random, SnapKV
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.errors import InvalidArgumentError, SnapKVError
@@ -103,3 +103,44 @@ def test_a_wrapper_hands_on_what_it_does_not_have_itself():
     assert build_policy(options) == AdaKV(KeyDiff(64))
     with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected a parameter of keydiff"):
         build_policy(RunOptions(policy="adakv", kernel_size=5, set_=["policy=keydiff"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({}, PromptThenDecode()),
+        ({"budget": 64}, PromptThenDecode(prompt=SnapKV(64), decode=TOVA(64))),
+        (
+            {"set_": ["prompt=keydiff", "decode=h2o", "window_size=8", "heavy=9"], "budget": 64},
+            PromptThenDecode(prompt=KeyDiff(64, window_size=8), decode=H2O(64, heavy=9)),
+        ),
+        (
+            {"set_": ["prompt.budget=64", "decode.budget=80"], "kernel_size": 5},
+            PromptThenDecode(prompt=SnapKV(64, kernel_size=5), decode=TOVA(80)),
+        ),
+        ({"seed": 3}, PromptThenDecode()),
+        ({"seed": 3, "set_": ["prompt=random"]}, PromptThenDecode(prompt=Random(seed=3))),
+    ],
+    ids=str,
+)
+def test_a_wrapper_of_two_hands_on_to_each_what_it_has(options, policy):
+    assert build_policy(RunOptions(policy="prompt-then-decode", **options)) == policy
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("windw_size=8", "expected a parameter of snapkv or tova, which has budget, "),
+        ("decode.heavy=8", "heavy: expected a parameter of tova"),
+        ("decode=snapkv", "decode: expected a method that evicts while generating"),
+        ("decode=tofa", "policy: expected one of"),
+    ],
+)
+def test_what_neither_part_has_is_refused(assignment, message):
+    with pytest.raises(SnapKVError) as error:
+        build_policy(RunOptions(policy="prompt-then-decode", set_=[assignment]))
+    assert message in str(error.value)
+
+
+def test_a_seed_for_sampling_is_no_error_where_the_wrapped_method_has_none():
+    assert build_policy(RunOptions(policy="adakv", seed=3)) == AdaKV()

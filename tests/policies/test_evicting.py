@@ -2,17 +2,34 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.policies import H2O, TOVA, DecodeStep, PromptLayer, StreamingLLM
+from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv.policies import (
+    H2O,
+    TOVA,
+    AdaKV,
+    DecodeStep,
+    FullCache,
+    PromptLayer,
+    PromptThenDecode,
+    PyramidKV,
+    Scissorhands,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv.policies.pyramidkv import exact_budgets
+from snapkv.policies.scissorhands import layer_budgets
 from tests.families import random_ids, tiny_model
+from tests.ops.states import random_layer
 from tests.oracle import hidden_columns, stepwise_logits, unwrapped
 
 PROMPT, BUDGET = 60, 24
+SNAPKV = SnapKV(BUDGET, window_size=8)
 
 METHODS = {
     "h2o": H2O(BUDGET),
@@ -22,9 +39,52 @@ METHODS = {
     "streaming-llm, original": StreamingLLM(BUDGET, positions="original"),
     "streaming-llm, no sinks": StreamingLLM(BUDGET, start=0),
     "tova": TOVA(BUDGET),
+    "scissorhands": Scissorhands(BUDGET, history=16, recent=4),
+    "scissorhands, one at a time": Scissorhands(BUDGET, drop=1, recent=1, threshold="slots"),
+    "scissorhands, uneven layers": Scissorhands(BUDGET, history=8, recent=4, gamma=0.5),
+    "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(BUDGET)),
+    "snapkv, then tova with room to grow": PromptThenDecode(
+        prompt=SnapKV(BUDGET - 4, window_size=8), decode=TOVA(BUDGET)
+    ),
+    "snapkv, then scissorhands": PromptThenDecode(
+        prompt=SNAPKV, decode=Scissorhands(BUDGET, drop=6)
+    ),
+    "pyramidkv, then streaming-llm": PromptThenDecode(
+        prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET, positions="original")
+    ),
 }
 MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
 UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
+ROOMY = {
+    "h2o": H2O(200),
+    "streaming-llm": StreamingLLM(200),
+    "tova": TOVA(200),
+    "scissorhands": Scissorhands(200),
+    "prompt-then-decode": PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
+}
+
+
+def sizes(policy, steps, tokens=PROMPT, layer=0):
+    """What a layer of four stores after a prompt and after each of the tokens behind it."""
+    prompt, decode = getattr(policy, "prompt", policy), getattr(policy, "decode", policy)
+    budget = prompt.budget
+    if isinstance(prompt, PyramidKV):
+        budget = 8 + exact_budgets(prompt.budget - 8, max(tokens - 8, 5), 4, prompt.beta)[layer]
+    room, drop = decode.budget, 1
+    if isinstance(decode, Scissorhands):
+        room = layer_budgets(decode.budget, decode.gamma, 4)[layer]
+        drop = decode.drop or room // 2
+        budget = room if prompt is decode else budget
+    sizes = [min(tokens, budget)]
+    for _ in range(steps):
+        held = sizes[-1] + 1
+        sizes.append(held if held <= room else held - drop)
+    return sizes
+
+
+def stored(cache):
+    return [row["kept_tokens"] for row in cache.report()["layers"]]
+
 
 methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
 families = pytest.mark.parametrize(
@@ -49,7 +109,6 @@ def test_every_step_equals_masked_full_attention(policy, family, implementation)
     for token in tokens.split(1, dim=1):
         hidden.append(hidden_columns(cache, cache.get_seq_length()))
         got.append(call(model, cache, token)[:, -1])
-        assert cache.report().kept_tokens == BUDGET
     expected = stepwise_logits(model, ids, tokens, hidden)
     torch.testing.assert_close(torch.stack(got, 1), expected[:, 1:], atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(first, expected[:, 0], atol=2e-4, rtol=2e-4)
@@ -57,17 +116,26 @@ def test_every_step_equals_masked_full_attention(policy, family, implementation)
 
 @methods
 def test_a_budget_that_is_never_reached_equals_plain_transformers(policy):
-    roomy = {
-        "h2o": H2O(200),
-        "streaming-llm": StreamingLLM(200),
-        "tova": TOVA(200),
-    }[policy.name]
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     plain = unwrapped(model, "sdpa").generate(ids, **options)
-    cache = CompressedCache(model, roomy)
+    cache = CompressedCache(model, ROOMY[policy.name])
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), plain)
     assert cache.report().kept_tokens == cache.get_seq_length()
+
+
+@methods
+def test_the_size_is_kept_at_every_step(policy):
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    cache = CompressedCache(model, policy)
+    call(model, cache, ids)
+    got = [stored(cache)]
+    for token in random_ids(2, 30, seed=1).split(1, dim=1):
+        call(model, cache, token)
+        got.append(stored(cache))
+    for layer in range(4):
+        assert [step[layer] for step in got] == sizes(policy, 30, layer=layer)
+    assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes
 
 
 @methods
@@ -76,11 +144,12 @@ def test_dropped_tokens_never_return_and_the_size_is_kept_from_the_first_token_o
     cache = CompressedCache(model, policy)
     seen: set[int] = set()
     gone: set[int] = set()
+    expected = sizes(policy, 3 * BUDGET, tokens=1)
     for position, token in enumerate(random_ids(1, 3 * BUDGET).split(1, dim=1)):
         call(model, cache, token)
-        kept = set(cache.kept_positions(1)[0, 0].tolist())
+        kept = set(cache.kept_positions(0)[0, 0].tolist())
         seen.add(position)
-        assert len(kept) == min(len(seen), BUDGET)
+        assert len(kept) == expected[position]
         assert not kept & gone
         gone = seen - kept
 
@@ -120,7 +189,7 @@ def test_beams_carry_their_own_slots(policy):
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     cache = CompressedCache(model, policy)
     model.generate(ids, past_key_values=cache, num_beams=3, max_new_tokens=10, pad_token_id=0)
-    assert cache.report().kept_tokens == BUDGET
+    assert stored(cache) == [sizes(policy, 9, layer=layer)[-1] for layer in range(4)]
     assert (cache.kept_positions(0).diff(dim=-1) > 0).all()
 
 
@@ -209,9 +278,43 @@ def test_streaming_llm_by_hand():
     assert selection.keep_indices.tolist() == [[[0, 1, 7, 8, 9]]]
 
 
-def test_copying_a_cache_copies_what_was_noted():
+def test_two_methods_by_hand():
+    """SnapKV keeps what H2O would drop, and H2O goes on with its own sums of those kept."""
+    policy = PromptThenDecode(prompt=SnapKV(4, window_size=1, kernel_size=1), decode=H2O(4))
+    selection = policy.select(states([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6))
+    assert selection.keep_indices.tolist() == [[[1, 3, 4, 5]]], "the last query alone votes"
+    sums = torch.tensor([3.1, 1.0, 1.0, 0.45, 0.25, 0.2])
+    torch.testing.assert_close(selection.scores[0, 0], sums)
+    noted = selection.scores[..., [1, 3, 4, 5]]
+    step = states([[0.05, 0.5, 0.15, 0.1, 0.2]], 5, torch.nn.functional.pad(noted, (0, 1)))
+    eviction = policy.evict(step)
+    torch.testing.assert_close(
+        eviction.scores[0, 0], torch.tensor([1.05, 0.95, 0.4, 0.3, 0.2]), msg=str(eviction.scores)
+    )
+    assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]]
+
+
+def test_sums_are_per_query_head_where_that_is_what_is_stored():
+    """As in a model that has a KV head for every query head."""
+    policy = PromptThenDecode(
+        prompt=SnapKV(6, window_size=2, group_reduce="none"), decode=H2O(heavy=4, recent=4)
+    )
+    grouped = random_layer(0, query_heads=4, kv_heads=2, prompt_tokens=20, query_tokens=20)
+    twins = {name: getattr(grouped, name).repeat_interleave(2, 1) for name in ("keys", "values")}
+    apart = policy.select(replace(grouped, **twins))
+    together = policy.select(grouped)
+    assert torch.equal(together.keep_indices, apart.keep_indices)
+    torch.testing.assert_close(together.scores, apart.scores)
+    model, ids = tiny_model("llama"), random_ids(2, PROMPT)
+    cache = CompressedCache(model, policy)
+    model.generate(ids, past_key_values=cache, max_new_tokens=12, pad_token_id=0)
+    assert cache.kept_positions(0).shape == (2, 8, 8)
+
+
+@pytest.mark.parametrize("policy", [H2O(BUDGET), Scissorhands(BUDGET, drop=2)], ids=str)
+def test_copying_a_cache_copies_what_was_noted(policy):
     model = tiny_model("llama")
-    cache = CompressedCache(model, H2O(BUDGET))
+    cache = CompressedCache(model, policy)
     call(model, cache, random_ids(1, PROMPT))
     other = copy.deepcopy(cache)
     tokens = random_ids(1, 5, seed=1)
@@ -230,8 +333,38 @@ def test_copying_a_cache_copies_what_was_noted():
         (lambda: StreamingLLM(start=-1), "start: expected at least 0"),
         (lambda: StreamingLLM(positions="slot"), "positions: expected one of cache, original"),
         (lambda: TOVA(0), "budget: expected at least 1"),
+        (lambda: Scissorhands(10), "budget: expected room.*of at least 11"),
+        (lambda: Scissorhands(64, drop=55), "recent=10.* drop=55 that go, got 64.*at least 65"),
+        (lambda: Scissorhands(20, gamma=0.5), r"gamma up to 0.449, or.* least 22, would"),
+        (lambda: Scissorhands(64, gamma=1), "gamma: expected a number from 0 to below 1"),
+        (lambda: Scissorhands(64, threshold="mean"), "threshold: expected one of tokens, slots"),
+        (lambda: Scissorhands(64, recent=0), "recent: expected at least 1"),
     ],
 )
 def test_impossible_budgets_say_what_would_be_possible(make, message):
     with pytest.raises(InvalidArgumentError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        ({"prompt": H2O(64)}, InvalidTypeError, "prompt: expected a method that only.*got h2o"),
+        ({"prompt": 64}, InvalidTypeError, "prompt: expected a method that only.*got 64"),
+        ({"decode": SnapKV(64)}, InvalidTypeError, "decode: expected a method that.*got snapkv"),
+        ({"decode": PromptThenDecode()}, InvalidTypeError, "decode.*got prompt-then-decode"),
+        ({"prompt": AdaKV(SnapKV(64))}, InvalidArgumentError, r"same for all heads.*got AdaKV"),
+        (
+            {"prompt": FullCache()},
+            InvalidArgumentError,
+            r"prompt: .*FullCache.*SnapKV\(budget=1024",
+        ),
+        ({"prompt": SnapKV(keep_ratio=0.5)}, InvalidArgumentError, "prompt: .*keep_ratio=0.5"),
+        ({"prompt": SnapKV(64), "decode": TOVA(63)}, InvalidArgumentError, "least 64"),
+        ({"prompt": PyramidKV(64), "decode": H2O(95)}, InvalidArgumentError, "96 tokens.*pyramid"),
+    ],
+    ids=str,
+)
+def test_methods_that_do_not_go_together_are_refused(parts, error, message):
+    with pytest.raises(error, match=message):
+        PromptThenDecode(**parts)

@@ -193,13 +193,13 @@ class CompressedCache(Cache):
         rows = [_layer_report(i, layer) for i, layer in enumerate(self.layers)]
         kept = [row["kept_tokens"] for row in rows if row["kind"] == "compressed"]
         mean = sum(kept) / len(kept)
-        indices = [layer.kept for layer in self.layers if isinstance(layer, CompressedLayer)]
+        compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         return CacheReport(
             policy=self.policy.name,
             seen_tokens=self.get_seq_length(),
             kept_tokens=int(mean) if mean == int(mean) else mean,
             held_bytes=sum(row["held_bytes"] for row in rows),
-            index_bytes=sum(_bytes(kept) for kept in indices),
+            index_bytes=sum(layer.noted_bytes for layer in compressed),
             full_bytes=sum(row["full_bytes"] for row in rows),
             layers=rows,
         )

@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
+from snapkv.cache.keeping import keep_tokens
 from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
-from snapkv.policies import EvictingPolicy, Eviction, Policy, Selection
+from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import fillers_left
 from snapkv.rotary import Rotation
 
@@ -69,6 +70,7 @@ class CompressedLayer(DynamicLayer):
         self.sink_keys: Tensor | None = None
         self._sinks_moved: Tensor | None = None
         self._query_tail: Tensor | None = None
+        self._history_tokens = policy.history_tokens if isinstance(policy, EvictingPolicy) else 0
         self._num_kv_heads = 0
 
     # What transformers asks of a layer.
@@ -131,6 +133,8 @@ class CompressedLayer(DynamicLayer):
             self.kept = self.kept[..., : self.stored_tokens]
         if self.slot_scores is not None:
             self.slot_scores = self.slot_scores[..., : self.stored_tokens]
+        if self._query_tail is not None:
+            self._query_tail = self._query_tail[..., :-count, :]
 
     def _require_croppable(self, count: int) -> None:
         whole = self.stored_tokens if self.kept is None else self._whole_tail()
@@ -150,7 +154,7 @@ class CompressedLayer(DynamicLayer):
             self.cumulative_length,
             device=self.keys.device,
         )
-        whole = (self._columns() == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
+        whole = (self.columns() == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         return min(int(whole.min()), self.stored_tokens - 1)  # never all: older ones are gone
 
     def reset(self) -> None:
@@ -215,16 +219,30 @@ class CompressedLayer(DynamicLayer):
         """(B, Hq, up to `policy.query_tokens`, D): the last queries of the prompt so far."""
         if self._query_tail is not None:
             queries = torch.cat([self._query_tail, queries], dim=-2)
-        start = max(0, queries.shape[-2] - self.policy.query_tokens)
-        return queries[..., start:, :]
+        return _last(queries, self.policy.query_tokens)
 
-    def end_prompt(self, selection: Selection | None, pad_tokens: Tensor | None) -> None:
+    def look_back(self, queries: Tensor) -> Tensor:
+        """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
+
+        Holds on to those for the steps to come.
+        """
+        if not self._history_tokens:
+            return queries
+        if self._query_tail is not None:
+            before = _last(self._query_tail, self._history_tokens - queries.shape[-2])
+            queries = torch.cat([before, queries.detach()], dim=-2)
+        self._query_tail = _last(queries, self._history_tokens)
+        return self._query_tail
+
+    def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and what of it to keep.
 
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept.
         """
         self._query_tail = None
-        self.pad_tokens = pad_tokens
+        if self._history_tokens:
+            self._query_tail = _last(prompt.queries, self._history_tokens).clone()
+        self.pad_tokens = prompt.pad_tokens
         if selection is None:
             return
         if selection.head_tokens is not None:
@@ -253,13 +271,16 @@ class CompressedLayer(DynamicLayer):
         self.slot_scores = eviction.scores
         if eviction.keep_indices is None:
             return
-        slots = self.stored_tokens
+        slots, fillers = self.stored_tokens, self.filler_tokens
         kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
-        columns = self._columns().gather(2, kept.clamp(min=0)).masked_fill(kept < 0, -1)
+        columns = self.columns().gather(2, kept.clamp(min=0)).masked_fill(kept < 0, -1)
         self.kept = columns.to(torch.int32)
         self.keys = ops.gather_tokens(self.keys, kept)
         self.values = ops.gather_tokens(self.values, kept)
-        self.filler_tokens = fillers_left(slots, kept.shape[-1], self.filler_tokens)
+        self.filler_tokens = eviction.filler_tokens
+        if eviction.filler_tokens is None:
+            self.filler_tokens = fillers_left(slots, kept.shape[-1], fillers)
+        self.hides_more_than_padding = self._fillers_outnumber_padding(self.cumulative_length)
         if self.slot_scores is not None:
             self.slot_scores = self.slot_scores.gather(2, kept.clamp(min=0))
         self._move_on(eviction.sink_tokens)
@@ -297,17 +318,23 @@ class CompressedLayer(DynamicLayer):
             return None
         return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
 
-    def _fillers_outnumber_padding(self, prompt_tokens: int) -> bool:
+    def _fillers_outnumber_padding(self, seen_tokens: int) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
 
-        The stored slots stand for the last columns of the prompt. Where every row keeps the same
-        budget, exactly its fillers then fall on columns of pads. Rows with budgets of their own
-        (a ratio of their own length) can hold more fillers than that.
+        The stored slots stand for the last columns seen. Where every row keeps the same budget,
+        exactly its fillers then fall on columns of pads. Rows with budgets of their own (a ratio
+        of their own length), or that evict at times of their own, can hold more fillers than that.
         """
         if self.filler_tokens is None or self.pad_tokens is None or self.kept is None:
             return False
-        hidden = self.pad_tokens - (prompt_tokens - self.kept.shape[-1])
+        hidden = self.pad_tokens - (seen_tokens - self.kept.shape[-1])
         return bool((self.filler_tokens != hidden.clamp(min=0)).any())
+
+    @property
+    def holds_fillers(self) -> bool:
+        """Whether any stored slot must be hidden."""
+        hidden = self.pad_tokens if self.kept is None else self.filler_tokens
+        return hidden is not None and bool(hidden.any())
 
     def visible_slots(self, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and not a filler."""
@@ -336,6 +363,12 @@ class CompressedLayer(DynamicLayer):
         return ragged + sinks + int(self.keys.nbytes + self.values.nbytes)
 
     @property
+    def noted_bytes(self) -> int:
+        """Bytes of what is held beside the keys and values, measured on the tensors."""
+        noted = (self.kept, self.slot_scores, self._query_tail)
+        return sum(tensor.nbytes for tensor in noted if tensor is not None)
+
+    @property
     def kept_tokens(self) -> float:
         """Tokens stored per row and head, on average where they differ."""
         mean = self.stored_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
@@ -347,12 +380,12 @@ class CompressedLayer(DynamicLayer):
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
         if not self._is_filled:
             return torch.empty(0, 0, 0, dtype=torch.int64)
-        columns = self._columns()
+        columns = self.columns()
         if self.pad_tokens is None:
             return columns
         return (columns - self.pad_tokens[:, None, None]).clamp(min=-1)
 
-    def _columns(self) -> Tensor:
+    def columns(self) -> Tensor:
         """(B, H, S) int64: column of every stored slot in the whole sequence, pads counted."""
         B, H, S, _ = self.keys.shape
         device, end = self.keys.device, self.cumulative_length
@@ -363,18 +396,6 @@ class CompressedLayer(DynamicLayer):
         return torch.cat([self.kept.long(), behind], dim=-1)
 
 
-def keep_tokens(states: Tensor, selection: Selection) -> Tensor:
-    """The kept tokens of a prompt's keys or values, and whatever stands behind the prompt.
-
-    Args:
-        states: (B, H, T + N, D), N tokens behind the prompt.
-        selection: what to keep of the prompt.
-
-    Returns:
-        (B, H or the selection's heads, K + N, D), contiguous.
-    """
-    kept = ops.gather_tokens(states, selection.keep_indices)
-    behind = states[..., selection.prompt_tokens :, :]
-    if not behind.shape[-2]:
-        return kept
-    return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)
+def _last(queries: Tensor, tokens: int) -> Tensor:
+    """The last of (B, Hq, N, D), all where there are no more than that."""
+    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]

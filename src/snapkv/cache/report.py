@@ -14,7 +14,8 @@ class CacheReport(dict[str, Any]):
         seen_tokens: tokens per row the cache has seen.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
         held_bytes: bytes of the stored keys and values of all layers.
-        index_bytes: bytes of the positions kept beside them.
+        index_bytes: bytes of what is held beside them: the kept positions, and what a method that
+            evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
         full_bytes: bytes transformers' own cache would hold after the same tokens.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`. `kind` is "compressed", or the name of transformers'

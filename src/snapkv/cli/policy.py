@@ -2,15 +2,14 @@
 
 import contextlib
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from snapkv.cli.options import RunOptions
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies import POLICIES, Policy, SnapKV
+from snapkv.policies import POLICIES, Policy
 from snapkv.suggestions import nearest
 
 _OWN_FLAGS = ("budget", "keep_ratio", "window_size", "kernel_size", "pooling", "group_reduce")
-_WRAPPED = SnapKV.name
 
 
 def build_policy(options: RunOptions) -> Policy:
@@ -22,28 +21,62 @@ def build_policy(options: RunOptions) -> Policy:
     """
     given = {name: value for name in _OWN_FLAGS if (value := getattr(options, name)) is not None}
     known = _known_parameters(options.policy)
-    if options.seed is not None and "seed" in known:
-        given["seed"] = options.seed
     for assignment in options.set_ or []:
         name, text = _split(assignment)
-        given[name] = _typed(text, known.get(name))
+        given[name] = _typed(text, known.get(name.rpartition(".")[2]))
+    if options.seed is not None and "seed" in _accepted(options.policy, given):
+        given.setdefault("seed", options.seed)
     return _make(options.policy, given)
 
 
 def _make(name: str, given: dict[str, Any]) -> Policy:
-    """The policy of that name; what a wrapper does not have itself is meant for what it wraps."""
-    policy, hints = _named(name), parameters(_named(name))
-    if "policy" in hints:
-        inner = {key: given.pop(key) for key in list(given) if key not in hints}
-        return policy(**given | {"policy": _make(str(given.get("policy", _WRAPPED)), inner)})
-    unknown = [key for key in given if key not in hints]
-    if unknown:
-        raise InvalidArgumentError(
-            f"{unknown[0]}: expected a parameter of {name}, which has "
-            f"{', '.join(hints) or 'none'}, got {unknown[0]}={given[unknown[0]]}; leave it out"
-            f"{nearest(unknown[0], hints)}"
-        )
-    return policy(**given)
+    """The policy of that name; what a wrapper does not have itself is meant for what it wraps.
+
+    Where it wraps several methods, an option goes to each that has it, and ``part.option`` to one.
+    """
+    policy, parts = _named(name), _parts(name, given)
+    own: dict[str, Any] = {}
+    meant: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    for key, value in given.items():
+        part, _, rest = key.partition(".")
+        takers = [part for part, method in parts.items() if key in _accepted(method, {})]
+        if key in parameters(policy):
+            own[key] = value
+        elif rest and part in parts:
+            meant[part][rest] = value
+        elif takers:
+            for taker in takers:
+                meant[taker][key] = value
+        else:
+            _refuse(key, value, list(parts.values()) or [name], list(parameters(policy)))
+    return policy(**own | {part: _make(method, meant[part]) for part, method in parts.items()})
+
+
+def _refuse(key: str, value: Any, methods: list[str], wrapper: list[str]) -> NoReturn:
+    """Say which parameters there are instead."""
+    hints = list(dict.fromkeys(hint for method in methods for hint in _accepted(method, {})))
+    raise InvalidArgumentError(
+        f"{key}: expected a parameter of {' or '.join(methods)}, which has "
+        f"{', '.join(hints) or 'none'}, got {key}={value}; leave it out"
+        f"{nearest(key, [*hints, *wrapper])}"
+    )
+
+
+def _parts(name: str, given: dict[str, Any]) -> dict[str, str]:
+    """The parameters of a policy that are policies, each with the name of the one it shall be."""
+    policy = _named(name)
+    found = [
+        key
+        for key, hint in parameters(policy).items()
+        if isinstance(hint, type) and issubclass(hint, Policy)
+    ]
+    return {part: str(given.get(part, getattr(policy(), part).name)) for part in found}
+
+
+def _accepted(name: str, given: dict[str, Any]) -> list[str]:
+    """Parameters of a policy and of those it wraps."""
+    parts = _parts(name, given).values()
+    return [*parameters(_named(name)), *(key for part in parts for key in _accepted(part, {}))]
 
 
 def _named(name: str) -> type[Policy]:
@@ -57,10 +90,10 @@ def _named(name: str) -> type[Policy]:
 def _known_parameters(name: str) -> dict[str, Any]:
     """Parameters of a policy and of any it may wrap, with their types."""
     hints = parameters(_named(name))
-    if "policy" not in hints:
+    if not _parts(name, {}):
         return hints
-    wrapped = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
-    return {key: hint for inner in wrapped for key, hint in inner.items()} | hints
+    others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
+    return {key: hint for inner in others for key, hint in inner.items()} | hints
 
 
 def parameters(policy: type[Policy]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from snapkv.ops.reference import (
     keep_best,
     pool_votes,
     reduce_group,
+    times_above,
     window_visibility,
     window_votes,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "pool_votes",
     "ragged_attention",
     "reduce_group",
+    "times_above",
     "window_visibility",
     "window_votes",
 ]

@@ -54,19 +54,35 @@ def attention_weights(
     Returns:
         (B, Hq, W, T) float32; the row of a pad is zero.
     """
+    W, T = queries.shape[2], keys.shape[2]
+    visible = window_visibility(W, T, pad_tokens, device=keys.device)
+    weights = _weights(queries, keys, visible, scaling, softcap, sinks)
+    return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
+
+
+def _weights(
+    queries: Tensor,
+    keys: Tensor,
+    visible: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """(B, Hq, W, T) float32; NaN in the rows of queries that see nothing, unless there are sinks.
+
+    `visible` is bool and broadcasts to the result.
+    """
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1], keys.shape[2]
     grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
     scores = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T).mul_(scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = window_visibility(W, T, pad_tokens, device=keys.device)
     scores.masked_fill_(~visible, float("-inf"))
     if sinks is not None:
         column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :T]
-    return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
+    return torch.softmax(scores, dim=-1)[..., :T]
 
 
 def attention_received(
@@ -103,6 +119,54 @@ def attention_received(
         )
         received[..., :seen] += weights.sum(dim=-2)
     return received
+
+
+def times_above(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    threshold: Tensor,
+    columns: Tensor,
+    seen_tokens: int,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    pad_tokens: Tensor | None = None,
+    block_tokens: int = 64,
+) -> Tensor:
+    """How many of the last queries pay a stored token more attention than a threshold.
+
+    Queries attend to the tokens that are stored now and were there when they came, in blocks.
+
+    Args:
+        queries: (B, Hq, N, D), of the last N tokens seen, whether or not those are stored.
+        keys: (B, Hkv, S, D), of the stored tokens.
+        threshold: (B,) float32.
+        columns: (B, H, S) int64, column of every stored token in the whole sequence, pads counted;
+            -1 for a slot that holds none. H is 1 or a divisor of Hq.
+        seen_tokens: columns seen so far; the last query stands in the last of them.
+        scaling: as in `attention_weights`, and so are `softcap` and `sinks`.
+        softcap: see there.
+        sinks: see there.
+        pad_tokens: (B,), leading pads of each row; pads neither pay attention nor receive any.
+        block_tokens: queries at a time.
+
+    Returns:
+        (B, Hq, S) float32, whole numbers.
+    """
+    B, Hq, N, _ = queries.shape
+    first = 0 if pad_tokens is None else pad_tokens[:, None, None]
+    columns = columns.masked_fill(columns < first, seen_tokens)  # in nobody's past
+    if columns.shape[1] > 1:
+        columns = columns.repeat_interleave(Hq // columns.shape[1], dim=1)
+    counts = torch.zeros(B, Hq, keys.shape[2], device=keys.device)
+    for start in range(0, N, block_tokens):
+        block = queries[:, :, start : start + block_tokens]
+        own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
+        visible = columns[:, :, None, :] <= own[:, None]
+        weights = _weights(block, keys, visible, scaling, softcap, sinks)
+        counts += (weights > threshold.view(-1, 1, 1, 1)).sum(dim=-2)  # NaN, a pad's, is not above
+    return counts
 
 
 def window_visibility(

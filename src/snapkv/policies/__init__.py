@@ -15,8 +15,10 @@ from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
+from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
+from snapkv.policies.scissorhands import Scissorhands
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.streaming_llm import StreamingLLM
 from snapkv.policies.tova import TOVA
@@ -33,6 +35,8 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         StreamingLLM,
         TOVA,
+        Scissorhands,
+        PromptThenDecode,
         KeyDiff,
         Random,
     )
@@ -53,8 +57,10 @@ __all__ = [
     "Policy",
     "PrefixPolicy",
     "PromptLayer",
+    "PromptThenDecode",
     "PyramidKV",
     "Random",
+    "Scissorhands",
     "Selection",
     "SnapKV",
     "StreamingLLM",

@@ -104,19 +104,29 @@ class Selection:
         fillers = fillers_left(T, K, layer.pad_tokens)
         return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, **options)
 
+    @classmethod
+    def whole(cls, layer: PromptLayer) -> "Selection":
+        """Every position of the prompt."""
+        every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+        return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """One layer's states right after the attention of tokens behind the prompt.
 
     Attributes:
-        queries: (B, Hq, Q, D), of the tokens of this step, the last Q slots.
+        queries: (B, Hq, Q, D), of the tokens of this step, the last Q slots; for a policy with
+            `history_tokens` as many of the last queries, whether or not their tokens are stored.
         keys, values: (B, Hkv, S, D), all stored slots as attention saw them.
         scores: (B, H, S) float32, what the policy has noted of every slot; zero for new tokens.
             None where it notes nothing.
         filler_tokens: (B,) leading slots that hold pads, or None.
         seen_tokens: tokens seen since the start of the cache, dropped ones included.
-        scaling, softcap, sinks, stored_heads, layer_idx: as in `PromptLayer`.
+        columns: (B, H, S) int64, column of every slot in the whole sequence, pads counted, -1 or a
+            pad's where a slot holds no token; None for a policy without `history_tokens`.
+        pad_tokens: (B,) leading pads of each row of the prompt, or None.
+        scaling, softcap, sinks, stored_heads, layer_idx, depth, num_layers: as in `PromptLayer`.
     """
 
     queries: Tensor
@@ -125,8 +135,12 @@ class DecodeStep:
     seen_tokens: int
     scaling: float
     layer_idx: int
+    depth: int = 0
+    num_layers: int = 1
     scores: Tensor | None = None
     filler_tokens: Tensor | None = None
+    columns: Tensor | None = None
+    pad_tokens: Tensor | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     stored_heads: int | None = None
@@ -152,11 +166,14 @@ class Eviction:
             keeps all.
         scores: (B, H, S) float32 for the slots before eviction, to be noted; or None.
         sink_tokens: as in `Selection`.
+        filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
+            every row drops its fillers before its tokens.
     """
 
     keep_indices: Tensor | None = None
     scores: Tensor | None = None
     sink_tokens: int = 0
+    filler_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +191,14 @@ class Policy(ABC):
     def needs(self) -> frozenset[Need]:
         """Parts of the model's layers without which the method cannot work."""
         return frozenset()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of a prompt that no layer and head keeps more of; None where there is no limit.
+
+        Also None where heads of a row keep different numbers of tokens.
+        """
+        return None
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
@@ -195,6 +220,23 @@ class EvictingPolicy(Policy):
     `DecodeStep.scores` and `Eviction.scores` from step to step.
     """
 
+    @property
+    @abstractmethod
+    def room_tokens(self) -> int:
+        """Tokens that every layer may hold while generating."""
+
+    @property
+    def history_tokens(self) -> int:
+        """How many of the last queries `evict` wants to see; 0 for those of its step only.
+
+        The layer holds on to them: (B, Hq, history, D) beside its keys and values.
+        """
+        return 0
+
+    def note(self, layer: PromptLayer) -> Tensor | None:
+        """What to remember of every token of the prompt: (B, H, T) float32, or None."""
+        return None
+
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection:
         """Choose the positions to keep; here also where all of them fit."""
@@ -205,22 +247,23 @@ class EvictingPolicy(Policy):
 
 
 def keep_best_and_recent(
-    scores: Tensor, best_tokens: int, recent_tokens: int, filler_tokens: Tensor | None
+    scores: Tensor, best_tokens: int | Tensor, recent_tokens: int, filler_tokens: Tensor | None
 ) -> Tensor:
     """The best of the older slots and all of the most recent ones; fillers go first.
 
     Args:
         scores: (B, H, S) float32 over all slots; those of the recent ones are not looked at.
-        best_tokens: how many of the older slots to keep.
+        best_tokens: how many of the older slots to keep, of all rows or (B,) of each.
         recent_tokens: how many of the last slots to keep.
         filler_tokens: (B,) leading slots that hold pads, or None.
 
     Returns:
-        (B, H, best + recent) int64, ascending; (B, H, S) where there are no more slots than that.
+        (B, H, best + recent) int64, ascending; (B, H, S) where there are no more slots than that;
+        rows that keep fewer than others begin with -1.
     """
     B, H, S = scores.shape
     older = max(S - recent_tokens, 0)
-    wanted = torch.full((B,), min(best_tokens, older), device=scores.device)
+    wanted = torch.as_tensor(best_tokens, device=scores.device).expand(B).clamp(max=older)
     if filler_tokens is not None:
         wanted = wanted.minimum((older - filler_tokens).clamp(min=0))
     best = ops.keep_best(scores[..., :older], wanted, filler_tokens)
@@ -277,6 +320,11 @@ class PrefixPolicy(Policy):
                 f"budget: expected more than window_size={self.window_size}, since the window is "
                 f"part of the budget, got {self.budget}; raise budget or lower window_size"
             )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The budget."""
+        return self.budget
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:

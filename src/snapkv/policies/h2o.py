@@ -56,8 +56,14 @@ class H2O(EvictingPolicy):
         """All: every query of the prompt adds its attention."""
         return ALL_QUERIES
 
-    def select(self, layer: PromptLayer) -> Selection:
-        """Keep heavy hitters of the whole prompt and its last tokens."""
+    @property
+    def room_tokens(self) -> int:
+        """The budget."""
+        assert self.budget is not None
+        return self.budget
+
+    def note(self, layer: PromptLayer) -> Tensor:
+        """The attention that every token of the prompt received: (B, Hkv, T) float32."""
         received = ops.attention_received(
             layer.queries,
             layer.keys,
@@ -66,7 +72,11 @@ class H2O(EvictingPolicy):
             sinks=layer.sinks,
             pad_tokens=layer.pad_tokens,
         )
-        scores = ops.reduce_group(received, layer.num_kv_heads, "mean")
+        return ops.reduce_group(received, layer.num_kv_heads, "mean")
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Keep heavy hitters of the whole prompt and its last tokens."""
+        scores = self.note(layer)
         return Selection.of(layer, self._keep(scores, layer.pad_tokens), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:

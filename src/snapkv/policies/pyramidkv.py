@@ -43,6 +43,13 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """What the bottom layer keeps of a long prompt: almost twice the prefix's budget."""
+        if self.budget is None:
+            return None
+        return self.window_size + 2 * (self.budget - self.window_size)
+
     def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
         """(B,) int64: positions each row keeps of its own prefix in this layer."""
         prefix = (layer.row_tokens - self.window_size).clamp(min=0)

@@ -69,6 +69,12 @@ class StreamingLLM(EvictingPolicy):
     def _moved_tokens(self) -> int:
         return self.start if self.positions == "cache" else 0
 
+    @property
+    def room_tokens(self) -> int:
+        """The budget."""
+        assert self.budget is not None
+        return self.budget
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep the sinks and the last tokens."""
         keep_indices = self._keep(layer, layer.pad_tokens)

@@ -44,6 +44,11 @@ class TOVA(EvictingPolicy):
         """The last one."""
         return 1
 
+    @property
+    def room_tokens(self) -> int:
+        """The budget."""
+        return self.budget
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what the prompt's last query attends to most."""
         return Selection.of(layer, self._keep(layer, layer.pad_tokens))

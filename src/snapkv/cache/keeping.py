@@ -1,0 +1,24 @@
+"""What a selection leaves of keys or values."""
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies import Selection
+
+
+def keep_tokens(states: Tensor, selection: Selection) -> Tensor:
+    """The kept tokens of a prompt's keys or values, and whatever stands behind the prompt.
+
+    Args:
+        states: (B, H, T + N, D), N tokens behind the prompt.
+        selection: what to keep of the prompt.
+
+    Returns:
+        (B, H or the selection's heads, K + N, D), contiguous.
+    """
+    kept = ops.gather_tokens(states, selection.keep_indices)
+    behind = states[..., selection.prompt_tokens :, :]
+    if not behind.shape[-2]:
+        return kept
+    return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)

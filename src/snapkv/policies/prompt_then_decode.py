@@ -1,0 +1,123 @@
+"""One method for the prompt, another for what is generated behind it."""
+
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import ClassVar
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies.base import (
+    DecodeStep,
+    EvictingPolicy,
+    Eviction,
+    Need,
+    Policy,
+    PromptLayer,
+    Selection,
+)
+from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.tova import TOVA
+
+
+@dataclass(frozen=True)
+class PromptThenDecode(EvictingPolicy):
+    """Compresses the prompt by one method and evicts by another while generating.
+
+    What the second method remembers of the prompt (H2O: the attention that every token received
+    from all of it) is noted before the first one drops anything, and travels with the tokens that
+    stay. Where `decode` has more room than `prompt` keeps, the cache grows up to it first.
+
+    Args:
+        prompt: what to keep of the prompt: a method with a budget that is the same for all heads,
+            such as SnapKV.
+        decode: what to evict afterwards: H2O, StreamingLLM, TOVA or another that evicts while
+            generating.
+
+    Raises:
+        InvalidTypeError: not a policy, or one that cannot do this part.
+        InvalidArgumentError: `decode` would drop at once what `prompt` has kept.
+    """
+
+    name: ClassVar[str] = "prompt-then-decode"
+
+    _: KW_ONLY
+    prompt: Policy = field(default_factory=SnapKV)
+    decode: EvictingPolicy = field(default_factory=TOVA)
+
+    def __post_init__(self) -> None:
+        """Check that either can do its part, and that the parts fit."""
+        if not isinstance(self.prompt, Policy) or isinstance(self.prompt, EvictingPolicy):
+            raise InvalidTypeError(
+                f"prompt: expected a method that only compresses the prompt, such as "
+                f"SnapKV(budget=1024), got {_named(self.prompt)}; pass a method that evicts while "
+                "generating as decode"
+            )
+        if not isinstance(self.decode, EvictingPolicy) or isinstance(self.decode, PromptThenDecode):
+            raise InvalidTypeError(
+                f"decode: expected a method that evicts while generating, such as "
+                f"TOVA(budget=1024), got {_named(self.decode)}; pass a method that only compresses "
+                "the prompt as prompt"
+            )
+        if "rotation" in self.decode.needs:
+            raise InvalidArgumentError(
+                f"decode: expected a method that leaves positions as they are, since what the "
+                f"prompt's method keeps has gaps, got {self.decode!r}; pass positions='original'"
+            )
+        most, room = self.prompt.most_tokens, self.decode.room_tokens
+        if most is None:
+            raise InvalidArgumentError(
+                f"prompt: expected a method with a budget that is the same for all heads, since "
+                f"{self.decode.name} evicts from all of them alike, got {self.prompt!r}; pass for "
+                f"instance SnapKV(budget={room})"
+            )
+        if most > room:
+            raise InvalidArgumentError(
+                f"decode: expected room for the {most} tokens that a layer may keep of the prompt "
+                f"({self.prompt.name}), got {self.decode.name} with room for {room}, which would "
+                f"drop the rest at once; give decode a budget of at least {most}"
+            )
+
+    @property
+    def query_tokens(self) -> int:
+        """What either wants."""
+        return max(self.prompt.query_tokens, self.decode.query_tokens)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What either needs."""
+        return self.prompt.needs | self.decode.needs
+
+    @property
+    def room_tokens(self) -> int:
+        """What `decode` allows."""
+        return self.decode.room_tokens
+
+    @property
+    def history_tokens(self) -> int:
+        """What `decode` wants."""
+        return self.decode.history_tokens
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Keep what `prompt` keeps, with what `decode` notes of it."""
+        selection = self.prompt.select(_with_queries(layer, self.prompt.query_tokens))
+        if selection is None:
+            selection = Selection.whole(layer)
+        heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
+        if (
+            heads != layer.num_kv_heads
+        ):  # stored per query head from now on, so noted per query head
+            layer = replace(layer, stored_heads=heads)
+        noted = self.decode.note(_with_queries(layer, self.decode.query_tokens))
+        return replace(selection, scores=noted)
+
+    def evict(self, step: DecodeStep) -> Eviction:
+        """Leave it to `decode`."""
+        return self.decode.evict(step)
+
+
+def _with_queries(layer: PromptLayer, query_tokens: int) -> PromptLayer:
+    """The layer with the last queries only, as many as a method has asked for."""
+    start = max(0, layer.queries.shape[2] - query_tokens)
+    return replace(layer, queries=layer.queries[:, :, start:])
+
+
+def _named(value: object) -> str:
+    return value.name if isinstance(value, Policy) else repr(value)

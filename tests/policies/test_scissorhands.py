@@ -1,0 +1,225 @@
+"""Scissorhands by hand, its counts against loops, and the queries it looks back at.
+
+What it shares with the other methods that evict is in `test_evicting.py`.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, InvalidTypeError
+from snapkv.ops import times_above
+from snapkv.policies import H2O, DecodeStep, PromptThenDecode, Scissorhands, SnapKV
+from snapkv.policies.scissorhands import layer_budgets
+from tests.families import random_ids, tiny_model
+from tests.ops.states import random_layer
+
+ROWS = [
+    [0.5, 0.05, 0.2, 0.1, 0.15, 0, 0],
+    [0.4, 0.05, 0.25, 0.05, 0.05, 0.2, 0],
+    [0.3, 0.2, 0.05, 0.05, 0.1, 0.1, 0.2],
+]
+
+
+def step_of(rows, slots=7, columns=None, **fields):
+    """A layer of one head whose last queries pay exactly the attention of `rows`."""
+    weights = torch.tensor(rows).clamp(min=1e-30)
+    keys = torch.eye(slots)[None, None]
+    columns = torch.arange(slots) if columns is None else torch.tensor(columns)
+    given = {"queries": weights.log()[None, None], "keys": keys, "values": keys, "scaling": 1.0}
+    given |= {"layer_idx": 0, "columns": columns[None, None], "seen_tokens": int(columns[-1]) + 1}
+    return DecodeStep(**given | fields)
+
+
+def counts(step, threshold):
+    return times_above(
+        step.queries,
+        step.keys,
+        threshold=torch.tensor([threshold]),
+        columns=step.columns,
+        seen_tokens=step.seen_tokens,
+        scaling=1.0,
+    )
+
+
+def test_the_counts_by_hand():
+    assert counts(step_of(ROWS), 1 / 7).tolist() == [[[3, 1, 2, 0, 1, 1, 1]]]
+
+
+def test_a_drop_by_hand():
+    """Positions 5 and 6 are recent; 3 was never pivotal, 1 and 4 only once."""
+    policy = Scissorhands(6, drop=3, history=3, recent=2)
+    assert policy.evict(step_of(ROWS)).keep_indices.tolist() == [[[0, 2, 5, 6]]]
+
+
+def test_of_equal_counts_the_oldest_goes_first():
+    policy = Scissorhands(6, drop=2, history=3, recent=2)
+    assert policy.evict(step_of(ROWS)).keep_indices.tolist() == [[[0, 2, 4, 5, 6]]]
+
+
+def test_a_prompt_in_one_pass_is_cut_to_the_budget():
+    step = step_of(ROWS)
+    prompt = replace(random_layer(0, prompt_tokens=7, query_tokens=3), queries=step.queries)
+    prompt = replace(prompt, keys=step.keys, values=step.values, scaling=1.0)
+    selection = Scissorhands(4, drop=1, history=3, recent=2).select(prompt)
+    assert selection.keep_indices.tolist() == [[[0, 2, 5, 6]]]
+    whole = Scissorhands(7, drop=1, history=3, recent=2).select(prompt)
+    assert whole.keep_indices.tolist() == [[list(range(7))]]
+
+
+def test_the_uniform_level_of_slots_is_above_that_of_tokens():
+    """Seven of twenty tokens are held: 0.1 is above 1/20 and not above 1/7."""
+    row = [0.3, 0.1, 0.04, 0.16, 0.1, 0.1, 0.2]
+    step = step_of([row], columns=[0, 4, 8, 12, 16, 18, 19])
+    tokens, slots = (
+        Scissorhands(6, drop=4, history=1, recent=1, threshold=level).evict(step).keep_indices
+        for level in ("tokens", "slots")
+    )
+    assert tokens.tolist() == [[[4, 5, 6]]], "all but 2 tie, and the oldest go"
+    assert slots.tolist() == [[[0, 3, 6]]]
+
+
+def test_the_trace_of_sizes():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, Scissorhands(6, drop=3, recent=2))
+    sizes = []
+    for token in random_ids(1, 14).split(1, dim=1):
+        model(token, past_key_values=cache)
+        sizes.append(cache.report().kept_tokens)
+    assert sizes == [1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5]
+
+
+def test_tokens_that_come_together_leave_the_budget_at_most():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, Scissorhands(24, recent=4))
+    model(random_ids(1, 60), past_key_values=cache)
+    model(random_ids(1, 20, seed=1), past_key_values=cache)
+    assert cache.report().kept_tokens == 24
+
+
+def loop_counts(step, threshold, pads):
+    """The definition in float64, one weight at a time."""
+    B, Hq, N, _ = step.queries.shape
+    S, group = step.keys.shape[2], Hq // step.keys.shape[1]
+    result = torch.zeros(B, Hq, S)
+    for row in range(B):
+        for head in range(Hq):
+            columns = step.columns[row, head * step.columns.shape[1] // Hq].tolist()
+            for index in range(N):
+                own = step.seen_tokens - N + index
+                seen = [s for s in range(S) if pads[row] <= columns[s] <= own and columns[s] >= 0]
+                query = step.queries[row, head, index].double()
+                scores = {
+                    s: float(query @ step.keys[row, head // group, s].double()) * step.scaling
+                    for s in seen
+                }
+                total = sum(torch.tensor(score).exp() for score in scores.values())
+                for s, score in scores.items():
+                    above = torch.tensor(score).exp() / total > threshold[row]
+                    result[row, head, s] += int(above)
+    return result
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [5, 0], [28, 3]], ids=str)
+@pytest.mark.parametrize("block_tokens", [4, 64])
+def test_the_counts_equal_their_definition(pads, block_tokens):
+    """Slots with gaps, some of them of tokens that came after the older queries; leading -1."""
+    source = torch.Generator().manual_seed(0)
+    layer = random_layer(1, batch=2, prompt_tokens=9, query_tokens=9, kv_heads=2)
+    queries = torch.randn(2, 4, 11, 8, generator=source) * 2
+    columns = torch.stack([torch.randperm(30, generator=source)[:9] for _ in range(4)])
+    columns = columns.sort(dim=-1).values.view(2, 2, 9)
+    columns[..., -1] = 30
+    columns[1, :, 0] = -1
+    step = step_of(ROWS, queries=queries, keys=layer.keys, scaling=0.35, seen_tokens=31)
+    step = replace(step, columns=columns)
+    threshold = torch.tensor([1 / 9, 1 / 31])
+    got = times_above(
+        queries,
+        layer.keys,
+        threshold=threshold,
+        columns=columns,
+        seen_tokens=31,
+        scaling=0.35,
+        pad_tokens=torch.tensor(pads),
+        block_tokens=block_tokens,
+    )
+    assert torch.equal(got, loop_counts(step, threshold, pads))
+
+
+def test_what_it_looks_back_at_holds_on_to_no_graph():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, Scissorhands(12, history=5, recent=2))
+    for ids in random_ids(1, 21).split((20, 1), dim=1):
+        with torch.enable_grad():
+            model(ids, past_key_values=cache)
+        assert not cache.layers[1]._query_tail.requires_grad
+
+
+@pytest.mark.parametrize("history", [5, 100], ids=["short", "longer than the prompt"])
+def test_a_step_sees_the_last_queries_in_order_whatever_was_dropped(monkeypatch, history):
+    seen, own = [], Scissorhands.evict
+
+    def spy(self, step):
+        if step.layer_idx == 2:
+            seen.append(step.queries)
+        return own(self, step)
+
+    model, policy = tiny_model("llama"), Scissorhands(12, history=history, recent=2)
+    monkeypatch.setattr(Scissorhands, "evict", spy)
+    ids, tokens = random_ids(1, 20), random_ids(1, 9, seed=1)
+    cache = CompressedCache(model, policy)
+    model(ids, past_key_values=cache)
+    read = cache.layers[2]._query_tail.clone()
+    for token in tokens.split(1, dim=1):
+        model(token, past_key_values=cache)
+    assert read.shape[2] == min(history, 20)
+    for index, queries in enumerate(seen):
+        before = seen[index - 1] if index else read
+        assert queries.shape[2] == min(history, 21 + index)
+        assert torch.equal(queries[:, :, :-1], before[:, :, 1 - queries.shape[2] :])
+
+
+def test_what_it_looks_back_at_is_reported_and_never_more_than_the_history():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, Scissorhands(24, history=16, recent=4))
+    model.generate(random_ids(1, 60), past_key_values=cache, max_new_tokens=20, pad_token_id=0)
+    for layer in cache.layers:
+        assert layer._query_tail.shape == (1, 8, 16, 8)
+        assert layer._query_tail.untyped_storage().nbytes() == layer._query_tail.nbytes
+    queries = 4 * 8 * 16 * 8 * 4
+    positions = 4 * 2 * int(cache.layers[0].kept.shape[-1]) * 4
+    assert cache.report()["index_bytes"] == queries + positions
+
+
+def test_nothing_is_remembered_for_methods_that_do_not_look_back():
+    model, composed = tiny_model("llama"), PromptThenDecode(prompt=SnapKV(40), decode=H2O(40))
+    for policy, remembers in (
+        (composed, False),
+        (replace(composed, decode=Scissorhands(40)), True),
+    ):
+        cache = CompressedCache(model, policy)
+        model(random_ids(1, 60), past_key_values=cache)
+        assert (cache.layers[0]._query_tail is not None) == remembers
+
+
+def test_layer_budgets_rise_and_keep_their_mean():
+    assert layer_budgets(100, 0.5, 5) == (50, 75, 100, 125, 150)
+    assert layer_budgets(100, 0.0, 3) == (100, 100, 100)
+    assert layer_budgets(100, 0.9, 1) == (100,)
+    for gamma in (0.1, 0.37, 0.8):
+        budgets = layer_budgets(101, gamma, 7)
+        assert sum(budgets) == 707
+        assert list(budgets) == sorted(budgets)
+        assert budgets[0] >= Scissorhands(101, gamma=gamma).room_tokens
+
+
+def test_the_default_drop_is_half_a_layers_budget_as_far_as_the_recent_allow():
+    assert Scissorhands(64)._layer_drop(64) == 32
+    assert Scissorhands(12, recent=10)._layer_drop(12) == 2
+
+
+def test_a_gamma_that_is_no_number_is_refused():
+    with pytest.raises(InvalidTypeError, match="gamma: expected a number"):
+        Scissorhands(gamma="0.5")
