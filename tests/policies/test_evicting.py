@@ -194,6 +194,21 @@ def test_beams_carry_their_own_slots(policy):
 
 
 @methods
+def test_reordered_rows_go_on_with_what_was_noted_of_them(policy):
+    model, ids, tokens = tiny_model("llama"), random_ids(2, PROMPT), random_ids(2, 30, seed=1)
+    caches = [CompressedCache(model, policy) for _ in range(2)]
+    for cache in caches:
+        call(model, cache, ids)
+    caches[1].reorder_cache(torch.tensor([1, 0]))
+    for token in tokens.split(1, dim=1):
+        call(model, caches[0], token)
+        call(model, caches[1], token.flip(0))
+    for layer in range(4):
+        kept, swapped = (cache.kept_positions(layer) for cache in caches)
+        assert torch.equal(kept, swapped.flip(0))
+
+
+@methods
 def test_drafts_are_refused_before_any_work(policy):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, policy)
