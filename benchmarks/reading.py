@@ -64,7 +64,7 @@ class ReadPrompt:
             layer.update(states.keys, states.values)
             start = states.queries.shape[2] - min(policy.query_tokens, states.queries.shape[2])
             shown = replace(states, queries=states.queries[:, :, start:])
-            layer.end_prompt(policy.select(shown), shown.pad_tokens)
+            layer.end_prompt(policy.select(shown), shown)
         return cache
 
 

@@ -271,14 +271,14 @@ def _take_handoff(call: _Call) -> handoff.Handoff | None:
         return None
     layer = handed.layer
     if not handed.cache.owns(call.module):
-        layer.crop(-handed.new_tokens)
+        handed.cache.take_back(layer, handed.new_tokens)
         raise CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another "
             f"{type(call.module).__name__}; make a CompressedCache for this model"
         )
     unchanged = _same(call.key, layer.keys) and _same(call.value, layer.values)
     if not unchanged and layer.keys.shape[1] > 1:
-        layer.crop(-handed.new_tokens)
+        handed.cache.take_back(layer, handed.new_tokens)
         raise UnsupportedModelError(
             f"model: expected attention to the keys and values as they are stored, got "
             f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "

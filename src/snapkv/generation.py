@@ -6,7 +6,9 @@ the model's `generate` is wrapped on the instance: it announces the prompt's len
 `CompressedCache` and then runs unchanged. Other caches pass through.
 """
 
-import functools
+import contextlib
+import inspect
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -17,21 +19,48 @@ from snapkv.errors import InvalidArgumentError
 
 
 class AnnouncingGenerate:
-    """`model.generate` that tells a `CompressedCache` how long the prompt is."""
+    """`model.generate` that tells a `CompressedCache` how long the prompt is.
+
+    Holds its model weakly, so that the model is freed as soon as nobody uses it, and is copied and
+    pickled with its model.
+    """
+
+    __name__ = "generate"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        functools.update_wrapper(self, type(model).generate)
+        self._model = weakref.ref(model)
+        self.__doc__ = type(model).generate.__doc__
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that generates."""
+        return self._model()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the model's own method, as a bound method has it."""
+        signature = inspect.signature(type(self.model).generate)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own `generate`."""
-        cache = kwargs.get("past_key_values")
+        model, cache = self.model, kwargs.get("past_key_values")
+        announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(cache, CompressedCache):
-            _require_plain_prompt(self.model, kwargs)
+            _require_plain_prompt(model, kwargs)
             prompt_tokens = _prompt_tokens(args, kwargs)
             if prompt_tokens:
-                cache.expect_prompt(prompt_tokens)
-        return type(self.model).generate(self.model, *args, **kwargs)
+                announcement = cache.announced(prompt_tokens)
+        with announcement:
+            return type(model).generate(model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AnnouncingGenerate":
+        """For the copy of the model that is being made, or for the same model outside of one."""
+        return AnnouncingGenerate(memo.get(id(self.model), self.model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew for the unpickled model."""
+        return AnnouncingGenerate, (self.model,)
 
 
 def announce_prompts(model: PreTrainedModel) -> None:
@@ -55,8 +84,17 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Refuse token healing, which rewrites the prompt after its length was announced."""
+    """Refuse what would leave the cache with something else than the prompt.
+
+    Token healing rewrites the prompt after its length was announced; without `use_cache` every step
+    feeds the whole text again, into the cache all the same.
+    """
     config = kwargs.get("generation_config") or model.generation_config
+    if kwargs.get("use_cache", getattr(config, "use_cache", True)) is False:
+        raise InvalidArgumentError(
+            "use_cache: expected True with a CompressedCache, since every step would be read into "
+            "it anew, got False; pass use_cache=True, or no past_key_values"
+        )
     if kwargs.get("token_healing", getattr(config, "token_healing", False)):
         raise InvalidArgumentError(
             "token_healing: expected False with a CompressedCache, since healing changes the "

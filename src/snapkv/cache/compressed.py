@@ -1,6 +1,9 @@
 """The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
 
+import contextlib
+import copy
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -96,7 +99,10 @@ class CompressedCache(Cache):
         uneven = layer is not first and (
             layer.cumulative_length + new_tokens != first.cumulative_length
         )
-        if (pending is not None and pending.cache is self) or uneven:
+        unfinished = pending is not None and pending.cache is self
+        if unfinished or uneven:
+            if unfinished:
+                handoff.take()
             raise CacheMismatchError(
                 "past_key_values: expected every layer's attention to run through snapkv, got a "
                 "forward pass that was interrupted or used another attention implementation; "
@@ -164,6 +170,34 @@ class CompressedCache(Cache):
             )
         self._prompt_end = prompt_tokens
 
+    @contextlib.contextmanager
+    def announced(self, prompt_tokens: int) -> Iterator[None]:
+        """Announce a prompt, and take the announcement back if nothing of it could be read."""
+        before, seen = self._prompt_end, self.get_seq_length()
+        self.expect_prompt(prompt_tokens)
+        try:
+            yield
+        except BaseException:
+            if self.get_seq_length() == seen:
+                self._prompt_end = before
+            raise
+
+    def take_back(self, layer: CompressedLayer, tokens: int) -> None:
+        """Undo the update of one layer whose attention was refused."""
+        layer.crop(-tokens)
+        if self._prompt_end is not None and layer.cumulative_length < self._prompt_end:
+            self._prompt_end = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
+        """Copy what is stored; the model that it belongs to is shared."""
+        memo[id(self._modules)] = self._modules
+        memo.update({id(module): module for module in self._modules})
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.deepcopy(value, memo))
+        return copied
+
     @property
     def compressed_layers(self) -> list[int]:
         """Indices of the layers that are compressed; the others stay transformers' own."""
@@ -220,16 +254,25 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "held_bytes": layer.held_bytes,
             "full_bytes": layer.full_bytes,
         }
-    held = _bytes(getattr(layer, "keys", None)) + _bytes(getattr(layer, "values", None))
+    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
+    stored = getattr(layer, "keys", None)
     return {
         "layer": layer_idx,
         "kind": type(layer).__name__,
         "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
-        "kept_tokens": layer.keys.shape[-2] if held else 0,
+        "kept_tokens": 0 if stored is None or stored.ndim < 4 else stored.shape[-2],
         "held_bytes": held,
         "full_bytes": held,
     }
 
 
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def _bytes(held: Any) -> int:
+    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
+    if isinstance(held, Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        held = list(held.values())
+    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""What a selection leaves of keys or values."""
+"""What is kept of keys, values and queries: the part a selection names, or the last tokens."""
 
 import torch
 from torch import Tensor
@@ -22,3 +22,8 @@ def keep_tokens(states: Tensor, selection: Selection) -> Tensor:
     if not behind.shape[-2]:
         return kept
     return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)
+
+
+def last_tokens(queries: Tensor, tokens: int) -> Tensor:
+    """The last of (B, Hq, N, D), all where there are no more than that."""
+    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]

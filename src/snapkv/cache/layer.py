@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import ops
-from snapkv.cache.keeping import keep_tokens
+from snapkv.cache.keeping import keep_tokens, last_tokens
 from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
@@ -219,7 +219,7 @@ class CompressedLayer(DynamicLayer):
         """(B, Hq, up to `policy.query_tokens`, D): the last queries of the prompt so far."""
         if self._query_tail is not None:
             queries = torch.cat([self._query_tail, queries], dim=-2)
-        return _last(queries, self.policy.query_tokens)
+        return last_tokens(queries, self.policy.query_tokens)
 
     def look_back(self, queries: Tensor) -> Tensor:
         """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
@@ -229,9 +229,9 @@ class CompressedLayer(DynamicLayer):
         if not self._history_tokens:
             return queries
         if self._query_tail is not None:
-            before = _last(self._query_tail, self._history_tokens - queries.shape[-2])
+            before = last_tokens(self._query_tail, self._history_tokens - queries.shape[-2])
             queries = torch.cat([before, queries.detach()], dim=-2)
-        self._query_tail = _last(queries, self._history_tokens)
+        self._query_tail = last_tokens(queries, self._history_tokens)
         return self._query_tail
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
@@ -241,7 +241,7 @@ class CompressedLayer(DynamicLayer):
         """
         self._query_tail = None
         if self._history_tokens:
-            self._query_tail = _last(prompt.queries, self._history_tokens).clone()
+            self._query_tail = last_tokens(prompt.queries, self._history_tokens).clone()
         self.pad_tokens = prompt.pad_tokens
         if selection is None:
             return
@@ -394,8 +394,3 @@ class CompressedLayer(DynamicLayer):
         appended = S if self.ragged is not None else S - self.kept.shape[-1]
         behind = torch.arange(end - appended, end, device=device).expand(B, H, -1)
         return torch.cat([self.kept.long(), behind], dim=-1)
-
-
-def _last(queries: Tensor, tokens: int) -> Tensor:
-    """The last of (B, Hq, N, D), all where there are no more than that."""
-    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]
