@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snapkv import CompressedCache
 from snapkv.policies import Policy, PromptLayer, Selection
+from snapkv.policies.base import Need
 
 MOST_WINDOW_TOKENS = 64
 
@@ -30,6 +31,11 @@ class Recorder(Policy):
     def query_tokens(self) -> int:
         """Enough for the window of every method."""
         return MOST_WINDOW_TOKENS
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """All there is, so that every method can be asked afterwards."""
+        return frozenset({"rotation", "output_weight"})
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Note the layer; keep everything."""

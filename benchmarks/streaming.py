@@ -39,8 +39,8 @@ FULL_CHUNK_TOKENS = 512
 """What is dropped after a chunk does not depend on its size where nothing is dropped."""
 BUCKET_TOKENS = 1024
 DEFAULT_TOKENS = 8 * BUCKET_TOKENS
-FULL_TOKENS = 10 * BUCKET_TOKENS
-"""How far the full cache goes: past the trained length of the demo model, 8,192 positions."""
+TRUE_POSITION_TOKENS = 8 * BUCKET_TOKENS
+"""How far the methods go whose distances grow with the text: the demo model's trained length."""
 
 METHODS: dict[str, Policy] = {
     "sinks, cache positions": StreamingLLM(BUDGET),
@@ -49,6 +49,8 @@ METHODS: dict[str, Policy] = {
     "full cache": FullCache(),
 }
 
+TRUE_POSITIONS = ("sinks, original positions", "full cache")
+
 
 def measure(tokens: int) -> Iterator[Row]:
     """Stream the same text through every method's cache."""
@@ -56,7 +58,7 @@ def measure(tokens: int) -> Iterator[Row]:
     environment = describe_environment()
     ids = loaded.tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids
     for method, policy in METHODS.items():
-        wanted = min(tokens, FULL_TOKENS) if isinstance(policy, FullCache) else tokens
+        wanted = min(tokens, TRUE_POSITION_TOKENS) if method in TRUE_POSITIONS else tokens
         print(f"{method}: {wanted} tokens", file=sys.stderr)
         start = time.perf_counter()
         chunk = FULL_CHUNK_TOKENS if isinstance(policy, FullCache) else CHUNK_TOKENS
@@ -147,27 +149,35 @@ def _setting(rows: list[Row], starts: list[int]) -> str:
     )
     return (
         f"{first['text']}, budget {budget}, of which 4 sinks where there are any, chunks of "
-        f"{first['chunk_tokens']} tokens. {reach}{missing} {environment_line(rows)}."
+        f"{first['chunk_tokens']} tokens (the full cache drops nothing, so its chunks do not "
+        f"matter). {reach}{missing} {environment_line(rows)}."
     )
 
 
 def _means(rows: list[Row]) -> str:
-    """How the buckets past the first compare, over the part that all methods have read."""
+    """How the methods compare past the first bucket, and how they go on past the trained length."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    starts = [{row["first_token"] for row in rows if row["method"] == name} for name in methods]
-    shared = set.intersection(*starts) - {0}
-    if not shared:
-        return "Too short a run to compare the buckets past the first."
+    starts = {name: {r["first_token"] for r in rows if r["method"] == name} for name in methods}
+    shared = set.intersection(*starts.values()) - {0}
+    lines = [_mean_line(rows, methods, shared)] if shared else []
+    farthest = set.union(*starts.values())
+    beyond = {start for start in farthest if start >= rows[0]["trained_tokens"]}
+    if beyond:
+        lines.append(_mean_line(rows, [m for m in methods if beyond <= starts[m]], beyond))
+    lines.append(
+        "The text itself gets easier and harder from bucket to bucket, so methods compare along a "
+        "line of the table."
+    )
+    return "\n\n".join(lines)
+
+
+def _mean_line(rows: list[Row], methods: list[str], starts: set[int]) -> str:
     means = []
     for name in methods:
-        own = [row["nll"] for row in rows if row["method"] == name and row["first_token"] in shared]
+        own = [row["nll"] for row in rows if row["method"] == name and row["first_token"] in starts]
         means.append(f"{name} {math.exp(sum(own) / len(own)):.2f}")
-    last = max(shared) + rows[0]["bucket_tokens"]
-    return (
-        f"Perplexity of tokens {min(shared) + 1:,} to {last:,}, which every method has read: "
-        f"{', '.join(means)}. The text itself gets easier and harder from bucket to bucket, so "
-        "methods compare along a line of the table."
-    )
+    last = max(starts) + rows[0]["bucket_tokens"]
+    return f"Perplexity of tokens {min(starts) + 1:,} to {last:,}: {', '.join(means)}."
 
 
 def main() -> None:

@@ -371,3 +371,61 @@ def _twisted_attention() -> str:
     AttentionInterface.register("twisted", attend)
     AttentionMaskInterface.register("twisted", sdpa_mask)
     return "twisted"
+
+
+def test_a_copy_of_a_cache_shares_the_model(model, filled, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a parameter was copied")
+
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", refuse)
+    other = copy.deepcopy(filled)
+    token = random_ids(2, 1, seed=5)
+    assert torch.equal(call(model, other, token), call(model, filled, token))
+    assert other.get_seq_length() == filled.get_seq_length() == PROMPT + 5
+
+
+def test_a_refused_forward_pass_leaves_nothing_behind(model):
+    cache, other = CompressedCache(model, POLICY), copy.deepcopy(tiny_model("llama"))
+    with pytest.raises(CacheMismatchError, match="another LlamaAttention"):
+        call(other, cache, random_ids(1, PROMPT))
+    ids = random_ids(1, PROMPT + 40)
+    fresh = CompressedCache(model, POLICY)
+    assert torch.equal(call(model, cache, ids), call(model, fresh, ids))
+    assert cache.report().kept_tokens == BUDGET
+
+
+def test_a_refusal_does_not_spoil_the_next_call_without_a_cache():
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = CompressedCache(model, POLICY)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(CacheMismatchError):
+        call(model, cache, random_ids(1, PROMPT))
+    CompressedCache(model, POLICY)
+    assert model(random_ids(1, 9)).logits.shape == (1, 9, VOCABULARY)
+
+
+def test_bytes_of_linear_attention_are_counted():
+    config = AutoConfig.for_model(
+        "qwen3_next",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(1, PROMPT))
+    for row in cache.report()["layers"]:
+        assert row["held_bytes"] > 0
+        assert (row["kind"] == "compressed") == (row["layer"] in cache.compressed_layers)

@@ -1,7 +1,11 @@
 """Every way `model.generate` can run, on a compressed cache, against masked full attention."""
 
 import copy
+import gc
+import inspect
+import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -302,3 +306,39 @@ def test_pipeline(demo):
     text = generator(prompt, max_new_tokens=2, do_sample=False, past_key_values=cache)
     assert "Paris" in text[0]["generated_text"][len(prompt) :]
     assert cache.report().kept_tokens == 64 + 1
+
+
+def test_a_failed_generate_leaves_no_announcement_behind():
+    model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
+    with pytest.raises(ValueError, match="not_an_option"):
+        model.generate(random_ids(1, PROMPT), past_key_values=cache, not_an_option=3)
+    ids = random_ids(1, PROMPT + 40)
+    fresh = CompressedCache(model, POLICY)
+    assert torch.equal(
+        model(ids, past_key_values=cache).logits, model(ids, past_key_values=fresh).logits
+    )
+    assert cache.report().kept_tokens == 36
+
+
+def test_generating_without_a_cache_into_a_cache_is_refused():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
+        generate(model, ids, use_cache=False)
+
+
+def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_alive():
+    model = unwrapped(tiny_model("llama"), "sdpa")
+    plain = inspect.signature(model.generate)
+    CompressedCache(model, POLICY)
+    assert inspect.signature(model.generate) == plain
+    ids = random_ids(1, PROMPT)
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(generate(copied, ids)[0], generate(model, ids)[0])
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    del model, copied
+    try:
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -37,10 +37,10 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
 
 
 def output_weight(projection: Any) -> Tensor | None:
-    """(hidden, Hq * Dv), or None where there is no projection."""
+    """(hidden, Hq * Dv) without gradient, or None where there is no projection."""
     if projection is None:
         return None
-    weight: Tensor = projection.weight
+    weight: Tensor = projection.weight.detach()
     return weight.T if isinstance(projection, Conv1D) else weight
 
 

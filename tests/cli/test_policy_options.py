@@ -6,7 +6,17 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from snapkv import H2O, TOVA, AdaKV, FullCache, KeyDiff, PromptThenDecode, Random, SnapKV
+from snapkv import (
+    H2O,
+    TOVA,
+    AdaKV,
+    CriticalKV,
+    FullCache,
+    KeyDiff,
+    PromptThenDecode,
+    Random,
+    SnapKV,
+)
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.errors import InvalidArgumentError, SnapKVError
@@ -99,6 +109,10 @@ def test_the_list_in_json(snapkv):
 def test_a_wrapper_hands_on_what_it_does_not_have_itself():
     options = RunOptions(policy="adakv", budget=64, kernel_size=5, set_=["safeguard=0.5"])
     assert build_policy(options) == AdaKV(SnapKV(64, kernel_size=5), safeguard=0.5)
+    options = RunOptions(policy="criticalkv", budget=64, set_=["first_share=0.25"])
+    assert build_policy(options) == CriticalKV(SnapKV(64), first_share=0.25)
+    options = RunOptions(policy="adakv", budget=64, set_=["policy=criticalkv"])
+    assert build_policy(options) == AdaKV(CriticalKV(SnapKV(64)))
     options = RunOptions(policy="adakv", budget=64, set_=["policy=keydiff"])
     assert build_policy(options) == AdaKV(KeyDiff(64))
     with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected a parameter of keydiff"):

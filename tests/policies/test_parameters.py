@@ -6,10 +6,18 @@ import pickle
 import pytest
 
 import snapkv.policies
-from snapkv import FullCache, InvalidArgumentError, InvalidTypeError, Random, SnapKV, SnapKVError
+from snapkv import (
+    ExpectedAttention,
+    FullCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    Random,
+    SnapKV,
+    SnapKVError,
+)
 from snapkv.policies import POLICIES, Policy
 
-PREFIX_POLICIES = [SnapKV, Random]
+PREFIX_POLICIES = [SnapKV, Random, ExpectedAttention]
 
 # parameters, error, the argument it must name, what it must say was given
 BAD_LIMITS = [
@@ -53,6 +61,9 @@ BAD_PARAMETERS = [
     (SnapKV, {"pooling": ["max"]}, InvalidArgumentError, "pooling", "['max']"),
     (SnapKV, {"group_reduce": "avg"}, InvalidArgumentError, "group_reduce", "'avg'"),
     (SnapKV, {"group_reduce": None}, InvalidArgumentError, "group_reduce", "None"),
+    (ExpectedAttention, {"future_tokens": 0}, InvalidArgumentError, "future_tokens", "0"),
+    (ExpectedAttention, {"sink_tokens": -1}, InvalidArgumentError, "sink_tokens", "-1"),
+    (ExpectedAttention, {"sink_tokens": 4.0}, InvalidTypeError, "sink_tokens", "4.0 of type float"),
     (Random, {"seed": -1}, InvalidArgumentError, "seed", "-1"),
     (Random, {"seed": 1.0}, InvalidTypeError, "seed", "1.0 of type float"),
     (Random, {"seed": None}, InvalidTypeError, "seed", "None of type NoneType"),

@@ -7,7 +7,7 @@ from benchmarks.reading import read_prompt
 from benchmarks.scoring import score_answer
 from benchmarks.sinks_and_recent import SinksAndRecent
 
-from snapkv import CompressedCache, FullCache, Random, SnapKV
+from snapkv import CompressedCache, CriticalKV, FullCache, Random, SnapKV, StreamingLLM
 
 POLICIES = [
     FullCache(),
@@ -16,6 +16,8 @@ POLICIES = [
     SnapKV(96, window_size=16, kernel_size=5, pooling="avg", group_reduce="none"),
     Random(128, window_size=16),
     SinksAndRecent(128, window_size=16),
+    StreamingLLM(128),
+    CriticalKV(SnapKV(128, window_size=16)),
 ]
 
 
