@@ -66,10 +66,9 @@ def _find(rows: list[Row], wanted: Row) -> Row:
 
 
 def _times(rows: list[Row]) -> dict[str, str]:
-    longest = max(row["prompt_tokens"] for row in rows if row["benchmark"] == "decode")
-    decode = [
-        row for row in rows if row["benchmark"] == "decode" and row["prompt_tokens"] == longest
-    ]
+    timed = [row for row in rows if row["benchmark"] == "decode" and "ms_per_token" in row]
+    longest = max(row["prompt_tokens"] for row in timed)
+    decode = [row for row in timed if row["prompt_tokens"] == longest]
     labels = {"full": "full cache", "snapkv": "SnapKV, kernel 7"}
     return {labels[row["cache"]]: f"{row['ms_per_token']['p50']:.0f}" for row in decode}
 
