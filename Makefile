@@ -51,8 +51,9 @@ $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.txt
 	touch $@
 
+# With its own dependencies, which are older too; torch stays the one of .venv.
 $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	rm -rf $@
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
 	touch $@
