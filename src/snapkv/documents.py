@@ -1,10 +1,12 @@
 """Reading documents as text: files, folders, HTML, PDF and standard input."""
 
 import codecs
+import contextlib
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -204,7 +206,8 @@ def _pdf_text(name: str, data: bytes) -> str:
     except ImportError as error:
         raise _missing("pypdf", name) from error
     try:
-        text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
+        with _quiet("pypdf"):
+            text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
     except (FileNotDecryptedError, DependencyError) as error:
         raise DocumentError(
             f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
@@ -220,6 +223,18 @@ def _pdf_text(name: str, data: bytes) -> str:
             "instance ocrmypdf"
         )
     return text
+
+
+@contextlib.contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keep a library's log off the terminal: what goes wrong is said once, by the error."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _missing(package: str, name: str) -> MissingDependencyError:

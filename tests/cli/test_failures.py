@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from snapkv.errors import OutOfMemoryError
+from tests.test_documents import write_pdf
 
 QUESTION = ("-q", "Why?")
 
@@ -103,6 +104,19 @@ def test_the_program_exits_with_the_status():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("snapkv: error: file: expected an existing file")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kept_bytes", [None, 200, 60], ids=["broken", "truncated", "header"])
+def test_a_damaged_pdf_is_one_line(tmp_path, kept_bytes):
+    path = tmp_path / "fake.pdf"
+    path.write_bytes(b"not a pdf at all, whatever its name says\n" * 40)
+    if kept_bytes:
+        write_pdf(path, ["First page."])
+        path.write_bytes(path.read_bytes()[:kept_bytes])
+    done = run_python("-m", "snapkv", "ask", str(path), "-q", "Why?")
+    assert done.returncode == 2
+    assert done.stderr.startswith("snapkv: error: file: expected a ")
     assert done.stderr.count("\n") == 1
 
 
