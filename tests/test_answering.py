@@ -256,9 +256,35 @@ def test_a_question_with_chat_template_comes_last_in_the_users_message(demo):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"seed": -1}],
+    "suggested",
+    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"use_cache": False}],
+    ids=["beams", "several-answers", "no-cache"],
 )
+def test_what_a_checkpoint_suggests_does_not_change_how_many_answers(demo, suggested):
+    model = tiny_model("llama")
+    model.config.vocab_size = 128
+    loaded = LoadedModel(model=model, tokenizer=demo.tokenizer, name="tiny", revision=None)
+    prompt = Prompt(text="<|im_start|>" * 40)
+    plain = answer(loaded, prompt, Random(20, window_size=4), SHORT)
+    model.generation_config.update(**suggested)
+    again = answer(loaded, prompt, Random(20, window_size=4), SHORT)
+    assert (again.text, again.cache) == (plain.text, plain.cache)
+
+
+@pytest.mark.parametrize("bad", [{"max_new_tokens": 0}, {"seed": -1}])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(bad))}: expected at least"):
         GenerationSettings(**bad)
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1e-5, float("nan"), float("inf"), -float("inf")])
+def test_a_temperature_that_nothing_can_be_drawn_at_is_refused(bad):
+    with pytest.raises(InvalidArgumentError, match=r"0, or a finite number of at least 0\.001"):
+        GenerationSettings(temperature=bad)
+
+
+def test_the_smallest_temperature_draws_the_likeliest_token(demo, prompt):
+    settings = GenerationSettings(max_new_tokens=6, temperature=0.001)
+    assert answer(demo, prompt, FullCache(), settings).text == (
+        answer(demo, prompt, FullCache(), SHORT).text
+    )

@@ -39,7 +39,8 @@ class Document:
     """A document's text and where it came from.
 
     Attributes:
-        name: the path as it was given, or below the folder that was given.
+        name: the path as it was given, or below the folder that was given; bytes that are not UTF-8
+            are escaped.
         text: never empty.
     """
 
@@ -139,7 +140,12 @@ def _parse(name: str, data: bytes, *, suffix: str) -> Document:
         text = _decode(name, data)
     if not text.strip():
         raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
-    return Document(name=name, text=text.strip("\n"))
+    return Document(name=_printable(name), text=text.strip("\n"))
+
+
+def _printable(name: str) -> str:
+    """The name of a file in UTF-8, with other bytes, which no tokenizer takes, escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _looks_like_html(data: bytes) -> bool:
