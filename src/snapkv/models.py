@@ -108,8 +108,8 @@ def load(
 
     Raises:
         ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `device` or `dtype`, a damaged or foreign file, weights that
-            are missing or of another shape than the configuration says.
+        InvalidArgumentError: an unknown `device` or `dtype`, a damaged or foreign file, or
+            weights that are missing or of another shape than the configuration says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
     """
@@ -239,7 +239,9 @@ def _complete(name: str, place: str, **options: Any) -> Any:
         for key, saved, expected in sorted(found["mismatched_keys"])
     ]
     if missing or wrong:
-        said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(wrong)
+        said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(
+            wrong
+        )
         raise InvalidArgumentError(
             f"model: expected every weight of its config.json in {name!r}, got a checkpoint "
             f"{' and '.join(said)}; download the model again, or correct its config.json"

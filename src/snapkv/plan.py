@@ -52,7 +52,7 @@ def _bytes_per_pair(model: Any) -> int:
     text = model.config.get_text_config(decoder=True)
     if not _is_eager(text):
         return 0
-    return int(text.num_attention_heads) * (model.dtype.itemsize + torch.float32.itemsize)
+    return int(text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize))
 
 
 def _is_eager(text: Any) -> bool:
