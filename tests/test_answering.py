@@ -1,7 +1,9 @@
 """Answers: the same tokens as plain `generate`, honest timings, refusals that say both numbers."""
 
 import json
+import re
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,14 @@ from snapkv import FullCache, Random, SnapKV
 from snapkv.answering import answer
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.models import LoadedModel
-from snapkv.plan import cache_bytes_per_token, out_of_memory_explained, weights_bytes
+from snapkv.plan import (
+    cache_bytes_per_token,
+    free_bytes,
+    out_of_memory_explained,
+    prompt_advice,
+    prompt_bytes,
+    weights_bytes,
+)
 from snapkv.prompts import Prompt, chat_prompt, question_prompt, text_prompt
 from snapkv.settings import GenerationSettings
 from tests.families import tiny_model
@@ -145,7 +154,7 @@ def test_a_prompt_may_use_every_position(demo, monkeypatch):
     ],
     ids=["cuda", "cpu-allocator", "python", "system"],
 )
-def test_out_of_memory_says_what_would_fit(demo, prompt, monkeypatch, error):
+def test_out_of_memory_says_what_was_needed(demo, prompt, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
@@ -154,8 +163,57 @@ def test_out_of_memory_says_what_would_fit(demo, prompt, monkeypatch, error):
         answer(demo, prompt, SnapKV(48), SHORT)
     message = str(raised.value)
     assert "weights of 513.1 MiB" in message
-    assert "tokens would fit" in message
+    assert "tokens would fit" not in message  # so short a prompt would, by the arithmetic
+    assert "lower the budget" not in message
+    assert "shorten the prompt, or choose dtype bfloat16" in message
     assert "\n" not in message
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("attention", "prompt_tokens", "free", "fits"),
+    [
+        ("sdpa", 4000, 40 * MIB, True),
+        ("sdpa", 4000, 4000 * MIB, False),
+        ("sdpa", 100_000, 1000 * MIB, False),  # more than the model has positions
+        ("sdpa", 4000, 0, False),
+        ("sdpa", 4000, None, False),
+        ("eager", 4000, 600 * MIB, True),
+        ("eager", 4000, 4000 * MIB, False),
+    ],
+)
+def test_what_would_fit_is_less_than_what_did_not(
+    demo, monkeypatch, attention, prompt_tokens, free, fits
+):
+    monkeypatch.setattr(demo.model.config, "_attn_implementation_internal", attention)
+    message = prompt_advice(demo.model, prompt_tokens, free)
+    found = re.search(r"about ([\d,]+) tokens would fit", message)
+    assert (found is not None) == fits
+    assert ("choose sdpa attention" in message) == (attention == "eager")
+    if found:
+        tokens = int(found[1].replace(",", ""))
+        assert tokens < prompt_tokens
+        assert tokens <= demo.max_tokens
+        assert prompt_bytes(demo.model, tokens) <= free
+        assert prompt_bytes(demo.model, tokens + 2) > free
+
+
+def test_eager_attention_needs_a_score_and_a_probability_per_pair(demo, monkeypatch):
+    linear = prompt_bytes(demo.model, 1000)
+    monkeypatch.setattr(demo.model.config, "_attn_implementation_internal", "eager")
+    assert prompt_bytes(demo.model, 1000) - linear == 9 * 1000 * 1000 * (4 + 4)
+
+
+def test_a_limit_on_the_address_space_counts_as_memory(monkeypatch):
+    resource = pytest.importorskip("resource")
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 50 * MIB
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    assert free_bytes(torch.device("cpu")) <= 51 * MIB
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1, 1))
+    assert free_bytes(torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(32, "Broken pipe")])
@@ -198,9 +256,35 @@ def test_a_question_with_chat_template_comes_last_in_the_users_message(demo):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"seed": -1}],
+    "suggested",
+    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"use_cache": False}],
+    ids=["beams", "several-answers", "no-cache"],
 )
+def test_what_a_checkpoint_suggests_does_not_change_how_many_answers(demo, suggested):
+    model = tiny_model("llama")
+    model.config.vocab_size = 128
+    loaded = LoadedModel(model=model, tokenizer=demo.tokenizer, name="tiny", revision=None)
+    prompt = Prompt(text="<|im_start|>" * 40)
+    plain = answer(loaded, prompt, Random(20, window_size=4), SHORT)
+    model.generation_config.update(**suggested)
+    again = answer(loaded, prompt, Random(20, window_size=4), SHORT)
+    assert (again.text, again.cache) == (plain.text, plain.cache)
+
+
+@pytest.mark.parametrize("bad", [{"max_new_tokens": 0}, {"seed": -1}])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(bad))}: expected at least"):
         GenerationSettings(**bad)
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1e-5, float("nan"), float("inf"), -float("inf")])
+def test_a_temperature_that_nothing_can_be_drawn_at_is_refused(bad):
+    with pytest.raises(InvalidArgumentError, match=r"0, or a finite number of at least 0\.001"):
+        GenerationSettings(temperature=bad)
+
+
+def test_the_smallest_temperature_draws_the_likeliest_token(demo, prompt):
+    settings = GenerationSettings(max_new_tokens=6, temperature=0.001)
+    assert answer(demo, prompt, FullCache(), settings).text == (
+        answer(demo, prompt, FullCache(), SHORT).text
+    )

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from pypdf import PdfWriter
@@ -129,6 +130,59 @@ def locked_pdf(folder):
     return write_pdf(folder / "locked.pdf", ["secret"], password="open sesame")
 
 
+def write_unreadable(folder):
+    """Files that should have text and cannot be read; their names in order."""
+    (folder / "blank.html").write_text("<html><body><p> </p></body></html>")
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.7\ngarbage")
+    (folder / "old.txt").write_bytes("Zoë".encode("latin-1"))
+    write_pdf(folder / "scan.pdf", [""])
+    return ["blank.html", "broken.pdf", "old.txt", "scan.pdf"]
+
+
+def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
+    names = write_unreadable(tmp_path)
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    read = documents.read([str(tmp_path), str(tmp_path)])
+    assert [document.name for document in read] == [str(tmp_path / "notes.txt")] * 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["skipped", str(tmp_path / name)] for name in names
+    ]
+    assert "got byte 0xeb at offset 2" in lines[2]
+
+
+def test_what_was_skipped_can_be_had_instead_of_shown(tmp_path, capsys):
+    names = write_unreadable(tmp_path)
+    (tmp_path / "notes.txt").write_text("text")
+    lines = []
+    documents.read([str(tmp_path)], on_skipped=lines.append)
+    assert len(lines) == len(names)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_of_a_folder_may_be_locked(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+    read_bytes = Path.read_bytes
+
+    def refuse(self):
+        if self.name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return read_bytes(self)
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    (document,) = documents.read([str(tmp_path)])
+    assert document.name == str(tmp_path / "b.txt")
+    assert "a.txt: Permission denied" in capsys.readouterr().err
+
+
+def unreadable_folder(folder):
+    write_unreadable(folder)
+    (folder / "reports.txt").unlink()
+    return folder
+
+
 def empty_folder(folder):
     (folder / "empty").mkdir()
     (folder / "empty" / "image.png").write_bytes(b"\0")
@@ -152,11 +206,12 @@ def empty_folder(folder):
         (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
         (locked_pdf, "got the encrypted"),
         (empty_folder, "expected a folder with text files"),
+        (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
     ],
     ids=[
         "missing", "missing-folder", "no-name", "device", "empty", "blank", "binary", "latin-1",
         "unknown-encoding", "damaged-pdf", "not-a-pdf", "scanned-pdf", "encrypted-pdf",
-        "folder-without-text",
+        "folder-without-text", "folder-without-readable-text",
     ],
 )  # fmt: skip
 def test_bad_files_are_refused(tmp_path, make, message):

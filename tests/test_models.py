@@ -1,5 +1,6 @@
 """Loading models: what is converted is exact, what cannot work is refused in one line."""
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -253,6 +254,24 @@ def broken_safetensors(folder):
     return saved
 
 
+def other_config(**changes):
+    def make(folder):
+        saved = save_llama(folder)
+        config = json.loads((saved / "config.json").read_text())
+        (saved / "config.json").write_text(json.dumps(config | changes))
+        return saved
+
+    return make
+
+
+def test_weights_that_are_tied_are_not_missed(tmp_path):
+    folder = save_llama(tmp_path)
+    loaded = models.load(str(folder), device="cpu")
+    embedding = loaded.model.get_input_embeddings().weight
+    assert loaded.model.get_output_embeddings().weight is embedding
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -272,11 +291,22 @@ def broken_safetensors(folder):
         (only_config(RwkvConfig()), UnsupportedModelError, "Rwkv"),
         (only_config(AutoConfig.for_model("clip")), UnsupportedModelError, "causal language model"),
         (broken_safetensors, InvalidArgumentError, "complete safetensors files"),
+        (
+            other_config(num_hidden_layers=2),
+            InvalidArgumentError,
+            "without model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+            "model.layers.1.mlp.gate_proj.weight and 6 more; download",
+        ),
+        (
+            other_config(intermediate_size=48),
+            InvalidArgumentError,
+            "with model.layers.0.mlp.down_proj.weight (32, 64) instead of (32, 48), ",
+        ),
     ],
     ids=[
         "misspelt", "unknown-hub-id", "empty", "missing-file", "folder-without-config",
         "other-file", "empty-gguf", "html-as-gguf", "garbage-gguf", "truncated-gguf", "t5", "bart",
-        "mamba", "rwkv", "clip", "broken-safetensors",
+        "mamba", "rwkv", "clip", "broken-safetensors", "missing-weights", "other-shapes",
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, make, kind, message):

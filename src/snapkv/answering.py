@@ -120,7 +120,10 @@ def _require_positions(max_tokens: int | None, prompt_tokens: int, max_new_token
 
 
 def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
-    """Keyword arguments of `generate` that replace whatever sampling the checkpoint suggests."""
+    """Keyword arguments of `generate` that replace whatever the checkpoint suggests.
+
+    One sequence, without beams, from a cache: that is what is streamed, timed and reported.
+    """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
         sampling = {"do_sample": True, "temperature": settings.temperature}
@@ -128,7 +131,8 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         sampling |= {"top_p": None, "top_k": None}
     if model.generation_config.pad_token_id is None:
         sampling["pad_token_id"] = next(iter(_end_ids(model)), 0)
-    return {"max_new_tokens": settings.max_new_tokens, **sampling}
+    single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+    return {"max_new_tokens": settings.max_new_tokens, **single, **sampling}
 
 
 def _end_ids(model: Any) -> list[int]:

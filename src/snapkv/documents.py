@@ -1,10 +1,12 @@
 """Reading documents as text: files, folders, HTML, PDF and standard input."""
 
 import codecs
+import contextlib
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -13,6 +15,9 @@ from snapkv.errors import DocumentError, MissingDependencyError
 from snapkv.suggestions import nearest
 
 STDIN = "-"
+
+SkipSink = Callable[[str], None]
+"""Takes a line about a file of a folder that was left out because it cannot be read."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -37,7 +42,8 @@ class Document:
     """A document's text and where it came from.
 
     Attributes:
-        name: the path as it was given, or below the folder that was given.
+        name: the path as it was given, or below the folder that was given; bytes that are not UTF-8
+            are escaped.
         text: never empty.
     """
 
@@ -45,23 +51,39 @@ class Document:
     text: str
 
 
-def read(sources: Sequence[str]) -> list[Document]:
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def read(sources: Sequence[str], *, on_skipped: SkipSink = _to_stderr) -> list[Document]:
     """Read every source, in the order given.
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
     input. A folder stands for all text files below it, sorted by path; hidden files, folders of
     version control, caches and third-party code, and files that are empty or not text are left
-    out of it. A file that is named is never left out: it is read or refused.
+    out of it. So are files that should have text and cannot be read, and each is named once, as
+    "skipped: name: reason". A file that is named as a source is never left out: it is read or
+    refused.
+
+    Args:
+        sources: files, folders or "-".
+        on_skipped: called, when all else is read, for every file that was skipped; writes to
+            standard error by default.
 
     Raises:
-        DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged.
+        DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged, or a
+            folder without a file that can be read.
         MissingDependencyError: a PDF or HTML file, and the package that reads it is not installed.
     """
     if not sources:
         raise DocumentError("files: expected at least one file, got none; pass a file or -")
     if list(sources).count(STDIN) > 1:
         raise DocumentError("files: expected - once at most, got it more often; pass it once")
-    return [document for source in sources for document in _read_source(source)]
+    skipped: dict[str, str] = {}
+    found = [document for source in sources for document in _read_source(source, skipped)]
+    for name, reason in skipped.items():
+        on_skipped(f"skipped: {name}: {reason}")
+    return found
 
 
 def join(documents: Sequence[Document]) -> str:
@@ -71,7 +93,7 @@ def join(documents: Sequence[Document]) -> str:
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
-def _read_source(source: str) -> list[Document]:
+def _read_source(source: str, skipped: dict[str, str]) -> list[Document]:
     if source == STDIN:
         return [_parse("standard input", sys.stdin.buffer.read(), suffix="")]
     if not source:
@@ -79,12 +101,17 @@ def _read_source(source: str) -> list[Document]:
     path = Path(source)
     try:
         if path.is_dir():
-            return _read_folder(path)
+            return _read_folder(path, skipped)
         return [_read_file(path)]
     except OSError as error:
-        raise DocumentError(
-            f"file: expected a readable file, got {error.filename or source}: {error.strerror}"
-        ) from error
+        raise _unreadable(error, source) from error
+
+
+def _unreadable(error: OSError, name: str) -> DocumentError:
+    return DocumentError(
+        f"file: expected a readable file, got {error.filename or name}: {error.strerror}; pass "
+        "one that can be read"
+    )
 
 
 def _read_file(path: Path) -> Document:
@@ -104,18 +131,44 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, os.listdir(path.parent))
 
 
-def _read_folder(folder: Path) -> list[Document]:
-    documents = [
-        _parse(str(path), data, suffix=path.suffix.lower())
-        for path in _files_below(folder)
-        if (data := path.read_bytes()).strip() and not _is_binary(data)
-    ]
-    if not documents:
+def _read_folder(folder: Path, skipped: dict[str, str]) -> list[Document]:
+    """What can be read below a folder; notes in `skipped` why a file that should have text cannot.
+
+    Raises:
+        DocumentError: none can.
+    """
+    found: list[Document] = []
+    reasons: dict[str, str] = {}
+    for path in _files_below(folder):
+        try:
+            found += _read_if_text(path)
+        except DocumentError as error:
+            reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
+    if not found:
         raise DocumentError(
             f"file: expected a folder with text files, got {folder} without any that is not "
-            "hidden, empty or binary"
+            f"hidden, empty or binary{_first_skipped(reasons)}; pass a folder with text files"
         )
-    return documents
+    skipped |= reasons
+    return found
+
+
+def _first_skipped(reasons: dict[str, str]) -> str:
+    """Why a file was no document, where that could explain that there is none."""
+    if not reasons:
+        return ""
+    return f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
+
+
+def _read_if_text(path: Path) -> list[Document]:
+    """The document in a file; none where the file is empty or binary."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(error, str(path)) from error
+    if not data.strip() or _is_binary(data):
+        return []
+    return [_parse(str(path), data, suffix=path.suffix.lower())]
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -137,7 +190,12 @@ def _parse(name: str, data: bytes, *, suffix: str) -> Document:
         text = _decode(name, data)
     if not text.strip():
         raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
-    return Document(name=name, text=text.strip("\n"))
+    return Document(name=_printable(name), text=text.strip("\n"))
+
+
+def _printable(name: str) -> str:
+    """The name of a file in UTF-8, with other bytes, which no tokenizer takes, escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _looks_like_html(data: bytes) -> bool:
@@ -204,7 +262,8 @@ def _pdf_text(name: str, data: bytes) -> str:
     except ImportError as error:
         raise _missing("pypdf", name) from error
     try:
-        text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
+        with _quiet("pypdf"):
+            text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
     except (FileNotDecryptedError, DependencyError) as error:
         raise DocumentError(
             f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
@@ -220,6 +279,18 @@ def _pdf_text(name: str, data: bytes) -> str:
             "instance ocrmypdf"
         )
     return text
+
+
+@contextlib.contextmanager
+def _quiet(library: str) -> Iterator[None]:
+    """Keep a library's log off the terminal: what goes wrong is said once, by the error."""
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _missing(package: str, name: str) -> MissingDependencyError:

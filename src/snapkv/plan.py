@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import math
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,42 @@ def prompt_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
 
     Only one layer's keys and values are whole at a time; beside them stand the hidden states
     (the residual, its norm, attention's input and output) and the three products of the MLP. An
-    estimate: eager attention takes more.
+    estimate; what eager attention takes besides is in `prompt_bytes`.
     """
     text = config.get_text_config(decoder=True)
     intermediate = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     activations = (4 * text.hidden_size + 3 * intermediate) * dtype.itemsize
     return int(activations) + _layer_cache_bytes(text, dtype)
+
+
+def prompt_bytes(model: Any, prompt_tokens: int) -> int:
+    """Bytes that reading a prompt takes beside the weights, about.
+
+    Grows with the square of the length where attention is eager, see `_bytes_per_pair`.
+    """
+    linear = prompt_bytes_per_token(model.config, model.dtype) * prompt_tokens
+    return linear + _bytes_per_pair(model) * prompt_tokens**2
+
+
+def _bytes_per_pair(model: Any) -> int:
+    """Bytes for every pair of query and key: eager attention's scores and their fp32 softmax."""
+    text = model.config.get_text_config(decoder=True)
+    if not _is_eager(text):
+        return 0
+    return int(text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize))
+
+
+def _is_eager(text: Any) -> bool:
+    return str(text._attn_implementation).rpartition("|")[2] == "eager"
+
+
+def _longest_prompt(model: Any, available_bytes: int) -> int:
+    """The most tokens whose `prompt_bytes` are available."""
+    linear = prompt_bytes_per_token(model.config, model.dtype)
+    square = _bytes_per_pair(model)
+    # The root of square * T^2 + linear * T = available, in the form that allows for square = 0.
+    root = math.isqrt(linear**2 + 4 * square * available_bytes)
+    return 2 * available_bytes // (linear + root)
 
 
 def _layer_cache_bytes(text: Any, dtype: torch.dtype) -> int:
@@ -44,12 +76,36 @@ def _layer_cache_bytes(text: Any, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a device; None where the system does not say."""
+    """Bytes that are free on a device; None where the system does not say.
+
+    On the CPU no more than what a limit on the address space (``ulimit -v``) leaves.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+    if device.type != "cpu":
+        return None
+    known = [count for count in (_free_memory_bytes(), _free_address_bytes()) if count is not None]
+    return min(known, default=None)
+
+
+def _free_memory_bytes() -> int | None:
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_address_bytes() -> int | None:
+    """What a limit on this process's address space leaves; None without one."""
+    try:
+        import resource  # not on Windows
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        return None
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - pages * resource.getpagesize())
 
 
 @contextlib.contextmanager
@@ -100,18 +156,29 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
         prompt_tokens: length of the prompt.
         available_bytes: what was free before the prompt was read, None where it is not known.
     """
-    per_token = prompt_bytes_per_token(model.config, model.dtype)
-    fits = ""
-    if available_bytes is not None:
-        fits = f"; about {available_bytes // per_token:,} tokens would fit"
+    text = model.config.get_text_config(decoder=True)
+    full = cache_bytes_per_token(model.config, model.dtype) * prompt_tokens
     return (
         f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {model.device}, got "
-        f"out of memory; reading them takes about {format_bytes(per_token * prompt_tokens)} beside "
-        f"weights of {format_bytes(weights_bytes(model))} (and a full cache would hold "
-        f"{format_bytes(cache_bytes_per_token(model.config, model.dtype) * prompt_tokens)})"
-        f"{_free(available_bytes)}{fits}; shorten the prompt, lower the budget, or choose dtype "
-        "bfloat16 or a smaller model"
+        f"out of memory; reading them takes about "
+        f"{format_bytes(prompt_bytes(model, prompt_tokens))} beside weights of "
+        f"{format_bytes(weights_bytes(model))} (and a full cache would hold {format_bytes(full)})"
+        f"{_free(available_bytes)}{_fits(model, prompt_tokens, available_bytes)}; "
+        f"{'choose sdpa attention, ' if _is_eager(text) else ''}shorten the prompt, or choose "
+        f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
     )
+
+
+def _fits(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
+    """How many tokens would fit, unless the estimate contradicts what happened or the model."""
+    if available_bytes is None:
+        return ""
+    tokens = _longest_prompt(model, available_bytes)
+    text = model.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None) or tokens
+    if not 0 < tokens < prompt_tokens or tokens > positions:
+        return ""
+    return f"; about {tokens:,} tokens would fit"
 
 
 def _free(available_bytes: int | None) -> str:

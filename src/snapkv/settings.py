@@ -1,8 +1,12 @@
 """How to generate; importable without torch, so that the command line can show the defaults."""
 
+import math
 from dataclasses import dataclass
 
 from snapkv.errors import InvalidArgumentError
+
+MIN_TEMPERATURE = 1e-3
+"""Below it, logits divided by the temperature overflow in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +15,7 @@ class GenerationSettings:
 
     Args:
         max_new_tokens: length at which an answer is cut off.
-        temperature: 0 takes the likeliest token each time; above 0, tokens are drawn.
+        temperature: 0 takes the likeliest token each time; from 0.001, tokens are drawn.
         seed: of the draw; without meaning at temperature 0.
 
     Raises:
@@ -24,10 +28,16 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         """Check every setting once, here."""
-        minima = {"max_new_tokens": 1, "temperature": 0, "seed": 0}
+        minima = {"max_new_tokens": 1, "seed": 0}
         for name, minimum in minima.items():
             value = getattr(self, name)
             if not value >= minimum:
                 raise InvalidArgumentError(
                     f"{name}: expected at least {minimum}, got {value}; pass a larger number"
                 )
+        drawn = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
+        if self.temperature != 0 and not drawn:
+            raise InvalidArgumentError(
+                f"temperature: expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
+                f"{self.temperature}; pass 0 for the likeliest token each time, or 1"
+            )

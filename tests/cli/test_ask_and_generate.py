@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 
@@ -36,6 +37,27 @@ def test_json_is_one_object_and_nothing_else(snapkv, demo_only, document):
     assert answer["policy"]["kernel_size"] == 13
     assert answer["cache"]["held_bytes"] < answer["cache"]["full_bytes"]
     assert len(answer["cache"]["layers"]) == 30
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("output", [(), ("--json",)], ids=["text", "json"])
+def test_names_and_answers_that_the_terminal_cannot_show(
+    snapkv, demo_only, tmp_path, monkeypatch, encoding, output
+):
+    for name in (b"caf\xe9.txt", b"notes.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("Nothing to see here.")
+    written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    start = ("--answer-start", "Ω is", "--max-new-tokens", 1)
+    done = snapkv("ask", tmp_path, "-q", "Why?", *start, *output)
+    assert done.status == 0
+    text = written.buffer.getvalue().decode(encoding)
+    if output:
+        record = json.loads(text)
+        assert record["documents"][0] == f"{tmp_path}/caf\\xe9.txt"
+        assert record["runs"][0]["text"].startswith("Ω is")
+    else:
+        assert text.startswith("Ω is" if encoding == "utf-8" else "\\u03a9 is")
 
 
 def test_compare_shows_both_caches_side_by_side(snapkv, demo_only, document, monkeypatch):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from snapkv.errors import OutOfMemoryError
+from tests.test_documents import write_pdf
 
 QUESTION = ("-q", "Why?")
 
@@ -26,7 +27,8 @@ QUESTION = ("-q", "Why?")
         (("ask", "{folder}/image.png", *QUESTION), "got binary data"),
         (("generate",), "expected --prompt or a file"),
         (("generate", "-p", "x", "--max-new-tokens", "0"), "max_new_tokens: expected at least 1"),
-        (("generate", "-p", "x", "--temperature", "-1"), "temperature: expected at least 0"),
+        (("generate", "-p", "x", "--temperature", "-1"), "temperature: expected 0, or a finite"),
+        (("generate", "-p", "x", "--temperature", "inf"), "temperature: expected 0, or a finite"),
         (("generate", "-p", "x", "--seed", "-1"), "seed: expected at least 0"),
         (("generate", "-p", "x", "--budget", "32"), "expected more than window_size=32"),
         (("generate", "-p", "x", "--kernel-size", "4"), "expected an odd number"),
@@ -103,6 +105,19 @@ def test_the_program_exits_with_the_status():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("snapkv: error: file: expected an existing file")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kept_bytes", [None, 200, 60], ids=["broken", "truncated", "header"])
+def test_a_damaged_pdf_is_one_line(tmp_path, kept_bytes):
+    path = tmp_path / "fake.pdf"
+    path.write_bytes(b"not a pdf at all, whatever its name says\n" * 40)
+    if kept_bytes:
+        write_pdf(path, ["First page."])
+        path.write_bytes(path.read_bytes()[:kept_bytes])
+    done = run_python("-m", "snapkv", "ask", str(path), "-q", "Why?")
+    assert done.returncode == 2
+    assert done.stderr.startswith("snapkv: error: file: expected a ")
     assert done.stderr.count("\n") == 1
 
 

@@ -94,7 +94,7 @@ class Session:
 
     def _show(self, answers: list[Answer], request: dict[str, Any]) -> None:
         if self._options.json:
-            _write(json.dumps(self._record(answers, request), indent=2, ensure_ascii=False) + "\n")
+            _write(json.dumps(self._record(answers, request), indent=2) + "\n")
         elif self._options.compare:
             Console().print(answers_table(answers, with_text=True))
         else:
@@ -114,7 +114,9 @@ class Session:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """Write to standard output; what its encoding cannot express is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 
