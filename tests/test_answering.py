@@ -1,5 +1,6 @@
 """Answers: the same tokens as plain `generate`, honest timings, refusals that say both numbers."""
 
+import copy
 import json
 import re
 from dataclasses import asdict
@@ -230,9 +231,8 @@ def test_the_arithmetic_is_that_of_the_tensors(demo, prompt):
 
 
 def test_a_model_without_end_or_pad_token_and_with_its_own_sampling(demo):
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))  # other tests use the model too
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, pad_token_id=None)
-    model.config.vocab_size = 128
     loaded = LoadedModel(model=model, tokenizer=demo.tokenizer, name="tiny", revision=None)
     prompt = Prompt(text="<|im_start|>" * 40)
     first, again = (answer(loaded, prompt, Random(20, window_size=4), SHORT) for _ in range(2))
@@ -261,8 +261,7 @@ def test_a_question_with_chat_template_comes_last_in_the_users_message(demo):
     ids=["beams", "several-answers", "no-cache"],
 )
 def test_what_a_checkpoint_suggests_does_not_change_how_many_answers(demo, suggested):
-    model = tiny_model("llama")
-    model.config.vocab_size = 128
+    model = copy.deepcopy(tiny_model("llama"))  # other tests use the model too
     loaded = LoadedModel(model=model, tokenizer=demo.tokenizer, name="tiny", revision=None)
     prompt = Prompt(text="<|im_start|>" * 40)
     plain = answer(loaded, prompt, Random(20, window_size=4), SHORT)
