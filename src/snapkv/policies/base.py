@@ -22,23 +22,19 @@ ALL_QUERIES = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptLayer:
-    """One layer's attention states at the end of the prompt.
+class LayerStates:
+    """What a policy sees of one layer, at the end of the prompt or behind it.
 
     Attributes:
-        queries: (B, Hq, N, D), the last ``policy.query_tokens`` queries of the prompt (fewer where
-            the prompt is shorter), after rotary embedding and query norm.
-        keys: (B, Hkv, T, D), all keys of the prompt as attention sees them.
-        values: (B, Hkv, T, Dv).
+        queries: (B, Hq, N, D), after rotary embedding and query norm.
+        keys: (B, Hkv, S, D), all stored keys as attention sees them.
+        values: (B, Hkv, S, Dv).
         scaling: the factor attention puts on its scores.
         softcap: the cap attention puts on its scores, or None.
         sinks: (Hq,) learned sink logits, or None.
-        pad_tokens: (B,) int64, leading pads of each row, or None where there are none.
+        pad_tokens: (B,) int64, leading pads of each row of the prompt, or None where none has any.
         stored_heads: heads of the cache where they differ from those of `keys`: models with latent
             attention (DeepSeek) store one latent that all heads share, so they share one set.
-        rotation: turns (B, H, N, D) states on by (B, N) positions, float32; for `Policy.needs`.
-        output_weight: (hidden, Hq * Dv), what maps the heads' outputs to the model's width; for
-            `Policy.needs`.
         layer_idx: index of the layer in the model.
         depth: how many compressed layers come before this one.
         num_layers: how many compressed layers the model has.
@@ -55,13 +51,31 @@ class PromptLayer:
     sinks: Tensor | None = None
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
-    rotation: Callable[[Tensor, Tensor], Tensor] | None = None
-    output_weight: Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
         """How many heads the cache stores, each with a set of its own."""
         return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """How attention turns products into weights, as the ops take it."""
+        return {"scaling": self.scaling, "softcap": self.softcap, "sinks": self.sinks}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLayer(LayerStates):
+    """One layer's attention states at the end of the prompt.
+
+    Attributes:
+        queries: the last ``policy.query_tokens`` queries of the prompt, fewer where it is shorter.
+        rotation: turns (B, H, N, D) states on by (B, N) positions, float32; for `Policy.needs`.
+        output_weight: (hidden, Hq * Dv), what maps the heads' outputs to the model's width; for
+            `Policy.needs`.
+    """
+
+    rotation: Callable[[Tensor, Tensor], Tensor] | None = None
+    output_weight: Tensor | None = None
 
     @property
     def row_tokens(self) -> Tensor:
@@ -112,43 +126,24 @@ class Selection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeStep:
+class DecodeStep(LayerStates):
     """One layer's states right after the attention of tokens behind the prompt.
 
     Attributes:
         queries: (B, Hq, Q, D), of the tokens of this step, the last Q slots; for a policy with
             `history_tokens` as many of the last queries, whether or not their tokens are stored.
-        keys, values: (B, Hkv, S, D), all stored slots as attention saw them.
         scores: (B, H, S) float32, what the policy has noted of every slot; zero for new tokens.
             None where it notes nothing.
         filler_tokens: (B,) leading slots that hold pads, or None.
         seen_tokens: tokens seen since the start of the cache, dropped ones included.
         columns: (B, H, S) int64, column of every slot in the whole sequence, pads counted, -1 or a
             pad's where a slot holds no token; None for a policy without `history_tokens`.
-        pad_tokens: (B,) leading pads of each row of the prompt, or None.
-        scaling, softcap, sinks, stored_heads, layer_idx, depth, num_layers: as in `PromptLayer`.
     """
 
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
     seen_tokens: int
-    scaling: float
-    layer_idx: int
-    depth: int = 0
-    num_layers: int = 1
     scores: Tensor | None = None
     filler_tokens: Tensor | None = None
     columns: Tensor | None = None
-    pad_tokens: Tensor | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    stored_heads: int | None = None
-
-    @property
-    def num_kv_heads(self) -> int:
-        """How many heads the cache stores, each with a set of its own."""
-        return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
 
     @property
     def row_tokens(self) -> Tensor:

@@ -67,10 +67,8 @@ class H2O(EvictingPolicy):
         received = ops.attention_received(
             layer.queries,
             layer.keys,
-            scaling=layer.scaling,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
             pad_tokens=layer.pad_tokens,
+            **layer.score_options,
         )
         return ops.reduce_group(received, layer.num_kv_heads, "mean")
 
@@ -84,10 +82,8 @@ class H2O(EvictingPolicy):
         received = ops.attention_received(
             step.queries,
             step.keys,
-            scaling=step.scaling,
-            softcap=step.softcap,
-            sinks=step.sinks,
             pad_tokens=step.filler_tokens,
+            **step.score_options,
         )
         assert step.scores is not None
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")

@@ -152,10 +152,8 @@ class Scissorhands(EvictingPolicy):
             threshold=1.0 / tokens,
             columns=columns,
             seen_tokens=seen_tokens,
-            scaling=states.scaling,
-            softcap=states.softcap,
-            sinks=states.sinks,
             pad_tokens=states.pad_tokens,
+            **states.score_options,
         )
         return ops.reduce_group(counts, states.num_kv_heads, "sum")
 

@@ -68,10 +68,8 @@ class SnapKV(PrefixPolicy):
         votes = ops.window_votes(
             layer.queries,
             layer.keys,
-            scaling=layer.scaling,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
             pad_tokens=layer.pad_tokens,
+            **layer.score_options,
         )
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
         votes = ops.reduce_group(votes[..., :prefix_tokens], layer.num_kv_heads, self.group_reduce)

@@ -63,10 +63,8 @@ class TOVA(EvictingPolicy):
         weights = ops.attention_weights(
             states.queries[:, :, -1:],
             states.keys,
-            scaling=states.scaling,
-            softcap=states.softcap,
-            sinks=states.sinks,
             pad_tokens=filler_tokens,
+            **states.score_options,
         )
         shared = weights[:, :, -1].mean(dim=1, keepdim=True)
         return keep_best_and_recent(shared, self.budget, 0, filler_tokens)
