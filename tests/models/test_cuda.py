@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
+from snapkv.ops import ragged
 from tests.families import IMPLEMENTATIONS, random_ids, tiny_model
 
 pytestmark = [
@@ -98,6 +99,20 @@ def test_prompt_lookup_equals_greedy(implementation, group_reduce):
     )
     agreed = (greedy == looked).float().mean()
     assert agreed > 0.95, "bfloat16 may flip a near tie between one token and several at once"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at_once", [1, 5], ids=["one", "five at once"])
+def test_uneven_heads_decode_alike_with_the_kernel_and_without(dtype, at_once, monkeypatch):
+    model, tokens = on_cuda("llama", "sdpa", dtype), random_ids(2, at_once, seed=1).cuda()
+    cache = read(model, random_ids(2, PROMPT).cuda(), AdaKV(POLICY))
+    twin, logits = copy.deepcopy(cache), []
+    for states, obstacle in ((cache, None), (twin, "in this test")):
+        monkeypatch.setattr(ragged, "_obstacle", lambda queries, said=obstacle: said)
+        with torch.no_grad():
+            logits.append(model(tokens, past_key_values=states).logits.float())
+    near = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(*logits, atol=near, rtol=near)
 
 
 def test_the_prompt_is_freed_while_it_is_read():

@@ -1,0 +1,274 @@
+"""`snapkv bench`: time and memory of the caches, on a model or on a shape with random weights."""
+
+import json as json_format
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from snapkv.cli.fields import integers
+from snapkv.cli.options import ModelOptions, with_options
+from snapkv.errors import InvalidArgumentError
+
+_compare, _work, _output = "What to compare", "Work", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(ModelOptions):
+    """What every bench takes."""
+
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Random weights in a published shape instead of a model: llama-3.1-8b, ...",
+            rich_help_panel="Model",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Fewer layers than the shape has", rich_help_panel="Model")
+    ] = None
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method, with parameters: snapkv:kernel_size=13; again or with commas for more",
+            rich_help_panel=_compare,
+            show_default="snapkv",
+        ),
+    ] = None
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Tokens kept per head and layer, with commas for more", rich_help_panel=_compare
+        ),
+    ] = "1024"
+    storage: Annotated[
+        str,
+        typer.Option(
+            help="dynamic, static, or both with a comma between them", rich_help_panel=_compare
+        ),
+    ] = "dynamic"
+    baseline: Annotated[
+        str,
+        typer.Option(
+            help="transformers' own caches: transformers, transformers-static, transformers-int4",
+            rich_help_panel=_compare,
+        ),
+    ] = "transformers"
+    lengths: Annotated[
+        str, typer.Option(help="Prompt tokens, with commas: 1k,8k", rich_help_panel=_work)
+    ] = "1k,4k"
+    batch: Annotated[
+        str, typer.Option(help="Requests together, with commas", rich_help_panel=_work)
+    ] = "1"
+    rounds: Annotated[
+        int, typer.Option(help="Turns of every cache that count", rich_help_panel=_work)
+    ] = 5
+    output: Annotated[
+        str | None, typer.Option(help="File to add the rows to, as JSON", rich_help_panel=_output)
+    ] = None
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object", rich_help_panel=_output)
+    ] = False
+
+
+app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help=True)
+
+
+@app.command()
+@with_options(BenchOptions)
+def decode(
+    tokens: Annotated[int, typer.Option(help="Generated in every round")] = 16,
+    *,
+    options: BenchOptions,
+) -> None:
+    """Time per generated token behind prompts of several lengths."""
+    from snapkv.measure.bandwidth import copy_bandwidth
+    from snapkv.measure.decode import DecodeBench
+
+    def rows(model: Any) -> Iterable[dict[str, Any]]:
+        return DecodeBench(
+            model=model,
+            contenders=_contenders(options),
+            lengths=integers("lengths", options.lengths),
+            batches=integers("batch", options.batch),
+            tokens=tokens,
+            rounds=options.rounds,
+            bytes_per_second=copy_bandwidth(model.device),
+        ).rows()
+
+    _run(options, rows)
+
+
+@app.command()
+@with_options(BenchOptions)
+def prefill(
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
+    ] = None,
+    *,
+    options: BenchOptions,
+) -> None:
+    """Time to read a prompt."""
+    _run(options, lambda model: _prefill_bench(options, chunk_tokens, model).times())
+
+
+@app.command()
+@with_options(BenchOptions)
+def memory(
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
+    ] = None,
+    *,
+    options: BenchOptions,
+) -> None:
+    """Most memory held at once while a prompt is read, and what is held after it."""
+
+    def rows(model: Any) -> Iterable[dict[str, Any]]:
+        if model.device.type == "cuda" or os.environ.get(_ALONE):
+            peaks: Iterable[dict[str, Any]] = _prefill_bench(options, chunk_tokens, model).peaks()
+            return peaks
+        return _measured_alone(sys.argv[1:], [each.label for each in _contenders(options)])
+
+    _run(options, rows)
+
+
+_ALONE = "SNAPKV_BENCH_ONLY"
+_HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of the same command with one cache each, in a process of its own.
+
+    The memory of a process does not shrink to what it holds, so another cache would start from
+    what the one before it has left.
+    """
+    for label in labels:
+        done = subprocess.run(
+            [sys.executable, "-m", "snapkv", *arguments, "--json"],
+            env={**os.environ, **_HAND_BACK_FREED_MEMORY, _ALONE: label},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        yield from json_format.loads(done.stdout)["rows"]
+
+
+@app.command()
+@with_options(BenchOptions)
+def throughput(
+    memory_gb: Annotated[float, typer.Option(help="GB for weights and caches together")] = 16.0,
+    tokens: Annotated[int, typer.Option(help="Generated in every round")] = 16,
+    *,
+    options: BenchOptions,
+) -> None:
+    """Tokens per second at the largest batch whose caches fit into the same memory."""
+    from snapkv.measure.throughput import ThroughputBench
+
+    def rows(model: Any) -> Iterable[dict[str, Any]]:
+        return ThroughputBench(
+            model=model,
+            contenders=_contenders(options),
+            lengths=integers("lengths", options.lengths),
+            memory_bytes=int(memory_gb * 1e9),
+            tokens=tokens,
+            rounds=options.rounds,
+        ).rows()
+
+    _run(options, rows)
+
+
+def _prefill_bench(options: BenchOptions, chunk_tokens: int | None, model: Any) -> Any:
+    from snapkv.measure.prefill import PrefillBench
+
+    return PrefillBench(
+        model=model,
+        contenders=_contenders(options),
+        lengths=integers("lengths", options.lengths),
+        batches=integers("batch", options.batch),
+        rounds=options.rounds,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _contenders(options: BenchOptions) -> list[Any]:
+    """transformers' caches, then every policy at every budget in every storage."""
+    from snapkv.cli.sweep import methods, specs
+    from snapkv.measure.contenders import compressed, full
+
+    storages = specs([options.storage])
+    for storage in storages:
+        if storage not in ("dynamic", "static"):
+            raise InvalidArgumentError(
+                f"storage: expected dynamic, static or both, got {options.storage!r}"
+            )
+    policies = methods([], options.policy or ["snapkv"], integers("budget", options.budget))
+    found = [full(name) for name in specs([options.baseline])] + [
+        compressed(f"{each.label} {storage}", each.policy, storage=storage)
+        for each in policies
+        for storage in storages
+    ]
+    only = os.environ.get(_ALONE)
+    return [each for each in found if only in (None, each.label)]
+
+
+def _run(options: BenchOptions, bench: Callable[[Any], Iterable[dict[str, Any]]]) -> None:
+    """Load the model, measure, and show or store the rows."""
+    from rich.console import Console
+
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.tables import bench_table
+    from snapkv.measure.environment import describe
+
+    console = Console(stderr=True)
+    if options.shape is None:
+        loaded = load_model(options, console)
+        model, named = loaded.model, loaded.description()
+    else:
+        model, named = _shaped(options, console)
+    block = {"model": named, "environment": describe(model.device)}
+    rows = []
+    with console.status("measuring") as status:
+        for row in bench(model):
+            rows.append(row)
+            status.update(f"measuring: {len(rows)} rows")
+            if options.output is not None:
+                _append(Path(options.output), row | block)
+    if options.json:
+        typer.echo(json_format.dumps(block | {"rows": rows}, indent=2))
+    else:
+        Console().print(bench_table(rows))
+
+
+def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
+    """A model of random weights, and what a row says of it."""
+    from snapkv.cli.loading import silence
+    from snapkv.measure.shapes import random_model
+    from snapkv.models import chosen_device, chosen_dtype
+
+    if not options.verbose:
+        silence()
+    assert options.shape is not None
+    device = chosen_device(options.device or "auto")
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = chosen_dtype(options.dtype or default)
+    with console.status(f"making random weights in the shape of {options.shape}"):
+        model = random_model(
+            options.shape,
+            device=device,
+            dtype=dtype,
+            layers=options.layers,
+            attn_implementation=options.attn_implementation or "sdpa",
+        )
+    described = {"shape": options.shape, "layers": model.config.num_hidden_layers}
+    return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_format.dumps(row) + "\n")

@@ -1,0 +1,31 @@
+"""With what a number was measured: part of every row."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import snapkv
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, device and threads."""
+    cuda = device.type == "cuda"
+    return {
+        "snapkv": snapkv.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": torch.cuda.get_device_name(device) if cuda else processor(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def processor() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

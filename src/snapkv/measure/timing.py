@@ -1,0 +1,76 @@
+"""Times that can be compared on a busy machine: alternating runs, medians, ratios of pairs."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What one run took.
+
+    Attributes:
+        wall_ms: time on the clock, the accelerator's part included.
+        cpu_ms: processor time of this process, all threads together. Waiting for a processor that
+            others use does not count, so on a busy machine it says more about the work itself.
+    """
+
+    wall_ms: float
+    cpu_ms: float
+
+
+def spent_on(work: Callable[[], Any]) -> Spent:
+    """Do the work once and say what it took."""
+    _synchronize()
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    _synchronize()
+    return Spent(
+        wall_ms=1000 * (time.perf_counter() - wall), cpu_ms=1000 * (time.process_time() - cpu)
+    )
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
+) -> dict[str, list[T]]:
+    """Run all contenders in every round, each round starting with another one.
+
+    Noise of the machine then hits all of them alike, and the times of one round make a pair.
+
+    Args:
+        contenders: name to a function that does one run and returns what it took.
+        rounds: rounds that count.
+        warmup_rounds: rounds before them that do not.
+
+    Returns:
+        What each contender's runs took, in the order of the rounds.
+    """
+    names = list(contenders)
+    times: dict[str, list[T]] = {name: [] for name in names}
+    for index in range(warmup_rounds + rounds):
+        start = index % len(names)
+        for name in names[start:] + names[:start]:
+            times[name].append(contenders[name]())
+    return {name: of_name[warmup_rounds:] for name, of_name in times.items()}
+
+
+def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """The ratio of each pair of times."""
+    return [one / other for one, other in zip(times, base, strict=True)]
+
+
+def spread(values: Sequence[float], digits: int) -> dict[str, float]:
+    """The 20th, 50th and 80th percentile."""
+    cuts = quantiles(values, n=10, method="inclusive")
+    return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
