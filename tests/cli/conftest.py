@@ -39,7 +39,7 @@ def demo_only(monkeypatch, demo):
         calls.append(options)
         return demo
 
-    monkeypatch.setattr("snapkv.cli.session.load", load)
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
     return calls
 
 

@@ -31,7 +31,14 @@ def test_json_is_one_object_and_nothing_else(snapkv, demo_only, document):
     assert record["model"]["name"] == "demo"
     assert record["documents"] == [str(document)]
     assert record["question"] == "Where is the key?"
-    assert record["settings"] == {"max_new_tokens": 6, "temperature": 0.0, "seed": 0}
+    assert record["settings"] == {
+        "max_new_tokens": 6,
+        "temperature": 0.0,
+        "seed": 0,
+        "min_new_tokens": 0,
+        "stop_token_ids": [],
+        "stop_strings": [],
+    }
     (answer,) = record["runs"]
     assert answer["text"] == "The key is under the blue stone."
     assert answer["policy"]["kernel_size"] == 13
@@ -78,6 +85,21 @@ def test_compare_in_json_is_a_run_per_cache(snapkv, demo_only, document):
     assert [compressed["policy"]["name"], full["policy"]["name"]] == ["snapkv", "full"]
     assert compressed["prompt_tokens"] == full["prompt_tokens"]
     assert full["cache"]["held_bytes"] == full["cache"]["full_bytes"]
+
+
+def test_a_method_that_looks_at_tokens_gets_them_from_the_models_tokenizer(
+    snapkv, demo_only, document
+):
+    fastgen = ("--policy", "fastgen", "--set", "recovery=0.9", "--max-new-tokens", 6)
+    done = snapkv("ask", document, *ASK, *fastgen, "--compare", "--json")
+    assert done.status == 0
+    own, full = json.loads(done.out)["runs"]
+    assert own["policy"] == {
+        "name": "fastgen", "recovery": 0.9, "local_ratio": 0.3, "frequent_ratio": 0.3,
+        "special_ids": 17, "punctuation_ids": 825,
+    }  # fmt: skip
+    assert own["cache"]["held_bytes"] < own["cache"]["full_bytes"] == full["cache"]["held_bytes"]
+    assert own["text"].startswith("The key is under the")
 
 
 def test_standard_input_and_a_file_are_asked_together(snapkv, demo_only, document, monkeypatch):

@@ -78,7 +78,7 @@ def test_failures_have_their_own_status(snapkv, monkeypatch, error, status, mess
     def fail(**_):
         raise error
 
-    monkeypatch.setattr("snapkv.cli.session.load", fail)
+    monkeypatch.setattr("snapkv.cli.loading.load", fail)
     done = snapkv("generate", "-p", "x")
     assert done.status == status
     assert message in done.err
@@ -90,7 +90,7 @@ def test_a_fault_shows_its_place_when_asked(snapkv, monkeypatch):
     def fail(**_):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("snapkv.cli.session.load", fail)
+    monkeypatch.setattr("snapkv.cli.loading.load", fail)
     assert "Traceback" in snapkv("generate", "-p", "x", "--verbose").err
 
 

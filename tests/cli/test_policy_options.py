@@ -81,6 +81,9 @@ def test_options_become_the_policy(options, policy):
         ({"window_size": -1}, "window_size: expected at least 1, got -1"),
         ({"pooling": "median"}, "pooling: expected one of max, avg"),
         ({"group_reduce": "min"}, "group_reduce: expected one of mean, max, sum, none"),
+        ({"policy": "fastgen", "set_": ["recovery=1.5"]}, "recovery: expected a number in (0, 1]"),
+        ({"policy": "fastgen", "set_": ["special_ids=5"]}, "special_ids: expected token ids, got"),
+        ({"policy": "fastgen", "budget": 64}, "budget: expected a parameter of fastgen"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from snapkv import __version__
+from snapkv.cli import bench, evaluate, study
 from snapkv.cli.ask import ask
 from snapkv.cli.generate import generate
 from snapkv.cli.policies import policies
@@ -27,6 +28,9 @@ app = typer.Typer(
 )
 for command in (ask, generate, policies):
     app.command()(command)
+app.add_typer(evaluate.app)
+app.add_typer(bench.app)
+app.add_typer(study.app)
 
 
 def _show_version(asked: bool) -> None:

@@ -5,11 +5,11 @@ from typing import Annotated
 import typer
 
 from snapkv import documents
-from snapkv.cli.options import RunOptions, with_run_options
+from snapkv.cli.options import RunOptions, with_options
 from snapkv.errors import InvalidArgumentError
 
 
-@with_run_options
+@with_options(RunOptions)
 def ask(
     files: Annotated[
         list[str],

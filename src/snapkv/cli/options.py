@@ -1,4 +1,4 @@
-"""The options that `ask` and `generate` share."""
+"""The options that commands share, and how a command gets them."""
 
 import functools
 import inspect
@@ -13,12 +13,13 @@ from snapkv.settings import GenerationSettings
 _model = functools.partial(typer.Option, rich_help_panel="Model")
 _policy = functools.partial(typer.Option, rich_help_panel="What to keep")
 _answer = functools.partial(typer.Option, rich_help_panel="Answer")
+_sweep = functools.partial(typer.Option, rich_help_panel="What to compare")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Everything but the prompt. None means that the option was not given."""
+class ModelOptions:
+    """Which model, and where. None means that the option was not given."""
 
     model: Annotated[
         str | None,
@@ -37,6 +38,14 @@ class RunOptions:
     trust_remote_code: Annotated[
         bool, _model("--trust-remote-code", help="Run code that comes with the model")
     ] = False
+    verbose: Annotated[
+        bool, _output("--verbose", help="Show what transformers and torch have to say")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ModelOptions):
+    """Everything but the prompt of `ask` and `generate`."""
 
     policy: Annotated[str, _policy(help="Method; `snapkv policies` lists them")] = "snapkv"
     budget: Annotated[
@@ -77,9 +86,6 @@ class RunOptions:
         bool, _output("--compare", help="Answer from the full cache too, side by side")
     ] = False
     json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
-    verbose: Annotated[
-        bool, _output("--verbose", help="Show what transformers and torch have to say")
-    ] = False
 
     def settings(self) -> GenerationSettings:
         """How to generate.
@@ -87,34 +93,66 @@ class RunOptions:
         Raises:
             InvalidArgumentError: a value out of range.
         """
-        seed = {} if self.seed is None else {"seed": self.seed}
         return GenerationSettings(
-            max_new_tokens=self.max_new_tokens, temperature=self.temperature, **seed
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=GenerationSettings.seed if self.seed is None else self.seed,
         )
 
 
-def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes `options: RunOptions` every field of it as an option."""
-    hints = get_type_hints(RunOptions, include_extras=True)
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[name],
-        )
-        for field in fields(RunOptions)
-        if (name := field.name)
-    ]
-    signature = inspect.signature(command)
-    own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(ModelOptions):
+    """What every evaluation takes: the methods that it compares."""
 
-    @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        options = RunOptions(**{field.name: given.pop(field.name) for field in fields(RunOptions)})
-        command(**given, options=options)
+    policy: Annotated[
+        list[str] | None,
+        _sweep(
+            help="Method, with parameters: snapkv:kernel_size=13; again or with commas for more",
+            show_default="snapkv",
+        ),
+    ] = None
+    budget: Annotated[str, _sweep(help="Tokens kept per head and layer, with commas for more")] = (
+        "1024"
+    )
+    baseline: Annotated[
+        list[str] | None,
+        _sweep(
+            help="Method to run beside them, at its own budget; none for none",
+            show_default="full",
+        ),
+    ] = None
+    json: Annotated[bool, _output("--json", help="Print one JSON object")] = False
 
-    parameters = [*own, *shared]
-    vars(with_options)["__signature__"] = signature.replace(parameters=parameters)
-    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_options
+
+Command = Callable[..., None]
+
+
+def with_options(kind: type) -> Callable[[Command], Command]:
+    """Give a command that takes `options` of a dataclass every field of it as an option."""
+
+    def given_options(command: Command) -> Command:
+        hints = get_type_hints(kind, include_extras=True)
+        names = [field.name for field in fields(kind)]
+        shared = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(kind)
+        ]
+        signature = inspect.signature(command)
+        own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+
+        @functools.wraps(command)
+        def with_every_option(**given: Any) -> None:
+            options = kind(**{name: given.pop(name) for name in names})
+            command(**given, options=options)
+
+        parameters = [*own, *shared]
+        vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
+        with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_every_option
+
+    return given_options

@@ -1,6 +1,7 @@
 """From options to a policy, for any policy in the table."""
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -20,16 +21,27 @@ def build_policy(options: RunOptions) -> Policy:
         InvalidTypeError: a value of the wrong type.
     """
     given = {name: value for name in _OWN_FLAGS if (value := getattr(options, name)) is not None}
-    known = _known_parameters(options.policy)
-    for assignment in options.set_ or []:
-        name, text = _split(assignment)
-        given[name] = _typed(text, known.get(name.rpartition(".")[2]))
-    if options.seed is not None and "seed" in _accepted(options.policy, given):
+    given |= typed_assignments(options.policy, options.set_ or [])
+    if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
-    return _make(options.policy, given)
+    return make_policy(options.policy, given)
 
 
-def _make(name: str, given: dict[str, Any]) -> Policy:
+def typed_assignments(name: str, assignments: Iterable[str]) -> dict[str, Any]:
+    """Parameters of a policy out of ``NAME=VALUE`` texts, each in the type that it has.
+
+    Raises:
+        InvalidArgumentError: an unknown policy, or a text without an equals sign.
+    """
+    known = _known_parameters(name)
+    given = {}
+    for assignment in assignments:
+        parameter, text = _split(assignment)
+        given[parameter] = _typed(text, known.get(parameter.rpartition(".")[2]))
+    return given
+
+
+def make_policy(name: str, given: dict[str, Any]) -> Policy:
     """The policy of that name; what a wrapper does not have itself is meant for what it wraps.
 
     Where it wraps several methods, an option goes to each that has it, and ``part.option`` to one.
@@ -39,7 +51,7 @@ def _make(name: str, given: dict[str, Any]) -> Policy:
     meant: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, value in given.items():
         part, _, rest = key.partition(".")
-        takers = [part for part, method in parts.items() if key in _accepted(method, {})]
+        takers = [part for part, method in parts.items() if key in accepted(method, {})]
         if key in parameters(policy):
             own[key] = value
         elif rest and part in parts:
@@ -49,12 +61,14 @@ def _make(name: str, given: dict[str, Any]) -> Policy:
                 meant[taker][key] = value
         else:
             _refuse(key, value, list(parts.values()) or [name], list(parameters(policy)))
-    return policy(**own | {part: _make(method, meant[part]) for part, method in parts.items()})
+    return policy(
+        **own | {part: make_policy(method, meant[part]) for part, method in parts.items()}
+    )
 
 
 def _refuse(key: str, value: Any, methods: list[str], wrapper: list[str]) -> NoReturn:
     """Say which parameters there are instead."""
-    hints = list(dict.fromkeys(hint for method in methods for hint in _accepted(method, {})))
+    hints = list(dict.fromkeys(hint for method in methods for hint in accepted(method, {})))
     raise InvalidArgumentError(
         f"{key}: expected a parameter of {' or '.join(methods)}, which has "
         f"{', '.join(hints) or 'none'}, got {key}={value}; leave it out"
@@ -73,10 +87,10 @@ def _parts(name: str, given: dict[str, Any]) -> dict[str, str]:
     return {part: str(given.get(part, getattr(policy(), part).name)) for part in found}
 
 
-def _accepted(name: str, given: dict[str, Any]) -> list[str]:
+def accepted(name: str, given: dict[str, Any]) -> list[str]:
     """Parameters of a policy and of those it wraps."""
     parts = _parts(name, given).values()
-    return [*parameters(_named(name)), *(key for part in parts for key in _accepted(part, {}))]
+    return [*parameters(_named(name)), *(key for part in parts for key in accepted(part, {}))]
 
 
 def _named(name: str) -> type[Policy]:

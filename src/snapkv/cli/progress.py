@@ -1,15 +1,40 @@
-"""A progress bar while the prompt is read, on standard error and only on a terminal."""
+"""Progress bars, on standard error and only on a terminal."""
 
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from snapkv.answering import TextSink
 
 
-class ReadingProgress:
+class _Shown:
+    """A bar that is there while its block runs."""
+
+    _progress: Progress
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+
+class ReadingProgress(_Shown):
     """Shows how far through the layers the prompt is, and is gone when the answer begins.
 
     Args:
@@ -29,18 +54,6 @@ class ReadingProgress:
         )
         self._task = self._progress.add_task(policy, total=None)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
     def advance(self, layers: int, of_layers: int) -> None:
         """Note that `layers` of `of_layers` layers have begun to read the prompt."""
         self._progress.update(self._task, completed=layers, total=of_layers)
@@ -55,3 +68,30 @@ class ReadingProgress:
             on_text(text)
 
         return write
+
+
+class AnswersProgress(_Shown):
+    """Shows how many answers of a run are there.
+
+    Args:
+        console: where to draw; nothing is drawn unless it is a terminal.
+        task: what is run, for the label.
+    """
+
+    def __init__(self, console: Console, task: str) -> None:
+        self._progress = Progress(
+            TextColumn(task),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def advance(self, description: str, done: int, total: int) -> None:
+        """Note that `done` of `total` answers are there, and which one comes next."""
+        self._progress.update(self._task, description=description, completed=done, total=total)

@@ -1,30 +1,25 @@
 """What `ask` and `generate` do once their prompt is known: load, answer, show."""
 
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 
 from snapkv import __version__
 from snapkv.answering import Answer, answer
+from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.cli.progress import ReadingProgress
 from snapkv.cli.tables import answers_table
-from snapkv.models import load
 from snapkv.policies import FullCache, Policy
 from snapkv.prompts import Prompt
 from snapkv.settings import GenerationSettings
-
-_LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
 
 
 class Session:
@@ -38,17 +33,11 @@ class Session:
     """
 
     def __init__(self, options: RunOptions, settings: GenerationSettings) -> None:
-        if not options.verbose:
-            _silence()
         self._options = options
         self._settings = settings
         self._policy = build_policy(options)
         self._errors = Console(stderr=True)
-        given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
-        if options.model is not None:
-            given["name"] = options.model
-        with self._errors.status(f"loading {options.model or 'the demo model'}"):
-            self._loaded = load(**given)
+        self._loaded = load_model(options, self._errors)
 
     @property
     def tokenizer(self) -> Any:
@@ -118,17 +107,3 @@ def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
-
-
-def _silence() -> None:
-    """Keep other people's notes off the terminal; errors are ours to report.
-
-    The progress of a download stays: it can take long.
-    """
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    for library in ("huggingface_hub", "torch"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    if sys.stderr.isatty():
-        enable_progress_bars()

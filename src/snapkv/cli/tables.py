@@ -1,12 +1,16 @@
 """The tables that people read; programs read the JSON."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from snapkv.answering import Answer
 from snapkv.cache import format_bytes
+from snapkv.evaluate.runner import Results
+from snapkv.report.tables import method_table
+from snapkv.study.base import Table as StudyTable
 
 
 def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Table:
@@ -31,3 +35,65 @@ def _costs(answer: Answer) -> dict[str, str]:
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
     }
+
+
+def results_table(results: Results) -> Table:
+    """Mean scores, times 100, and costs: a row per method, or a column where there are many scores.
+
+    The best of the measured scores are bold.
+    """
+    scores = method_table(results)
+    grid = [[Text(heading) for heading in scores.headings]]
+    for row, texts in enumerate(scores.rows):
+        styles = ["bold" if (row, place) in scores.best else "" for place in range(len(texts))]
+        grid.append([Text(text, style) for text, style in zip(texts, styles, strict=True)])
+    if len(scores.headings) > _MOST_HEADINGS:
+        grid = [list(line) for line in zip(*grid, strict=True)]
+    table = Table(title=scores.title)
+    for number, heading in enumerate(grid[0]):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for line in grid[1:]:
+        table.add_row(*line)
+    return table
+
+
+def bench_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A row per measurement, with the columns that any of them has."""
+    shown = [_shown(row) for row in rows]
+    names = list(dict.fromkeys(name for row in shown for name in row))
+    table = Table(caption="times and ratios are medians")
+    for name in names:
+        table.add_column(name, justify="left" if name == "cache" else "right", overflow="fold")
+    for row in shown:
+        table.add_row(*[row.get(name, "") for name in names])
+    return table
+
+
+def _shown(row: dict[str, Any]) -> dict[str, str]:
+    """A measurement as text: medians of what has percentiles, bytes with a unit."""
+    cells = {}
+    for name, value in row.items():
+        if name in ("bench", "filled") or value is None:
+            continue
+        if isinstance(value, dict):
+            cells[name.replace("_", " ")] = f"{value['p50']:.3g}"
+        elif name.endswith("_bytes"):
+            cells[name.removesuffix("_bytes")] = format_bytes(value)
+        elif name == "of_ceiling":
+            cells["of ceiling"] = f"{value:.0%}"
+        else:
+            cells[name.replace("_", " ")] = f"{value:,}" if type(value) is int else str(value)
+    return cells
+
+
+def study_table(found: StudyTable) -> Table:
+    """What a study found, as it says it."""
+    table = Table(title=found.title)
+    for heading in found.header:
+        table.add_column(heading, overflow="fold")
+    for line in found.lines:
+        table.add_row(*line)
+    return table
+
+
+_MOST_HEADINGS = 12

@@ -1,0 +1,179 @@
+"""The paper's experiments on the demo model, in a setting that two cores can run.
+
+    python -m benchmarks.evaluation needle     run one experiment, or go on where it stopped
+    python -m benchmarks.evaluation            all of them
+    python -m benchmarks.evaluation --render   draw the figures and the page from what is there
+
+Answers and rows: `docs/results/evaluation/NAME/`. Page: `docs/results/evaluation.md`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.records import RESULTS, markdown_table, read_rows
+from snapkv.evaluate.runner import Method, Results, Run
+from snapkv.evaluate.task import Task
+from snapkv.evaluate.tasks import Lines, Needle, Ruler
+from snapkv.models import LoadedModel, load
+from snapkv.policies import H2O, FullCache, SnapKV, StreamingLLM
+from snapkv.report.figures import draw, encoded
+from snapkv.report.tables import method_table
+
+FOLDER = RESULTS / "evaluation"
+PAGE = RESULTS / "evaluation.md"
+README_LINE = "python -m benchmarks.evaluation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A task with the methods that answer it, always on the demo model without a chat template.
+
+    Attributes:
+        title: heading of its section.
+        about: what was run, in words; the exact settings are in its `run.json`.
+        task: what is asked.
+        methods: what answers.
+    """
+
+    title: str
+    about: str
+    task: Callable[[], Task]
+    methods: Sequence[Method]
+
+    def run(self, loaded: LoadedModel) -> Run:
+        """The experiment on a loaded model."""
+        return Run(loaded=loaded, task=self.task(), methods=self.methods, template="none")
+
+
+def _rivals(budget: int) -> list[Method]:
+    """The full cache, SnapKV with and without pooling, and the two oldest rivals."""
+    window = {"window_size": 16}
+    return [
+        Method(label="full", policy=FullCache()),
+        Method(label="SnapKV, kernel 13", policy=SnapKV(budget, kernel_size=13, **window)),
+        Method(label="SnapKV, kernel 5", policy=SnapKV(budget, kernel_size=5, **window)),
+        Method(label="SnapKV without pooling", policy=SnapKV(budget, kernel_size=1, **window)),
+        Method(label="StreamingLLM", policy=StreamingLLM(budget)),
+        Method(label="H2O", policy=H2O(budget)),
+    ]
+
+
+def _few(budget: int) -> list[Method]:
+    """The full cache, SnapKV with wide pooling, and StreamingLLM."""
+    rivals = {method.label: method for method in _rivals(budget)}
+    return [rivals[label] for label in ("full", "SnapKV, kernel 13", "StreamingLLM")]
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "needle": Experiment(
+        title="Needle in a haystack",
+        about="A five-digit magic number in essays, budget 256 per head and layer, window 16, the "
+        "answer begun for the model.",
+        task=lambda: Needle(
+            lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100
+        ),
+        methods=_rivals(256),
+    ),
+    "lines": Experiment(
+        title="LongEval-Lines",
+        about="One of many named lines, budget 192, window 16, with three worked examples behind "
+        "the question and the asked line begun for the model.",
+        task=lambda: Lines(
+            lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
+        ),
+        methods=_rivals(192),
+    ),
+    "ruler": Experiment(
+        title="RULER at 2k",
+        about="All thirteen tasks, two samples of each, budget 512, window 16.",
+        task=lambda: Ruler(lengths=(2048,), samples_each=2),
+        methods=_few(512),
+    ),
+}
+
+
+def run(names: Sequence[str]) -> None:
+    """Run experiments, each into its folder."""
+    loaded = load("demo")
+    for name in names:
+        EXPERIMENTS[name].run(loaded).into(FOLDER / name, _say)
+
+
+def _say(description: str, done: int, total: int) -> None:
+    print(f"{done} of {total}: {description}", file=sys.stderr)
+
+
+def measured() -> dict[str, Results]:
+    """The experiments that have been run to their end."""
+    return {
+        name: Results(
+            folder=FOLDER / name,
+            run=json.loads((FOLDER / name / "run.json").read_text("utf-8")),
+            task=experiment.task(),
+            rows=read_rows(FOLDER / name / "summary.jsonl"),
+        )
+        for name, experiment in EXPERIMENTS.items()
+        if (FOLDER / name / "summary.jsonl").exists()
+    }
+
+
+def render(found: dict[str, Results]) -> str:
+    """The page of these results, its figures left out."""
+    sections = [section for name, results in found.items() for section in _section(name, results)]
+    return "\n\n".join([_HEAD, *sections]) + "\n"
+
+
+_HEAD = (
+    "# The paper's experiments on the demo model\n\n"
+    "Scores are times 100. The model has 135 million parameters: look at how methods compare, not "
+    "at how much it knows. The question is visible to the vote. Every answer is in "
+    f"`docs/results/evaluation`; `{README_LINE}` makes them again."
+)
+
+
+def _section(name: str, results: Results) -> list[str]:
+    experiment, run_block = EXPERIMENTS[name], results.run
+    model = run_block["model"]
+    table = method_table(results)
+    shown = [place for place, title in enumerate(table.headings) if title not in _NOT_SHOWN]
+    rows = [[row[place] for place in shown] for row in table.rows]
+    return [
+        f"## {experiment.title}",
+        experiment.about,
+        markdown_table([table.headings[place] for place in shown], rows),
+        f"![{experiment.title}: score by method]({FOLDER.name}/{name}.png)",
+        f"{model['name']} ({model['dtype']}, {model['attn_implementation']}), "
+        f"{run_block['samples']} samples, data {run_block['data']}, torch {run_block['torch']}, "
+        f"transformers {run_block['transformers']}.",
+    ]
+
+
+_NOT_SHOWN = ("question", "ms/token")
+"""Columns that are the same in every row, and times, which `speed.md` measures side by side."""
+
+
+def _write(found: dict[str, Results]) -> None:
+    PAGE.write_text(render(found), encoding="utf-8")
+    for name, results in found.items():
+        Path(FOLDER / f"{name}.png").write_bytes(encoded(draw(results)["scores"], ".png"))
+
+
+def main() -> None:
+    """Run what was asked for, then render."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; all by default")
+    parser.add_argument("--render", action="store_true")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(EXPERIMENTS):
+        parser.error(f"expected names of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}")
+    if not given.render:
+        run(given.names or list(EXPERIMENTS))
+    _write(measured())
+
+
+if __name__ == "__main__":
+    main()

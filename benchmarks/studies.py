@@ -1,0 +1,225 @@
+"""The paper's observations, on the demo model.
+
+    python -m benchmarks.studies            measure, write the rows, render page and figures
+    python -m benchmarks.studies --render   render page and figures from the rows that are there
+
+Rows: `docs/results/studies.jsonl`, for each study one line that says how it was run and one per
+row. Page and figures: `docs/results/studies.md`, `docs/results/studies/*.svg`. What was measured is
+also in `snapkv-results/studies`, where a run that was stopped goes on.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from textwrap import fill
+
+from benchmarks.environment import describe_environment
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
+from snapkv.models import LoadedModel, load
+from snapkv.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
+from snapkv.study.base import weighted
+from snapkv.study.figures import save
+from snapkv.study.hit_rate import SELECTIONS
+
+ROWS = RESULTS / "studies.jsonl"
+PAGE = RESULTS / "studies.md"
+FIGURES = RESULTS / "studies"
+
+FOLDER = Path("snapkv-results") / "studies"
+
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (
+        HitRate(samples=2),
+        Overlap(samples=2),
+        Instructions(samples=2),
+        Position(samples=2),
+        Sensitivity(),
+    )
+}
+
+
+def measure() -> Iterator[Row]:
+    """All studies, one after the other."""
+    environment, loaded = describe_environment(), load("demo")
+    for study in STUDIES.values():
+        yield from _measured(study, loaded, environment)
+
+
+def _measured(study: Study, loaded: LoadedModel, environment: Row) -> Iterator[Row]:
+    def show(what: str, done: int, total: int) -> None:
+        print(f"{study.name}: {what} ({done} of {total})", file=sys.stderr)
+
+    findings = study.into(loaded, FOLDER / study.name, show)
+    model = loaded.description()
+    yield {"study": study.name, "run": findings.run, "model": model, "environment": environment}
+    for row in findings.rows:
+        yield {"study": study.name, **{name: _short(value) for name, value in row.items()}}
+
+
+def _short(value: object) -> object:
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def render(rows: list[Row]) -> str:
+    """The page that these rows make."""
+    runs = [row for row in rows if "run" in row]
+    sections = [_section(name, findings_of(rows, name)) for name in STUDIES]
+    return "\n\n".join([_HEAD, environment_line(runs) + ".", *sections]) + "\n"
+
+
+def findings_of(rows: list[Row], name: str) -> list[Row]:
+    """The rows of one study, without the line that says how it was run."""
+    return [row for row in rows if row["study"] == name and "run" not in row]
+
+
+_HEAD = """\
+# The paper's observations, on the demo model
+
+What the paper saw on Mistral-7B-Instruct-v0.2 with prompts of 3,000 to 19,000 tokens, looked at on
+a model of 135 million parameters with essays of 3,072 tokens. Answers are drawn at temperature 0.7
+and have the same number of tokens whether or not the model would have ended them. Numbers are means
+over documents; "0.90 (0.50 to 1.00)" is the mean over the 30 layers with the lowest and the
+highest.
+
+Rendered from `studies.jsonl` by `python -m benchmarks.studies`. `snapkv study NAME` makes the same
+rows of any model and document."""
+
+
+def _section(name: str, rows: list[Row]) -> str:
+    table = STUDIES[name].table(rows)
+    return "\n\n".join(
+        [
+            f"## {name}",
+            *(fill(text, 100) for text in SEEN[name](rows).strip().split("\n\n")),
+            f"![{name}](studies/{name}.svg)",
+            f"{table.title[0].upper()}{table.title[1:]}.",
+            markdown_table(table.header, table.lines),
+        ]
+    )
+
+
+def _hit_rate(rows: list[Row]) -> str:
+    vote, recent = (_where(rows, selection=name) for name in SELECTIONS)
+    early, late = [row for row in vote if row["layer"] < LATE], _late(vote)
+    beyond = _sum(late, "important_beyond_sinks")
+    return f"""
+It holds. The last 32 tokens of the prompt have voted for {_rate(_where(vote, window=1))} of what
+the first 128 tokens of the answer attend to with more than 0.05, and for
+{_rate(_where(vote, window=4))} of what the last 128 do (weighted). As many positions at the
+beginning and the end of the prefix hold {_rate(recent)}.
+
+It says less than it seems. From layer {LATE} on, {1 - beyond / _sum(late, "important"):.0%} of what
+is attended to so strongly are the first four tokens, whatever the question. Without them
+{beyond / len(late):.2f} positions per head and token are left, of which the vote has
+{_rate(late, beyond=True)}; where a layer has next to none, its rate is chance. Before layer {LATE}
+there are {_sum(early, "important") / len(early):.1f} per head and token,
+{_sum(early, "important_beyond_sinks") / _sum(early, "important"):.0%} of them behind the first four
+tokens, and the vote has {_rate(early)}: the prompt's last tokens attend to the same ones."""
+
+
+LATE = 12
+"""The layer from which on the first tokens draw most of the attention."""
+
+
+def _overlap(rows: list[Row]) -> str:
+    def mean(of: str, window: int, name: str) -> str:
+        return f"{_mean(_where(rows, of=of, window=window), name):.2f}"
+
+    oldest, common = min(row["window"] for row in rows), "overlap_of_common"
+    return f"""
+Both figures are seen. The last window of the prompt shares {mean("prompt", -1, "overlap")} of its
+positions with the answer, the one before it {mean("prompt", -2, "overlap")}, the oldest
+{mean("prompt", oldest, "overlap")}; 0.05 is chance. Along the answer, the agreement with the
+prompt's last window falls from {mean("answer", 1, "overlap")} to {mean("answer", 4, "overlap")}.
+
+Most of the rise towards the prompt's end is that a window cannot attend to what comes after it. Of
+the positions before the first window, which all windows see, the oldest window shares
+{mean("prompt", oldest, common)} of its choice with the answer, the last one
+{mean("prompt", -1, common)}."""
+
+
+def _instructions(rows: list[Row]) -> str:
+    other, same = (_where(rows, compared=name) for name in ("different questions", "one question"))
+    halves = "overlap_of_halves"
+    early = [_mean([row for row in of if row["layer"] < LATE], halves) for of in (other, same)]
+    return f"""
+It holds in the later layers. Different questions share {_mean(other, "overlap"):.2f} of the
+positions that they choose. How much of the rest is the question's doing is told by halves: there
+the same question agrees with itself by {_mean(same, halves):.2f}. Before layer {LATE} other
+questions agree as well as that, {early[0]:.2f} against {early[1]:.2f}; from there on they agree
+less, {_mean(_late(other), halves):.2f} against {_mean(_late(same), halves):.2f}. A choice made
+without knowing the question would be right about most positions here, and wrong about some in the
+later layers."""
+
+
+def _position(rows: list[Row]) -> str:
+    vote = _where(rows, selection="vote")
+    last, first = (_where(vote, question=place) for place in ("last", "first"))
+    return f"""
+It holds: the hit rate is {_rate(last)} with the question last and {_rate(first)} with the question
+first (weighted); from layer {LATE} on, without the first four tokens,
+{_rate(_late(last), beyond=True)} and {_rate(_late(first), beyond=True)}. A high hit rate says that
+the vote foresees what is attended to, not that the answer is right."""
+
+
+def _sensitivity(rows: list[Row]) -> str:
+    full, *settings = rows
+    by_kernel = {
+        kernel: _mean(_where(settings, kernel_size=kernel), "score")
+        for kernel in sorted({row["kernel_size"] for row in settings})
+    }
+    means = ", ".join(f"{score:.2f} at {kernel}" for kernel, score in by_kernel.items())
+    return f"""
+TODO {full["score"]:.2f}. {means}. one sample is {1 / full["samples"]:.2f}"""
+
+
+SEEN = {
+    "hit-rate": _hit_rate,
+    "overlap": _overlap,
+    "instructions": _instructions,
+    "position": _position,
+    "sensitivity": _sensitivity,
+}
+"""What the rows of each study show, in words."""
+
+
+def _where(rows: list[Row], **values: object) -> list[Row]:
+    return [row for row in rows if all(row[key] == value for key, value in values.items())]
+
+
+def _late(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["layer"] >= LATE]
+
+
+def _sum(rows: list[Row], name: str) -> float:
+    return sum(row[name] for row in rows)
+
+
+def _mean(rows: list[Row], name: str) -> float:
+    return fmean(row[name] for row in rows)
+
+
+def _rate(rows: list[Row], *, beyond: bool = False) -> str:
+    end = "_beyond_sinks" if beyond else ""
+    return weighted(rows, f"hit_rate{end}", f"important{end}")
+
+
+def main() -> None:
+    """Measure unless told only to render."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--render", action="store_true", help="only render from the rows")
+    if not parser.parse_args().render:
+        write_rows(ROWS, list(measure()))
+    rows = read_rows(ROWS)
+    PAGE.write_text(render(rows), encoding="utf-8")
+    FIGURES.mkdir(exist_ok=True)
+    for name, study in STUDIES.items():
+        save(study.figure(findings_of(rows, name)), str(FIGURES / f"{name}.svg"))
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Options out of a dataclass: its fields are the options, its docstring their help."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from snapkv.errors import InvalidArgumentError
+
+_THOUSAND = {"k": 1024, "m": 1024**2}
+
+
+def field_options(kind: type, *, panel: str) -> list[inspect.Parameter]:
+    """A keyword parameter for every field that the constructor takes, as typer reads them.
+
+    Tuples are written as texts with commas between their items, see `from_options`.
+    """
+    hints, help_texts = get_type_hints(kind), documented_arguments(kind)
+    parameters = []
+    for field in fields(kind):
+        if not field.init:
+            continue
+        hint, default = _written(hints[field.name]), field.default
+        if default is MISSING:
+            raise TypeError(f"{kind.__name__}.{field.name} has no default to show")
+        if isinstance(default, tuple):
+            default = ",".join(map(str, default)) or None
+        option = typer.Option(help=help_texts[field.name], rich_help_panel=panel)
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[hint, option],
+            )
+        )
+    return parameters
+
+
+def from_options(kind: type, given: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass out of what the options of `field_options` gave.
+
+    Raises:
+        InvalidArgumentError: a list with something in it that is not of its type.
+    """
+    hints = get_type_hints(kind)
+    values = {
+        name: _items(name, value, get_args(hints[name])[0])
+        if get_origin(hints[name]) is tuple
+        else value
+        for name, value in given.items()
+    }
+    return kind(**values)
+
+
+def integers(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them; 4k stands for 4096, 1m for 1048576.
+
+    Raises:
+        InvalidArgumentError: something else, or nothing.
+    """
+    numbers = _items(name, text, int)
+    if not numbers:
+        raise InvalidArgumentError(
+            f"{name}: expected whole numbers with commas between them, got {text!r}; write for "
+            f"instance --{name} 1024,4k"
+        )
+    return numbers
+
+
+def documented_arguments(kind: type) -> dict[str, str]:
+    """What docstrings say under ``Args:`` about each argument, on one line each.
+
+    A class need not repeat what its bases say.
+    """
+    known = documented_arguments(kind.__base__) if kind.__base__ else {}
+    text = inspect.cleandoc(vars(kind).get("__doc__") or "")
+    section = re.search(r"^ *Args:\n(.*?)(?:\n\s*\n|\Z)", text, re.S | re.M)
+    found = re.findall(
+        r"^    (\w+): (.*?)(?=^    \w|\Z)", section.group(1) if section else "", re.S | re.M
+    )
+    return known | {name: " ".join(text.split()).rstrip(".") for name, text in found}
+
+
+def _written(hint: Any) -> Any:
+    """The type that an option has on the command line."""
+    return str | None if get_origin(hint) is tuple else hint
+
+
+def _items(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    return tuple(_item(name, part, kind) for part in parts)
+
+
+def _item(name: str, text: str, kind: type) -> Any:
+    factor = _THOUSAND.get(text[-1].lower(), 1) if kind is int else 1
+    try:
+        return kind(text) if factor == 1 else kind(text[:-1]) * factor
+    except ValueError:
+        raise InvalidArgumentError(
+            f"{name}: expected items of type {kind.__name__} with commas between them, got "
+            f"{text!r}; write for instance --{name.replace('_', '-')} 1024,4k"
+        ) from None

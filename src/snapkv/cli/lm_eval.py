@@ -1,0 +1,122 @@
+"""`snapkv eval lm-eval`: any task of lm-eval, from compressed caches."""
+
+import importlib.util
+import json as json_format
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from snapkv.cli.options import SweepOptions, with_options
+from snapkv.errors import InvalidArgumentError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from snapkv.evaluate.store import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEvalOptions(SweepOptions):
+    """What the bridge takes."""
+
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Names of lm-eval's tasks, groups or tags, with commas", rich_help_panel="Task"
+        ),
+    ] = ""
+    include_path: Annotated[
+        str | None, typer.Option(help="Folder of your own task files", rich_help_panel="Task")
+    ] = None
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(
+            help="Examples before every question",
+            show_default="what a task says",
+            rich_help_panel="Task",
+        ),
+    ] = None
+    template: Annotated[
+        Literal["tokenizer", "none"],
+        typer.Option(
+            help="tokenizer: the model's chat template; none: the bare text",
+            rich_help_panel="Task",
+        ),
+    ] = "none"
+    limit: Annotated[
+        int | None, typer.Option(help="Samples of every task", rich_help_panel="Task")
+    ] = None
+
+
+@with_options(LmEvalOptions)
+def lm_eval(*, options: LmEvalOptions) -> None:
+    """Any task of lm-eval, from the cache of every method."""
+    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    _require(tasks, options)
+    from rich.console import Console  # torch and the model come with what follows
+
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import AnswersProgress
+    from snapkv.cli.sweep import compared_methods
+    from snapkv.evaluate.harness import HarnessRun
+
+    compared = compared_methods(options)
+    console = Console(stderr=True)
+    run = HarnessRun(
+        loaded=load_model(options, console),
+        tasks=tasks,
+        methods=compared,
+        include_path=Path(options.include_path) if options.include_path else None,
+        num_fewshot=options.num_fewshot,
+        chat=options.template == "tokenizer",
+        limit=options.limit,
+    )
+    with AnswersProgress(console, "lm-eval") as progress:
+        rows = run.rows(progress.advance)
+    if options.json:
+        typer.echo(json_format.dumps({"run": run.description(), "rows": rows}, indent=2))
+    else:
+        _show(rows)
+
+
+def _require(tasks: list[str], options: LmEvalOptions) -> None:
+    """Check what can be checked before anything is loaded."""
+    for package in ("lm_eval", "datasets"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"lm-eval: expected lm-eval with what it needs, got no package {package}; run "
+                "pip install 'snapkv[lm-eval]'"
+            )
+    if not tasks:
+        raise InvalidArgumentError(
+            "tasks: expected names of lm-eval's tasks with commas between them, got none; write "
+            "for instance --tasks squadv2,triviaqa"
+        )
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise InvalidArgumentError(
+            f"include_path: expected a folder of task files, got {options.include_path!r}"
+        )
+    for name, least in (("num_fewshot", 0), ("limit", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InvalidArgumentError(
+                f"{name}: expected at least {least}, got {value}; pass a larger number"
+            )
+
+
+def _show(rows: "list[Record]") -> None:
+    """A row per metric, a column per method."""
+    from rich.console import Console
+    from rich.table import Table
+
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        name = f"{row['metric']}, {row['filter']}"
+        lines.setdefault((row["task"], name), {})[row["method"]] = f"{row['score']:.4f}"
+    table = Table("task", "metric", title="lm-eval")
+    for method in methods:
+        table.add_column(method, justify="right", overflow="fold")
+    for names, scores in lines.items():
+        table.add_row(*names, *(scores[method] for method in methods))
+    Console().print(table)

@@ -1,0 +1,43 @@
+"""Loading the model that the options name, without other libraries' chatter."""
+
+import logging
+import sys
+import warnings
+
+import transformers
+from huggingface_hub.utils.tqdm import enable_progress_bars
+from rich.console import Console
+
+from snapkv.cli.options import ModelOptions
+from snapkv.models import LoadedModel, load
+
+_LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
+
+
+def load_model(options: ModelOptions, console: Console) -> LoadedModel:
+    """Load what the options name, the demo model by default; the console says so meanwhile.
+
+    Raises:
+        SnapKVError: the options name no model that works.
+    """
+    if not options.verbose:
+        silence()
+    given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
+    if options.model is not None:
+        given["name"] = options.model
+    with console.status(f"loading {options.model or 'the demo model'}"):
+        return load(**given)
+
+
+def silence() -> None:
+    """Keep other people's notes off the terminal; errors are ours to report.
+
+    The progress of a download stays: it can take long.
+    """
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for library in ("huggingface_hub", "torch", "lm_eval"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    if sys.stderr.isatty():
+        enable_progress_bars()

@@ -1,0 +1,130 @@
+"""What the studies measure of one layer: who is voted for, who is attended to, and the overlap.
+
+Axes as in `snapkv.ops`: Hq query heads, P positions before a window. One row of a batch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies import Policy, PromptLayer
+
+_BLOCK_TOKENS = 64
+"""Queries whose attention over all keys is held at a time."""
+
+
+def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
+    """The layer as it was when `stop` tokens had been read, with the queries from `start` on.
+
+    Args:
+        layer: what attention saw; its queries must reach back to `start`.
+        start: first token whose query is wanted.
+        stop: the token behind the last one.
+    """
+    first = layer.keys.shape[2] - layer.queries.shape[2]
+    assert first <= start < stop <= layer.keys.shape[2]
+    return replace(
+        layer,
+        queries=layer.queries[:, :, start - first : stop - first],
+        keys=layer.keys[:, :, :stop],
+        values=layer.values[:, :, :stop],
+    )
+
+
+def selected(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
+    """Which of the first tokens a policy keeps, seen from every query head (Eq. 4 and 5).
+
+    Returns:
+        (Hq, tokens) bool.
+    """
+    heads = layer.queries.shape[1]
+    selection = policy.select(layer)
+    if selection is None:
+        return torch.ones(heads, tokens, dtype=torch.bool, device=layer.keys.device)
+    kept = selection.keep_indices[0]
+    mask = torch.zeros(kept.shape[0], selection.prompt_tokens, dtype=torch.bool, device=kept.device)
+    mask.scatter_(1, kept, True)
+    return mask[:, :tokens].repeat_interleave(heads // kept.shape[0], dim=0)
+
+
+def important_and_hit(
+    layer: PromptLayer, masks: Tensor, *, start: int, stop: int, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """How often each position is important to a query, and how often it was selected too.
+
+    A position is important where a query's attention to it is above the threshold (Eq. 6); it is
+    hit where it is selected as well (Eq. 7). Counts are over the queries of [start, stop).
+
+    Args:
+        layer: what attention saw; its queries must reach back to `start`.
+        masks: (N, Hq, P) bool, what each of N selections holds.
+        start: first token whose query counts.
+        stop: the token behind the last one.
+        threshold: attention, of 1 in all, that makes a position important.
+
+    Returns:
+        important (P,) and hit (N, P), int64, summed over heads and queries.
+    """
+    times = torch.zeros(masks.shape[1:], dtype=torch.int64, device=masks.device)
+    for weights in _blocks(layer, start, stop, masks.shape[-1]):
+        times += (weights > threshold).sum(dim=1)
+    return times.sum(dim=0), (times * masks).sum(dim=1)
+
+
+def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
+    """Attention that the queries of [start, stop) pay the first tokens, averaged over them.
+
+    Returns:
+        (Hq, tokens) float32; zero for tokens behind the queries.
+    """
+    part = between(layer, start, stop)
+    received = ops.attention_received(
+        part.queries, part.keys, **part.score_options, block_tokens=_BLOCK_TOKENS
+    )[0, :, :tokens]
+    behind = tokens - received.shape[-1]
+    return torch.nn.functional.pad(received, (0, behind)) / (stop - start)
+
+
+def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
+    """Attention that every other query of [start, stop) pays the first tokens, and the rest.
+
+    Returns:
+        (2, Hq, tokens) float32, summed over the queries of each half.
+    """
+    halves = [
+        torch.stack([weights[:, ::2].sum(dim=1), weights[:, 1::2].sum(dim=1)])
+        for weights in _blocks(layer, start, stop, tokens)
+    ]
+    return torch.stack(halves).sum(dim=0)
+
+
+def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
+    """Attention of the queries of [start, stop) onto the first tokens, some queries at a time.
+
+    Yields:
+        (Hq, up to 64, tokens) float32.
+    """
+    for block in range(start, stop, _BLOCK_TOKENS):
+        part = between(layer, block, min(block + _BLOCK_TOKENS, stop))
+        weights = ops.attention_weights(part.queries, part.keys, **part.score_options)
+        yield weights[0, :, :, :tokens]
+
+
+def best(attention: Tensor, keep_tokens: int) -> Tensor:
+    """The most attended positions of every head (Eq. 3): (Hq, P) bool; ties go to the lower."""
+    wanted = torch.tensor([keep_tokens], device=attention.device)
+    kept = ops.keep_best(attention[None], wanted)[0]
+    return torch.zeros_like(attention, dtype=torch.bool).scatter_(1, kept, True)
+
+
+def overlap(one: Tensor, other: Tensor) -> float:
+    """H(one, other) of Eq. 8: which part of the positions in one set is in the other.
+
+    Args:
+        one: (Hq, P) bool, not empty.
+        other: (Hq, P) bool.
+    """
+    return float((one & other).sum() / one.sum())

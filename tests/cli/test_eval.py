@@ -1,0 +1,261 @@
+"""`snapkv eval` on a tiny model: one command, many methods, a table, figures and a page."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from snapkv.cli.fields import documented_arguments, integers
+from snapkv.cli.sweep import methods, specs
+from snapkv.errors import InvalidArgumentError
+from snapkv.evaluate.tasks import TASKS, Needle
+from tests.evaluate.tiny import tiny_loaded
+
+NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+@pytest.fixture
+def tiny_only(monkeypatch, tiny):
+    """`load` gives the tiny model; returns the keyword arguments of each call."""
+    calls = []
+
+    def load(**options):
+        calls.append(options)
+        return tiny
+
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
+    return calls
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(snapkv, tiny_only, here):
+    done = snapkv(*NEEDLE, "--budget", "64,40")
+    assert done.status == 0
+    assert "needle: accuracy by length" in done.out
+    labels = re.findall(r"│ (full|snapkv@\d+) +│ +visible │", done.out)
+    assert labels == ["full", "snapkv@64", "snapkv@40"]
+    folder = re.search(r"answers: (snapkv-results/needle-tiny-[0-9a-f]{8})\n", done.err)
+    assert folder
+    assert len((here / folder[1] / "samples.jsonl").read_text().splitlines()) == 2 * 2 * 3
+
+
+def test_many_columns_become_rows(snapkv, tiny_only, here):
+    lengths = ",".join(map(str, range(300, 390, 10)))
+    done = snapkv(*NEEDLE[:2], "--lengths", lengths, "--depths", 1, "--budget", 64)
+    assert re.findall(r"│ (\d+) +│ +[\d.]+ │ +[\d.]+ │", done.out) == lengths.split(",")
+    assert re.search(r"┃ method +┃ +full ┃ +snapkv@64 ┃", done.out)
+
+
+def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, monkeypatch):
+    first = snapkv(*NEEDLE, "--budget", 64, "--json")
+
+    def fail(*_):
+        raise AssertionError("answered again")
+
+    monkeypatch.setattr("snapkv.evaluate.runner.answer", fail)
+    again = snapkv(*NEEDLE, "--budget", 64, "--json")
+    assert (again.status, again.out) == (0, first.out)
+
+
+def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
+    done = snapkv(
+        *NEEDLE, "--budget", 64, "--question", "both", "--output", "results", "--limit", 1,
+        "--json",
+    )  # fmt: skip
+    assert (done.status, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert found["folder"] == "results"
+    assert found["run"]["task"]["lengths"] == [300, 360]
+    assert found["run"]["limit"] == 1
+    rows = [(row["method"], row["question"]) for row in found["rows"][:4]]
+    assert rows == [
+        ("full", "visible"), ("snapkv@64", "visible"), ("full", "hidden"), ("snapkv@64", "hidden"),
+    ]  # fmt: skip
+    assert (here / "results" / "run.json").exists()
+
+
+def test_another_run_in_the_output_folder_is_refused_with_what_differs(snapkv, tiny_only, here):
+    assert snapkv(*NEEDLE, "--output", "o", "--budget", 64, "--limit", 1).status == 0
+    done = snapkv(*NEEDLE, "--output", "o", "--budget", 64, "--limit", 1, "--seed", 7)
+    assert done.status == 2
+    assert "another task.seed: 42 there, 7 here" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "PNG"])
+def test_a_figure_of_every_kind(snapkv, tiny_only, here, suffix):
+    done = snapkv(*NEEDLE, "--budget", "64,40", "--plot", f"n.{suffix}")
+    assert done.status == 0
+    begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix.lower()]
+    for name in (f"n.{suffix}", f"n-budgets.{suffix}"):
+        assert (here / name).read_bytes().startswith(begin)
+        assert f"figure: {name}\n" in done.err
+
+
+def test_a_page_and_its_tables(snapkv, tiny_only, here):
+    done = snapkv(*NEEDLE, "--budget", 64, "--report", "out/page")
+    assert done.status == 0
+    assert "page: out/page/index.html\n" in done.err
+    assert {path.name for path in (here / "out" / "page").iterdir()} == {
+        "index.html", "results.csv", "results.md",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--plot", "figure.gif"), "plot: expected a file name that ends in .png, .svg, .pdf"),
+        (("--plot", "figure"), "plot: expected a file name that ends in"),
+        (("--plot", "no/figure.png"), "plot: expected an existing folder"),
+        (("--report", "file"), "report: expected a folder, got 'file'"),
+        (("--report", "file/page"), "report: expected a folder, got 'file/page'"),
+        (("--lengths", "many"), "lengths: expected items of type int"),
+        (("--lengths", "4kk"), "got '4kk'"),
+        (("--lengths", "100"), "lengths: expected at least 300, got 100"),
+        (("--lengths", ","), "lengths: expected at least 300, got 0"),
+        (("--depths", "0"), "depths: expected at least 1"),
+        (("--depths", "many"), "--depths"),
+        (("--variant", "fork"), "--variant"),
+        (("--haystack", "no/such"), "no/such"),
+        (("--budget", "many"), "budget: expected items of type int"),
+        (("--budget", ""), "budget: expected whole numbers"),
+        (("--budget", "16"), "expected more than window_size=32"),
+        (("--policy", "snapvk"), "did you mean snapkv?"),
+        (("--policy", "snapkv:kernel_size"), "policy: expected NAME or NAME:PARAMETER=VALUE"),
+        (("--policy", "snapkv:colour=red"), "colour: expected a parameter of snapkv"),
+        (("--policy", "snapkv:kernel_size=4"), "expected an odd number"),
+        (("--baseline", "fulll"), "did you mean full?"),
+        (("--question", "loud"), "--question"),
+        (("--template", "mine"), "--template"),
+        (("--limit", "some"), "--limit"),
+        (("--nothing", "1"), "No such option"),
+        (("--model", "dmo"), "did you mean demo?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_line_before_anything_is_loaded(snapkv, here, arguments, message):
+    (here / "file").touch()
+    done = snapkv("eval", "needle", *arguments)
+    assert done.status == 2
+    assert message in done.err
+    assert done.err.startswith("snapkv: error: ")
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+    assert [path.name for path in here.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--limit", "0"), "limit: expected at least 1"),
+        (("--budget", "64,64"), "policy: expected every method once"),
+        (("--policy", "none", "--baseline", "none"), "policy: expected at least one method"),
+        (("--lengths", "300,300"), "samples: expected every sample once"),
+        (("--output", "file"), "output: expected a folder that can be written, got file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_only_the_run_can_know_is_one_line_too(snapkv, tiny_only, here, arguments, message):
+    (here / "file").touch()
+    done = snapkv(*NEEDLE, "--budget", 64, *arguments)
+    assert done.status == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert [path.name for path in here.iterdir()] == ["file"]
+
+
+def test_an_unknown_task_is_one_line(snapkv):
+    done = snapkv("eval", "noodle")
+    assert (done.status, done.out) == (2, "")
+    assert "noodle" in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "option"),
+    [("matplotlib", ("--plot", "n.png")), ("matplotlib", ("--report", "r")),
+     ("jinja2", ("--report", "r"))],
+)  # fmt: skip
+def test_a_missing_package_is_named_before_the_run_starts(
+    snapkv, here, monkeypatch, package, option
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    done = snapkv(*NEEDLE, *option)
+    assert done.status == 2
+    assert f"the package {package}, which is not installed; run pip install" in done.err
+    assert done.err.count("\n") == 1
+    assert list(here.iterdir()) == []
+
+
+def test_a_run_without_figures_needs_no_package_for_them(snapkv, tiny_only, here, monkeypatch):
+    for package in ("matplotlib", "jinja2"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert snapkv(*NEEDLE, "--budget", 64, "--limit", 1).status == 0
+
+
+def labels(**given):
+    made = methods(given.get("baselines", []), given.get("policies", []), given.get("budgets", []))
+    return [method.label for method in made]
+
+
+def test_baselines_come_first_then_every_policy_at_every_budget():
+    found = methods(["full"], ["snapkv,h2o", "snapkv:kernel_size=13,pooling=avg"], [512, 1024])
+    assert [method.label for method in found] == [
+        "full",
+        "snapkv@512", "snapkv@1024",
+        "h2o@512", "h2o@1024",
+        "snapkv:kernel_size=13,pooling=avg@512", "snapkv:kernel_size=13,pooling=avg@1024",
+    ]  # fmt: skip
+    assert [method.policy.budget for method in found[1:]] == [512, 1024] * 3
+    assert found[-1].policy.describe()["pooling"] == "avg"
+
+
+def test_a_method_with_a_budget_of_its_own_comes_once():
+    assert labels(policies=["full", "snapkv:budget=99"], budgets=[512, 1024]) == [
+        "full", "snapkv:budget=99",
+    ]  # fmt: skip
+    (one,) = methods([], ["snapkv:keep_ratio=0.25"], [512, 1024])
+    assert one.policy.describe()["keep_ratio"] == 0.25
+    assert one.policy.describe()["budget"] is None
+
+
+def test_baselines_have_their_own_budgets():
+    (one,) = methods(["streaming-llm:budget=256"], [], [512])
+    assert (one.label, one.policy.budget) == ("streaming-llm:budget=256", 256)
+
+
+def test_specs_are_parted_at_commas_that_no_parameter_follows():
+    assert specs(["snapkv:a=1,b=2,h2o", "full , none", ""]) == ["snapkv:a=1,b=2", "h2o", "full"]
+
+
+def test_numbers_may_be_written_in_thousands():
+    assert integers("budget", "512, 1k,2K,1m") == (512, 1024, 2048, 1024**2)
+    with pytest.raises(InvalidArgumentError, match=r"got '1\.5k'"):
+        integers("budget", "1.5k")
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+def test_every_setting_of_a_task_is_an_option_with_a_help_text(snapkv, monkeypatch, task):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = snapkv("eval", task.name, "--help")
+    assert done.status == 0
+    for name, text in documented_arguments(task).items():
+        assert f"--{name.replace('_', '-')}" in done.out
+        assert text[:40] in done.out
+
+
+def test_help_texts_are_those_of_the_docstring():
+    assert documented_arguments(Needle)["permutations"] == (
+        "runs of every length and depth, each with the documents in another order"
+    )

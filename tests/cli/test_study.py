@@ -1,0 +1,51 @@
+"""`snapkv study`: options out of each study, rows and figures where the user says."""
+
+import json
+
+import pytest
+
+
+def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp_path):
+    out, figure = tmp_path / "rows", tmp_path / "figure.svg"
+    small = ("--document-tokens", "130", "--answer-length", "2")
+    done = snapkv(
+        *("study", "instructions", "--document", document, *small, "--output", out),
+        *("-q", "Where is the key, and why?", "-q", "When does the gate open?"),
+        *("--plot", figure, "--json"),
+    )
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert found["folder"] == str(out)
+    assert found["run"]["study"]["documents"] == [str(document)]
+    assert found["run"]["study"]["questions"][0] == "Where is the key, and why?"
+    assert {row["questions"] for row in found["rows"]} == {"1 and 1", "1 and 2", "2 and 2"}
+    assert figure.read_text().startswith("<?xml")
+    shown = snapkv(
+        *("study", "instructions", "--document", document, *small, "--output", out),
+        *("-q", "Where is the key, and why?", "-q", "When does the gate open?"),
+    )
+    assert "1 and 2" in shown.out
+    assert str(out) in shown.err.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("hit-rat",), "No such command"),
+        (("hit-rate", "--samples", "0"), "samples: expected at least 1"),
+        (("hit-rate", "--plot", "figure.bmp"), "plot: expected a file name that ends in"),
+        (("hit-rate", "--group-reduce", "some"), "--group-reduce"),
+        (("instructions", "-q", "Why?"), "question: expected at least two"),
+        (("overlap", "--document", "missing.txt"), "expected an existing file"),
+        (("sensitivity", "--windows", "16,x"), "windows: expected items of type int"),
+        (("sensitivity", "--poolings", "max,median"), "pooling: expected"),
+        (("sensitivity", "--budget", "32"), "expected more than window_size=32"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_and_status_2(snapkv, demo_only, arguments, message):
+    done = snapkv("study", *arguments)
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.startswith("snapkv: error: ")
+    assert done.err.count("\n") == 1

@@ -1,0 +1,140 @@
+"""A folder holds one run's answers, whole lines only, and one process adds to it."""
+
+import json
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.evaluate.store import Store
+
+RUN = {"task": {"name": "needle", "seed": 42, "lengths": [1024]}, "model": {"name": "demo"}}
+
+
+def record(sample, method="full", question="visible"):
+    return {
+        "sample": sample,
+        "method": method,
+        "question": question,
+        "cell": {"length": 1024},
+        "policy": {"name": "full"},
+        "status": "ok",
+    }
+
+
+def lines(folder):
+    return (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def filled(folder, count=3):
+    with Store(folder, RUN) as store:
+        for number in range(count):
+            store.add(record(str(number)))
+    return folder
+
+
+def test_what_was_added_is_there_when_opened_again(tmp_path):
+    filled(tmp_path / "new" / "folder")
+    with Store(tmp_path / "new" / "folder", RUN) as store:
+        assert [r["sample"] for r in store.records] == ["0", "1", "2"]
+        assert ("1", "full", "visible") in store
+        assert ("1", "full", "hidden") not in store
+        assert ("3", "full", "visible") not in store
+
+
+def test_an_answer_is_on_the_disk_as_soon_as_it_was_added(tmp_path):
+    with Store(tmp_path, RUN) as store:
+        store.add(record("0"))
+        assert json.loads(lines(tmp_path)[0]) == record("0")
+
+
+def test_a_line_cut_off_anywhere_is_taken_away_and_answered_again(tmp_path):
+    filled(tmp_path)
+    *whole, last = lines(tmp_path)
+    for kept in range(len(last)):
+        (tmp_path / "samples.jsonl").write_bytes(b"".join(whole) + last[:kept])
+        with Store(tmp_path, RUN) as store:
+            assert len(store.records) == 2
+            assert lines(tmp_path) == whole
+            store.add(record("2"))
+        assert lines(tmp_path) == [*whole, last]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b"[1]", b"null", b'{"sample": "1"', b"\xff\xfe{}", b'{"sample": "1"}']
+)
+def test_a_damaged_line_is_named(tmp_path, damage):
+    filled(tmp_path)
+    whole = lines(tmp_path)
+    (tmp_path / "samples.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[2])
+    with pytest.raises(InvalidArgumentError, match=r"samples\.jsonl, line 2, got .*delete"):
+        Store(tmp_path, RUN)
+    assert len(lines(tmp_path)) == 3  # nothing was repaired behind the user's back
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"task": {**RUN["task"], "seed": 7}}, "another task.seed: 42 there, 7 here"),
+        ({"task": {**RUN["task"], "lengths": [2048]}}, r"task.lengths: \[1024\] there, \[2048\]"),
+        ({"model": {"name": "other"}}, 'another model.name: "demo" there, "other" here'),
+        ({"limit": 3}, "another limit: null there, 3 here"),
+        ({"limit": 3, "model": {"name": "x"}}, "model.name.*, another limit: null there, 3 here"),
+    ],
+)
+def test_another_run_in_the_folder_is_refused_with_what_differs(tmp_path, change, said):
+    filled(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=said) as raised:
+        Store(tmp_path, RUN | change)
+    assert "choose another folder" in str(raised.value)
+    assert len(lines(tmp_path)) == 3
+
+
+def test_a_setting_that_only_the_folder_has_differs_too(tmp_path):
+    filled(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"task.seed: 42 there, null here"):
+        Store(tmp_path, RUN | {"task": {"name": "needle", "lengths": [1024]}})
+
+
+def test_answers_without_a_run_are_refused_and_an_empty_file_is_not(tmp_path):
+    filled(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"expected the run\.json .* got none"):
+        Store(tmp_path, RUN)
+    (tmp_path / "samples.jsonl").write_bytes(b"")
+    with Store(tmp_path, RUN) as store:
+        assert store.records == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_damaged_run_is_refused(tmp_path, content):
+    filled(tmp_path)
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match=r"JSON object in .*run\.json, line 1"):
+        Store(tmp_path, RUN)
+
+
+def test_one_process_at_a_time(tmp_path):
+    pytest.importorskip("fcntl")
+    refused = pytest.raises(InvalidArgumentError, match="no other run is writing to")
+    with Store(tmp_path, RUN), refused:
+        Store(tmp_path, RUN)
+    with Store(tmp_path, RUN) as store:
+        assert store.records == []
+
+
+@pytest.mark.parametrize("below", [(), ("results",)])
+def test_a_file_is_no_folder(tmp_path, below):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InvalidArgumentError, match="a folder that can be written, got"):
+        Store(file.joinpath(*below), RUN)
+
+
+def test_a_summary_replaces_the_one_before(tmp_path):
+    with Store(tmp_path, RUN) as store:
+        store.summarise([{"score": 1.0}, {"score": None}])
+        store.summarise([{"score": 0.5}])
+    assert (tmp_path / "summary.jsonl").read_text() == '{"score": 0.5}\n'
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run.json", "samples.jsonl", "summary.jsonl",
+    }  # fmt: skip

@@ -1,0 +1,55 @@
+"""The paper's measures in plain loops over Python numbers: no tensors, nothing shared."""
+
+import math
+
+
+def attention(queries, keys, scaling, position):
+    """What the query at a position pays every token up to itself."""
+    scores = [
+        scaling * sum(q * k for q, k in zip(queries[position], key, strict=True))
+        for key in keys[: position + 1]
+    ]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return [weight / sum(weights) for weight in weights]
+
+
+def top(numbers, count):
+    """Indices of the largest numbers; of equal ones the lower comes first."""
+    return set(sorted(range(len(numbers)), key=lambda i: (-numbers[i], i))[:count])
+
+
+def summed(rows, tokens):
+    """Attention of several queries, summed for each of the first tokens."""
+    return [sum(row[i] for row in rows if i < len(row)) for i in range(tokens)]
+
+
+def hit_rate(heads, scaling, *, prompt, window, keep_ratio, threshold, answer, first=0):
+    """Eq. 4-8 over all heads and some tokens of the answer, from position `first` on.
+
+    `heads` has queries and keys for every query head: lists over positions of lists over channels.
+    """
+    prefix = prompt - window
+    hits = important = 0
+    for queries, keys in heads:
+        votes = summed(
+            [attention(queries, keys, scaling, i) for i in range(prefix, prompt)], prefix
+        )
+        voted = top(votes, math.floor(keep_ratio * prefix))
+        for position in answer:
+            row = attention(queries, keys, scaling, position)
+            strong = {i for i in range(first, prefix) if row[i] > threshold}
+            important += len(strong)
+            hits += len(strong & voted)
+    return hits / important if important else None
+
+
+def overlap(heads, scaling, *, one, other, candidates, keep_tokens):
+    """Which part of the positions that some queries attend to most is also the others'."""
+    shared = 0
+    for queries, keys in heads:
+        sets = [
+            top(summed([attention(queries, keys, scaling, i) for i in window], candidates), k)
+            for window, k in ((one, keep_tokens), (other, keep_tokens))
+        ]
+        shared += len(sets[0] & sets[1])
+    return shared / (keep_tokens * len(heads))
