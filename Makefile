@@ -18,14 +18,15 @@ demo: $(INSTALLED) ## Ask a real long document, from the compressed and from the
 	    --answer-start "The FNAME field is required to be Latin-1 by RFC" \
 	    --budget 512 --max-new-tokens 8 --compare
 
+# Two processes of one thread each: the small models of the tests leave a second thread idle.
 test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(INSTALLED) ## The tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/policies tests/test_cache.py \
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py
 
 check: $(INSTALLED) ## Lint, formatting and types
@@ -37,10 +38,13 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (about an hour on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (about an hour and a half on two cores)
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.streaming
+	$(BIN)/python -m benchmarks.studies
+	$(BIN)/python -m benchmarks.ragged
 
 clean: ## Remove the virtual environment and everything made
 	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import Row
-from benchmarks.timing import alternate, ratios, spent_on, spread
 from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.measure.timing import alternate, ratios, spent_on, spread
 
 SHORT_TOKENS, LONG_TOKENS = 1024, 6144
 BUDGET = 512
@@ -34,7 +34,7 @@ def measure_decode(model: Any, prompts: dict[int, list[int]]) -> Iterator[Row]:
             name = f"{policy.name}/{prompt_tokens}"
             cache = prompt.compressed(policy)
             reports[name] = cache.report()
-            decoders[name] = _decoder(prompt, cache)
+            decoders[name] = decoder(prompt, cache)
     times = alternate(decoders, rounds=TOKENS, warmup_rounds=4)
     for name, samples in times.items():
         report = reports[name]
@@ -61,13 +61,14 @@ def _settings(name: str) -> Row:
     }
 
 
-def _decoder(prompt: ReadPrompt, cache: CompressedCache) -> Callable[[], float]:
+def decoder(prompt: ReadPrompt, cache: CompressedCache) -> Callable[[], float]:
     """A function that decodes one greedy token and returns the time in ms."""
     model = prompt.model
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
     def step() -> None:
         nonlocal token
+        cache.expect_tokens(token)
         token = model(token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
 
     return lambda: spent_on(step).wall_ms

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.haystack import Haystack
+from snapkv.evaluate.haystack import Haystack
 
 CITIES = (
     *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
@@ -33,6 +33,7 @@ class Document:
 
     Attributes:
         prompt_ids: token ids, exactly as many as asked for.
+        question_ids: the end of the prompt: the question and the start of the answer.
         answer_ids: a space and one token per digit.
         city: whose number is hidden.
         number: four digits.
@@ -40,6 +41,7 @@ class Document:
     """
 
     prompt_ids: list[int]
+    question_ids: list[int]
     answer_ids: list[int]
     city: str
     number: int
@@ -73,6 +75,7 @@ def _make_document(
     split = _sentence_end(tokenizer, hay, int(depth * hay_tokens))
     return Document(
         prompt_ids=[*hay[:split], *needle, *hay[split:], *question],
+        question_ids=question,
         answer_ids=_encode(tokenizer, f" {number}"),
         city=city,
         number=number,

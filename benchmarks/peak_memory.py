@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.haystack import load_haystack
 from benchmarks.magic_number import make_documents
 from benchmarks.prefill import BUDGET, CONTENDERS, PROMPT_TOKENS, make_cache
 from benchmarks.records import Row
+from snapkv.evaluate.haystack import load_haystack
 from snapkv.models import load
 
 _WARMUP_TOKENS = 64

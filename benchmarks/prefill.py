@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.records import Row
-from benchmarks.timing import Spent, alternate, ratios, spent_on, spread
 from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.measure.timing import Spent, alternate, ratios, spent_on, spread
 
 PROMPT_TOKENS = 4096
 BUDGET = 512

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from benchmarks.environment import describe_environment
-from benchmarks.haystack import load_haystack
 from benchmarks.magic_number import SEED, make_documents
 from benchmarks.records import (
     RESULTS,
@@ -26,6 +25,7 @@ from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
 from snapkv.cache import format_bytes
+from snapkv.evaluate.haystack import load_haystack
 from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
 

@@ -19,23 +19,24 @@ from snapkv.policies.base import Need
 MOST_WINDOW_TOKENS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recorder(Policy):
     """Keeps everything and notes what it was shown, layer by layer."""
 
     name: ClassVar[str] = "recorder"
 
+    recorded_queries: int
     layers: list[PromptLayer] = field(default_factory=list)
 
     @property
     def query_tokens(self) -> int:
-        """Enough for the window of every method."""
-        return MOST_WINDOW_TOKENS
+        """Enough for every method that is asked afterwards."""
+        return self.recorded_queries
 
     @property
     def needs(self) -> frozenset[Need]:
         """All there is, so that every method can be asked afterwards."""
-        return frozenset({"rotation", "output_weight"})
+        return frozenset({"rotation", "output_weight", "token_ids"})
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Note the layer; keep everything."""
@@ -68,20 +69,31 @@ class ReadPrompt:
         cache.expect_prompt(self.prompt_tokens)
         for layer, states in zip(cache.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
-            start = states.queries.shape[2] - min(policy.query_tokens, states.queries.shape[2])
-            shown = replace(states, queries=states.queries[:, :, start:])
+            if "token_ids" in policy.needs:
+                layer.remember_ids(states.token_ids)
+            shown = replace(states, queries=self._last_queries(states, policy))
             layer.end_prompt(policy.select(shown), shown)
         return cache
 
+    def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
+        wanted = min(policy.query_tokens, self.prompt_tokens)
+        recorded = states.queries.shape[2]
+        if wanted > recorded:
+            raise ValueError(f"expected {wanted} recorded queries for {policy!r}, got {recorded}")
+        return states.queries[:, :, recorded - wanted :]
+
 
 @torch.inference_mode()
-def read_prompt(model: Any, prompt_ids: list[int]) -> ReadPrompt:
-    """Read one prompt with the full cache, recording it.
+def read_prompt(
+    model: Any, prompt_ids: list[int], *, recorded_queries: int = MOST_WINDOW_TOKENS
+) -> ReadPrompt:
+    """Read one prompt with the full cache, recording it and its last queries.
 
     The model must have full attention in every layer, as the demo model has.
     """
-    recorder = Recorder()
+    recorder = Recorder(recorded_queries=recorded_queries)
     ids = torch.tensor([prompt_ids], device=model.device)
     cache = CompressedCache(model, recorder)
+    cache.expect_tokens(ids)
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     return ReadPrompt(model=model, layers=recorder.layers, last_logits=logits)

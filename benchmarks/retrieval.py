@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.magic_number import Document
-from benchmarks.reading import read_prompt
+from benchmarks.reading import MOST_WINDOW_TOKENS, ReadPrompt, read_prompt
 from benchmarks.scoring import Score, score_answer
+from snapkv import CacheReport
 from snapkv.policies import Policy
+
+Question = Literal["visible", "hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,39 +23,77 @@ class Outcome:
         documents: how many were answered.
         accuracy: fraction of documents whose answer was right in every token.
         nll: mean over documents of `Score.nll`; it moves smoothly where accuracy jumps.
-        held_bytes: keys and values stored after the prompt.
-        full_bytes: keys and values of the full cache.
+        read_tokens: tokens of what was compressed, the mean over documents.
+        held_bytes: keys and values stored after the prompt, the mean over documents.
+        full_bytes: keys and values of the full cache then, the mean.
+        end_bytes: keys and values stored at the end, after the answer, the mean.
     """
 
     policy: Policy
     documents: int
     accuracy: float
     nll: float
+    read_tokens: float
     held_bytes: int
     full_bytes: int
+    end_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """One method on one document: what the cache held after the prompt, and at the end."""
+
+    score: Score
+    prompt_report: CacheReport
+    end_report: CacheReport
 
 
 def measure_retrieval(
-    model: Any, documents: Iterable[Document], policies: Sequence[Policy]
+    model: Any,
+    documents: Iterable[Document],
+    policies: Sequence[Policy],
+    *,
+    question: Question = "visible",
 ) -> list[Outcome]:
-    """Answer every document from the cache of every policy; outcomes in the order of `policies`."""
-    scores: list[list[Score]] = [[] for _ in policies]
-    sizes: list[tuple[int, int]] = [(0, 0) for _ in policies]
+    """Answer every document from the cache of every policy; outcomes in the order of `policies`.
+
+    Args:
+        model: the model.
+        documents: what to read, all of one length.
+        policies: the methods.
+        question: "visible" compresses the whole prompt, which ends in the question; "hidden"
+            compresses the text before the question, which is then read from the compressed cache.
+    """
+    recorded = max(MOST_WINDOW_TOKENS, *(policy.query_tokens for policy in policies))
+    answers: list[list[_Answer]] = [[] for _ in policies]
     for document in documents:
-        prompt = read_prompt(model, document.prompt_ids)
-        for index, policy in enumerate(policies):
-            cache = prompt.compressed(policy)
-            report = cache.report()
-            sizes[index] = (report.held_bytes, report.full_bytes)
-            scores[index].append(score_answer(prompt, cache, document.answer_ids))
+        hidden_ids = document.question_ids if question == "hidden" else []
+        read_ids = document.prompt_ids[: len(document.prompt_ids) - len(hidden_ids)]
+        prompt = read_prompt(model, read_ids, recorded_queries=recorded)
+        for policy, of_policy in zip(policies, answers, strict=True):
+            of_policy.append(_answer(prompt, policy, hidden_ids, document.answer_ids))
     return [
-        Outcome(
-            policy=policy,
-            documents=len(of_policy),
-            accuracy=fmean(score.right for score in of_policy),
-            nll=fmean(score.nll for score in of_policy),
-            held_bytes=held,
-            full_bytes=full,
-        )
-        for policy, of_policy, (held, full) in zip(policies, scores, sizes, strict=True)
+        _outcome(policy, of_policy) for policy, of_policy in zip(policies, answers, strict=True)
     ]
+
+
+def _answer(
+    prompt: ReadPrompt, policy: Policy, hidden_ids: list[int], answer_ids: list[int]
+) -> _Answer:
+    cache = prompt.compressed(policy)
+    prompt_report = cache.report()
+    score = score_answer(prompt, cache, answer_ids, question_ids=hidden_ids)
+    return _Answer(score=score, prompt_report=prompt_report, end_report=cache.report())
+
+
+def _outcome(policy: Policy, answers: Sequence[_Answer]) -> Outcome:
+    return Outcome(
+        policy=policy,
+        documents=len(answers),
+        accuracy=fmean(answer.score.right for answer in answers),
+        nll=fmean(answer.score.nll for answer in answers),
+        read_tokens=fmean(answer.prompt_report.seen_tokens for answer in answers),
+        held_bytes=round(fmean(answer.prompt_report.held_bytes for answer in answers)),
+        full_bytes=round(fmean(answer.prompt_report.full_bytes for answer in answers)),
+        end_bytes=round(fmean(answer.end_report.held_bytes for answer in answers)),
+    )

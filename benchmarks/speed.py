@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from benchmarks import decode, prefill
 from benchmarks.environment import describe_environment
-from benchmarks.haystack import load_haystack
 from benchmarks.magic_number import SEED, make_documents
 from benchmarks.peak_memory import measure_peaks
 from benchmarks.records import (
@@ -24,6 +23,7 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv.cache import format_bytes
+from snapkv.evaluate.haystack import load_haystack
 from snapkv.models import LoadedModel, load
 
 ROWS = RESULTS / "speed.jsonl"

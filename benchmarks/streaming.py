@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment
-from benchmarks.haystack import python_topics
 from benchmarks.records import (
     RESULTS,
     Row,
@@ -27,6 +26,7 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv import CompressedCache, FullCache, StreamingLLM
+from snapkv.evaluate.haystack import python_topics
 from snapkv.models import load
 from snapkv.policies import Policy
 

@@ -270,9 +270,21 @@ def test_what_a_checkpoint_suggests_does_not_change_how_many_answers(demo, sugge
     assert (again.text, again.cache) == (plain.text, plain.cache)
 
 
-@pytest.mark.parametrize("bad", [{"max_new_tokens": 0}, {"seed": -1}])
+@pytest.mark.parametrize("bad", [{"max_new_tokens": 0}, {"seed": -1}, {"min_new_tokens": -1}])
 def test_bad_settings_are_refused(bad):
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(bad))}: expected at least"):
+        GenerationSettings(**bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens: expected at most max_new_"),
+        ({"stop_strings": ("a", "")}, "stop_strings: expected texts, got an empty one"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(bad, said):
+    with pytest.raises(InvalidArgumentError, match=said):
         GenerationSettings(**bad)
 
 

@@ -1,6 +1,8 @@
 """What the repository's pages say is run, and is true."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +29,11 @@ PRINTED = {"README.md 1": ("2.0", "tokens seen")}
         for number, block in enumerate(blocks(page), 1)
     ],
 )
-def test_python_blocks_run(name, code):
+def test_python_blocks_run(name, code, tmp_path):
+    shutil.copy(ROOT / "LICENSE", tmp_path)  # what the first block reads
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning", "-c", code],
-        cwd=ROOT,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
@@ -49,13 +52,13 @@ def test_links_inside_the_repository_lead_somewhere(page):
 def test_commands_of_the_readme_exist():
     """Options that the README shows are options the command line has."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for command in re.findall(r"snapkv (ask|generate|policies)([^\n|]*)", text):
+    for command in re.findall(r"snapkv (ask|generate|policies|eval needle)([^\n|]*)", text):
         shown = set(re.findall(r"--[a-z-]+", command[1]))
         help_text = subprocess.run(
-            [sys.executable, "-m", "snapkv", command[0], "--help"],
+            [sys.executable, "-m", "snapkv", *command[0].split(), "--help"],
             capture_output=True,
             text=True,
             check=True,
-            env={"COLUMNS": "200", "PATH": ""},
+            env={"COLUMNS": "200", "PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         ).stdout
         assert all(option in help_text for option in shown), command

@@ -5,7 +5,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,28 +78,26 @@ def answer(
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
-    model = loaded.model
-    ids = prompt.token_ids(loaded.tokenizer).to(model.device)
+    model, policy = loaded.model, policy.with_tokenizer(loaded.tokenizer)
+    ids = prompt_ids(loaded, prompt, settings)
     prompt_tokens = ids.shape[1]
-    _require_positions(loaded.max_tokens, prompt_tokens, settings.max_new_tokens)
+    context_tokens = prompt.context_tokens(loaded.tokenizer)
     cache = _WatchedCache(model, policy, on_layer)
-    watch = _Stopwatch(loaded.tokenizer, on_text)
+    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
         on_text(prompt.answer_start)
-    advice = functools.partial(prompt_advice, model, prompt_tokens, free_bytes(model.device))
-    with out_of_memory_explained(advice), _seeded(settings.seed, model.device):
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            streamer=watch,
-            **_generate_options(model, settings),
-        )
+    output = continue_ids(
+        loaded, ids, cache, settings, context_tokens=context_tokens, streamer=watch
+    )
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
+    before = _first_stop(text, settings.stop_strings)
+    cut_off = len(new_ids) == settings.max_new_tokens and before is None
     return Answer(
-        text=prompt.answer_start + text,
-        finish_reason="stop" if new_ids[-1] in _end_ids(model) else "length",
+        text=prompt.answer_start + text[:before],
+        finish_reason="length"
+        if cut_off and new_ids[-1] not in _end_ids(model, settings)
+        else "stop",
         policy=policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new_ids),
@@ -109,14 +107,66 @@ def answer(
     )
 
 
-def _require_positions(max_tokens: int | None, prompt_tokens: int, max_new_tokens: int) -> None:
-    if max_tokens is not None and prompt_tokens + max_new_tokens > max_tokens:
+def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
+    """A prompt's tokens on the model's device, (1, T) int64.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+    """
+    ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
+    max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
+    if max_tokens is not None and ids.shape[1] + new_tokens > max_tokens:
         raise PromptTooLongError(
-            f"prompt: expected at most {max_tokens - max_new_tokens:,} tokens, since the model has "
-            f"{max_tokens:,} positions and the answer may take {max_new_tokens:,} of them, got "
-            f"{prompt_tokens:,}; shorten the documents, lower max_new_tokens, or choose a model "
+            f"prompt: expected at most {max_tokens - new_tokens:,} tokens, since the model has "
+            f"{max_tokens:,} positions and the answer may take {new_tokens:,} of them, got "
+            f"{ids.shape[1]:,}; shorten the documents, lower max_new_tokens, or choose a model "
             "with more positions"
         )
+    return ids
+
+
+def continue_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    context_tokens: int | None = None,
+    streamer: TextStreamer | None = None,
+) -> Tensor:
+    """Read a prompt into a cache and generate the tokens behind it.
+
+    Args:
+        loaded: model and tokenizer.
+        ids: (1, T) int64, the prompt.
+        cache: made for the model, empty.
+        settings: length and sampling.
+        context_tokens: compress behind that many tokens; None for all of the prompt.
+        streamer: gets every token.
+
+    Returns:
+        (1, T + new) int64.
+
+    Raises:
+        UnsupportedModelError: the model cannot be compressed correctly.
+        OutOfMemoryError: the device is full; the message says what would fit.
+    """
+    model = loaded.model
+    advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
+    with out_of_memory_explained(advice), _seeded(settings.seed, model.device):
+        if context_tokens is not None:
+            cache.expect_tokens(ids[:, :context_tokens])
+            with torch.inference_mode():
+                model(ids[:, :context_tokens], past_key_values=cache, logits_to_keep=1)
+        output: Tensor = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=streamer,
+            tokenizer=loaded.tokenizer if settings.stop_strings else None,
+            **_generate_options(model, settings),
+        )
+    return output
 
 
 def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
@@ -129,18 +179,30 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         sampling = {"do_sample": True, "temperature": settings.temperature}
     elif model.generation_config.do_sample:
         sampling |= {"top_p": None, "top_k": None}
+    end_ids = _end_ids(model, settings)
     if model.generation_config.pad_token_id is None:
-        sampling["pad_token_id"] = next(iter(_end_ids(model)), 0)
+        sampling["pad_token_id"] = next(iter(end_ids), 0)
     single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
-    return {"max_new_tokens": settings.max_new_tokens, **single, **sampling}
+    limits: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens}
+    if settings.min_new_tokens:
+        limits["min_new_tokens"] = settings.min_new_tokens
+    if settings.stop_token_ids:
+        limits["eos_token_id"] = end_ids
+    if settings.stop_strings:
+        limits["stop_strings"] = list(settings.stop_strings)
+    return limits | single | sampling
 
 
-def _end_ids(model: Any) -> list[int]:
+def _end_ids(model: Any, settings: GenerationSettings) -> list[int]:
     """Tokens that end an answer."""
     ids = model.generation_config.eos_token_id
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return [*own, *settings.stop_token_ids]
+
+
+def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
+    """Where the first stop string of a text begins; None where it has none."""
+    return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
 
 
 @contextlib.contextmanager
@@ -169,11 +231,15 @@ class _WatchedCache(CompressedCache):
 
 
 class _Stopwatch(TextStreamer):
-    """Passes finished text on, and notes when every token arrived."""
+    """Passes finished text on, up to a stop string, and notes when every token arrived."""
 
-    def __init__(self, tokenizer: Any, on_text: TextSink | None) -> None:
+    def __init__(
+        self, tokenizer: Any, on_text: TextSink | None, stop_strings: Sequence[str]
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._on_text = on_text
+        self._stop_strings = stop_strings
+        self._text, self._passed = "", 0
         self._start = time.perf_counter()
         self._arrivals: list[float] = []
 
@@ -183,8 +249,14 @@ class _Stopwatch(TextStreamer):
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if self._on_text and text:
-            self._on_text(text)
+        self._text += text
+        end = _first_stop(self._text, self._stop_strings)
+        if end is None:  # what may be the beginning of a stop string waits for the rest
+            longest = max(map(len, self._stop_strings), default=1)
+            end = len(self._text) - (0 if stream_end else longest - 1)
+        if self._on_text and end > self._passed:
+            self._on_text(self._text[self._passed : end])
+            self._passed = end
 
     @property
     def first_token_ms(self) -> float:

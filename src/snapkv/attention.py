@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -81,8 +82,11 @@ class _Call:
 
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
+        mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
+        if mask is None and self.implementation == "sdpa" and 1 < Q < S:
+            mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
         output, weights = self.function(
-            self.module, self.query, self.key, self.value, self.mask, **self.options
+            self.module, self.query, self.key, self.value, mask, **self.options
         )
         return output, weights
 
@@ -194,7 +198,9 @@ def _attend_ragged(call: _Call, ragged: RaggedStates) -> Tensor:
     scaling = call.options.get("scaling")
     output = ops.ragged_attention(
         call.query,
-        ragged.segments(),
+        ragged.keys,
+        ragged.values,
+        ragged.layout,
         call.key,
         call.value,
         scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -208,13 +214,15 @@ def _evict(call: _Call, layer: CompressedLayer) -> None:
     """Let a policy that evicts while generating see this step and drop what it will."""
     if not isinstance(layer.policy, EvictingPolicy):
         return
+    layer.absorb_tail()
     step = DecodeStep(
         queries=layer.look_back(call.query),
-        keys=call.key,
-        values=call.value,
+        keys=call.key if layer.ragged is None else layer.ragged.padded_keys(),
         scores=layer.scores_with(call.query.shape[2]),
+        head_notes=layer.head_notes,
+        token_ids=layer.token_ids,
         filler_tokens=layer.filler_tokens,
-        columns=layer.columns() if layer.policy.history_tokens else None,
+        columns=layer.columns(),
         pad_tokens=layer.pad_tokens,
         seen_tokens=layer.cumulative_length,
         **_score_options(call, layer),
@@ -258,6 +266,7 @@ def _prompt_layer(
         keys=call.key[:, :, :end],
         values=call.value[:, :, :end],
         pad_tokens=pads,
+        token_ids=None if layer.token_ids is None else layer.token_ids[:, :end],
         rotation=layer.rotation,
         output_weight=output_weight(layer.output_projection),
         **_score_options(call, layer),

@@ -16,6 +16,7 @@ from snapkv.policies import PromptLayer
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
+_BLOCK_TOKENS = 8192
 
 
 def require_faithful_scores(
@@ -60,8 +61,10 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
     """Scores of the prompt's last query: (B, Hkv, G, T) float32, minus infinity at pads."""
     B, Hq, _, D = layer.queries.shape
     Hkv = layer.keys.shape[1]
-    grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D)
-    scores = (grouped.float() @ layer.keys.float().transpose(-1, -2)) * layer.scaling
+    grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D).float()
+    blocks = torch.split(layer.keys, _BLOCK_TOKENS, dim=2)  # a float32 copy of all keys may not fit
+    scores = torch.cat([grouped @ block.float().transpose(-1, -2) for block in blocks], dim=-1)
+    scores = scores * layer.scaling
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     if layer.pad_tokens is not None:

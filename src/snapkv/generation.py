@@ -1,15 +1,17 @@
-"""Telling a cache where the prompt ends, which only `model.generate` knows.
+"""Telling a cache where the prompt ends and which tokens come, which only `generate` knows.
 
 Inside `generate` the first forward pass may be a piece of the prompt (`prefill_chunk_size`) or the
-prompt and unverified drafts (prompt lookup, assistant models); no forward pass can tell which. So
-the model's `generate` is wrapped on the instance: it announces the prompt's length to a
-`CompressedCache` and then runs unchanged. Other caches pass through.
+prompt and unverified drafts (prompt lookup, assistant models); no forward pass can tell which. And
+no layer ever sees token ids. So two methods of the model are wrapped on the instance: `generate`
+announces the prompt's length to a `CompressedCache`, and `prepare_inputs_for_generation`, which
+`generate` calls before every forward pass, the ids of the tokens that pass will read, in the order
+of the cache's rows. Both then run unchanged. Other caches pass through.
 """
 
 import contextlib
 import inspect
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,29 +20,49 @@ from snapkv.cache.compressed import CompressedCache
 from snapkv.errors import InvalidArgumentError
 
 
-class AnnouncingGenerate:
-    """`model.generate` that tells a `CompressedCache` how long the prompt is.
+class _Announcing:
+    """A method of a model that tells a `CompressedCache` what it knows.
 
     Holds its model weakly, so that the model is freed as soon as nobody uses it, and is copied and
     pickled with its model.
     """
 
-    __name__ = "generate"
+    name: ClassVar[str]
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self.__doc__ = type(model).generate.__doc__
+        self.__name__ = self.name
+        self.__doc__ = self._own.__doc__
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that generates."""
+        """The model whose method it is."""
         return self._model()
+
+    @property
+    def _own(self) -> Any:
+        """The method as the model's class has it."""
+        return getattr(type(self.model), self.name)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """That of the model's own method, as a bound method has it."""
-        signature = inspect.signature(type(self.model).generate)
+        signature = inspect.signature(self._own)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Announcing":
+        """For the copy of the model that is being made, or for the same model outside of one."""
+        return type(self)(memo.get(id(self.model), self.model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew for the unpickled model."""
+        return type(self), (self.model,)
+
+
+class AnnouncingGenerate(_Announcing):
+    """`model.generate` that tells a `CompressedCache` how long the prompt is."""
+
+    name = "generate"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own `generate`."""
@@ -48,25 +70,34 @@ class AnnouncingGenerate:
         announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if isinstance(cache, CompressedCache):
             _require_plain_prompt(model, kwargs)
+            _require_ids(cache, kwargs)
             prompt_tokens = _prompt_tokens(args, kwargs)
+            cache.require_room(_new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
                 announcement = cache.announced(prompt_tokens)
         with announcement:
-            return type(model).generate(model, *args, **kwargs)
+            return self._own(model, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AnnouncingGenerate":
-        """For the copy of the model that is being made, or for the same model outside of one."""
-        return AnnouncingGenerate(memo.get(id(self.model), self.model))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew for the unpickled model."""
-        return AnnouncingGenerate, (self.model,)
+class AnnouncingInputs(_Announcing):
+    """`model.prepare_inputs_for_generation` that tells a `CompressedCache` what will be read."""
+
+    name = "prepare_inputs_for_generation"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own `prepare_inputs_for_generation`."""
+        inputs = self._own(self.model, *args, **kwargs)
+        cache, token_ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        if isinstance(cache, CompressedCache) and token_ids is not None:
+            cache.expect_tokens(token_ids)
+        return inputs
 
 
 def announce_prompts(model: PreTrainedModel) -> None:
-    """Make `model.generate` announce its prompts; does nothing the second time."""
-    if hasattr(type(model), "generate") and "generate" not in vars(model):
-        vars(model)["generate"] = AnnouncingGenerate(model)
+    """Make the model announce prompts and tokens; does nothing the second time."""
+    for method in (AnnouncingGenerate, AnnouncingInputs):
+        if hasattr(type(model), method.name) and method.name not in vars(model):
+            vars(model)[method.name] = method(model)
 
 
 def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -81,6 +112,25 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if isinstance(tensor, Tensor)
     ]
     return max(lengths, default=0)
+
+
+def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: int) -> int:
+    """How many tokens `generate` was told to generate at most; 0 if it was not told."""
+    config = kwargs.get("generation_config") or model.generation_config
+    new_tokens = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
+    longest = kwargs.get("max_length") or getattr(config, "max_length", None)
+    if new_tokens is None and longest is not None:
+        new_tokens = max(0, longest - prompt_tokens)
+    return new_tokens or 0
+
+
+def _require_ids(cache: CompressedCache, kwargs: dict[str, Any]) -> None:
+    """Refuse a prompt of embeddings where the policy looks at tokens."""
+    if "token_ids" in cache.policy.needs and kwargs.get("inputs_embeds") is not None:
+        raise InvalidArgumentError(
+            f"inputs_embeds: expected the prompt as token ids, since {cache.policy.name} looks at "
+            "tokens, got embeddings; pass input_ids"
+        )
 
 
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def load(
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
     """
-    torch_device = _device(device)
+    torch_device = chosen_device(device)
     options = _dtype_option(dtype)
     source = _locate(name)
     hub = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -134,8 +134,12 @@ def load(
     )
 
 
-def _device(name: str) -> torch.device:
-    """The device of that name, if this machine has it."""
+def chosen_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the GPU where there is one.
+
+    Raises:
+        InvalidArgumentError: this machine has no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -150,11 +154,21 @@ def _device(name: str) -> torch.device:
 
 def _dtype_option(name: str) -> dict[str, Any]:
     """What to tell transformers about the dtype; nothing for the checkpoint's own."""
+    return {} if name == "auto" else {"dtype": chosen_dtype(name)}
+
+
+def chosen_dtype(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        InvalidArgumentError: not one of `DTYPES`.
+    """
     if name not in DTYPES:
         raise InvalidArgumentError(
             f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}{nearest(name, DTYPES)}"
         )
-    return {} if name == "auto" else {"dtype": getattr(torch, name)}
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _locate(name: str) -> _Source:

@@ -1,5 +1,6 @@
 """From documents and a question to the text the model continues."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +16,54 @@ class Prompt:
         answer_start: the end of `text` that belongs to the answer.
         has_special_tokens: whether `text` was made by a chat template, which writes the special
             tokens itself.
+        context_characters: how much of `text` the cache is compressed behind; the rest is read over
+            what was kept of it, so that the question is hidden from the vote. None compresses
+            behind all of it.
     """
 
     text: str
     answer_start: str = ""
     has_special_tokens: bool = False
+    context_characters: int | None = None
 
     def token_ids(self, tokenizer: Any) -> Any:
         """The prompt as token ids, (1, T) int64."""
+        return self._encoded(tokenizer, self.text, return_tensors="pt")
+
+    def context_tokens(self, tokenizer: Any) -> int | None:
+        """How many of the prompt's tokens are context; None where `context_characters` is.
+
+        Where a token reaches over the context's end, it belongs to the rest.
+
+        Raises:
+            InvalidArgumentError: the context has no token, or all of them.
+        """
+        if self.context_characters is None:
+            return None
+        whole = self._encoded(tokenizer, self.text)
+        context = self._encoded(tokenizer, self.text[: self.context_characters])
+        pairs = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(whole, context, strict=False)
+        )
+        tokens = sum(1 for _ in pairs)
+        if tokens == 0:
+            raise InvalidArgumentError(
+                "context: expected text before a question that is hidden, got no token of it; "
+                "add a document, or let the question vote"
+            )
+        if tokens == len(whole):
+            raise InvalidArgumentError(
+                "question: expected text behind the context that it is hidden from, got no token "
+                "of it; add a question, or leave context_characters out"
+            )
+        return tokens
+
+    def _encoded(self, tokenizer: Any, text: str, **options: Any) -> Any:
         encoded = tokenizer(
-            self.text,
+            text,
             add_special_tokens=not self.has_special_tokens,
-            return_tensors="pt",
             verbose=False,  # the length is checked against the model, with a better message
+            **options,
         )
         return encoded["input_ids"]
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     DecodeStep,
+    FastGen,
     FullCache,
     PromptLayer,
     PromptThenDecode,
@@ -30,8 +31,19 @@ from tests.oracle import hidden_columns, stepwise_logits, unwrapped
 
 PROMPT, BUDGET = 60, 24
 SNAPKV = SnapKV(BUDGET, window_size=8)
+KINDS = {"special_ids": tuple(range(3, 12)), "punctuation_ids": tuple(range(12, 40))}
 
-METHODS = {
+
+@dataclass(frozen=True)
+class EveryChoice(FastGen):
+    """FastGen whose heads choose in turn, whatever they attend to."""
+
+    def _profile(self, layer, received, *others):
+        heads = torch.arange(received.shape[1], device=received.device)
+        return ((heads + 2 * layer.depth) % 5).expand(received.shape[:2])
+
+
+BUDGETED = {
     "h2o": H2O(BUDGET),
     "h2o, mostly recent": H2O(heavy=4, recent=20),
     "h2o, a sliding window": H2O(heavy=0, recent=BUDGET),
@@ -53,6 +65,11 @@ METHODS = {
         prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET, positions="original")
     ),
 }
+METHODS = BUDGETED | {
+    "fastgen, frequent and recent": FastGen(0.87, **KINDS),
+    "fastgen, recent and everything": FastGen(0.975, **KINDS),
+    "fastgen, every choice": EveryChoice(**KINDS),
+}
 MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
 UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
 ROOMY = {
@@ -61,6 +78,7 @@ ROOMY = {
     "tova": TOVA(200),
     "scissorhands": Scissorhands(200),
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
+    "fastgen": FastGen(1, **KINDS),
 }
 
 
@@ -87,14 +105,23 @@ def stored(cache):
 
 
 methods = pytest.mark.parametrize("policy", METHODS.values(), ids=METHODS)
+budgeted = pytest.mark.parametrize("policy", BUDGETED.values(), ids=BUDGETED)
 families = pytest.mark.parametrize(
     ("family", "implementation"),
     [("llama", "sdpa"), ("gemma3_text", "eager"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")],
 )
 
 
+def kept_of(cache, layer, row=0, head=0):
+    """Positions that a head keeps of a row, as a list."""
+    kept = cache.kept_positions(layer)
+    kept = kept[row, min(head, kept.shape[1] - 1)]
+    return kept[kept >= 0].tolist()
+
+
 @torch.no_grad()
 def call(model, cache, ids, **options):
+    cache.expect_tokens(ids)
     return model(ids, past_key_values=cache, **options).logits
 
 
@@ -124,7 +151,7 @@ def test_a_budget_that_is_never_reached_equals_plain_transformers(policy):
     assert cache.report().kept_tokens == cache.get_seq_length()
 
 
-@methods
+@budgeted
 def test_the_size_is_kept_at_every_step(policy):
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     cache = CompressedCache(model, policy)
@@ -138,20 +165,27 @@ def test_the_size_is_kept_at_every_step(policy):
     assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes
 
 
-@methods
-def test_dropped_tokens_never_return_and_the_size_is_kept_from_the_first_token_on(policy):
+@budgeted
+def test_the_size_is_kept_from_the_first_token_on(policy):
     model = tiny_model("llama")
     cache = CompressedCache(model, policy)
-    seen: set[int] = set()
-    gone: set[int] = set()
     expected = sizes(policy, 3 * BUDGET, tokens=1)
     for position, token in enumerate(random_ids(1, 3 * BUDGET).split(1, dim=1)):
         call(model, cache, token)
-        kept = set(cache.kept_positions(0)[0, 0].tolist())
-        seen.add(position)
-        assert len(kept) == expected[position]
-        assert not kept & gone
-        gone = seen - kept
+        assert cache.kept_positions(0).shape[-1] == expected[position]
+
+
+@methods
+@pytest.mark.parametrize("prompt_tokens", [1, PROMPT])
+def test_dropped_tokens_never_return(policy, prompt_tokens):
+    model, ids = tiny_model("llama"), random_ids(1, prompt_tokens + 40)
+    cache = CompressedCache(model, policy)
+    gone: list[set[int]] = [set()] * 8
+    for token in ids.split([prompt_tokens] + [1] * 40, dim=1):
+        call(model, cache, token)
+        kept = [kept_of(cache, layer, head=head) for layer in range(4) for head in range(2)]
+        assert not any(set(now) & before for now, before in zip(kept, gone, strict=True))
+        gone = [set(range(cache.get_seq_length())) - set(now) for now in kept]
 
 
 @methods
@@ -169,8 +203,10 @@ def test_left_padded_rows_evict_as_they_do_alone(policy):
         alone = CompressedCache(model, policy)
         tokens = model.generate(row, past_key_values=alone, **options)
         assert together[index, PROMPT:].tolist() == tokens[0, row.shape[1] :].tolist()
-        kept = cache.kept_positions(2)[index, 1]
-        assert kept[kept >= 0].tolist() == alone.kept_positions(2)[0, 1].tolist()
+        for layer in range(4):
+            for head in range(2):
+                kept = kept_of(cache, layer, row=index, head=head)
+                assert kept == kept_of(alone, layer, head=head)
 
 
 @methods
@@ -184,13 +220,28 @@ def test_chunked_prefill_equals_one_pass(policy):
     assert torch.equal(caches[0].kept_positions(3), caches[1].kept_positions(3))
 
 
-@methods
-def test_beams_carry_their_own_slots(policy):
+@budgeted
+def test_beams_keep_the_size(policy):
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     cache = CompressedCache(model, policy)
     model.generate(ids, past_key_values=cache, num_beams=3, max_new_tokens=10, pad_token_id=0)
     assert stored(cache) == [sizes(policy, 9, layer=layer)[-1] for layer in range(4)]
     assert (cache.kept_positions(0).diff(dim=-1) > 0).all()
+
+
+@methods
+def test_beams_carry_their_own_slots(policy):
+    """The tokens of the best beam, fed one by one, leave what its row has kept."""
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache, alone = (CompressedCache(model, policy) for _ in range(2))
+    options = {"num_beams": 3, "num_return_sequences": 3, "pad_token_id": 0}
+    beams = model.generate(ids, past_key_values=cache, max_new_tokens=10, **options)
+    call(model, alone, ids)
+    for token in beams[:1, PROMPT:-1].split(1, dim=1):
+        call(model, alone, token)
+    for layer in range(4):
+        rows = [[kept_of(cache, layer, row, head) for head in range(2)] for row in range(3)]
+        assert [kept_of(alone, layer, head=head) for head in range(2)] in rows
 
 
 @methods
@@ -236,10 +287,12 @@ def states(rows, slots, scores=None, fillers=None):
         weights[index, : len(row)] = torch.tensor(row)
     queries = weights.clamp(min=1e-30).log()[None, None]
     keys = torch.eye(slots)[None, None]
-    common = {"queries": queries, "keys": keys, "values": keys, "scaling": 1.0, "layer_idx": 0}
+    common = {"queries": queries, "keys": keys, "scaling": 1.0, "layer_idx": 0}
     if scores is None:
-        return PromptLayer(**common)
-    return DecodeStep(**common, scores=scores, seen_tokens=slots, filler_tokens=fillers)
+        return PromptLayer(**common, values=keys)
+    columns = torch.arange(slots)[None, None]
+    given = {"columns": columns, "seen_tokens": slots, "filler_tokens": fillers}
+    return DecodeStep(**common, **given, scores=scores)
 
 
 PROMPT_ROWS = [
@@ -326,7 +379,9 @@ def test_sums_are_per_query_head_where_that_is_what_is_stored():
     assert cache.kept_positions(0).shape == (2, 8, 8)
 
 
-@pytest.mark.parametrize("policy", [H2O(BUDGET), Scissorhands(BUDGET, drop=2)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [H2O(BUDGET), Scissorhands(BUDGET, drop=2), EveryChoice(**KINDS)], ids=str
+)
 def test_copying_a_cache_copies_what_was_noted(policy):
     model = tiny_model("llama")
     cache = CompressedCache(model, policy)
@@ -376,6 +431,7 @@ def test_impossible_budgets_say_what_would_be_possible(make, message):
         ),
         ({"prompt": SnapKV(keep_ratio=0.5)}, InvalidArgumentError, "prompt: .*keep_ratio=0.5"),
         ({"prompt": SnapKV(64), "decode": TOVA(63)}, InvalidArgumentError, "least 64"),
+        ({"decode": FastGen()}, InvalidArgumentError, "decode: .*same for all heads.*FastGen"),
         ({"prompt": PyramidKV(64), "decode": H2O(95)}, InvalidArgumentError, "96 tokens.*pyramid"),
     ],
     ids=str,

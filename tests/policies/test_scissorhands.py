@@ -27,7 +27,7 @@ def step_of(rows, slots=7, columns=None, **fields):
     weights = torch.tensor(rows).clamp(min=1e-30)
     keys = torch.eye(slots)[None, None]
     columns = torch.arange(slots) if columns is None else torch.tensor(columns)
-    given = {"queries": weights.log()[None, None], "keys": keys, "values": keys, "scaling": 1.0}
+    given = {"queries": weights.log()[None, None], "keys": keys, "scaling": 1.0}
     given |= {"layer_idx": 0, "columns": columns[None, None], "seen_tokens": int(columns[-1]) + 1}
     return DecodeStep(**given | fields)
 
@@ -61,7 +61,7 @@ def test_of_equal_counts_the_oldest_goes_first():
 def test_a_prompt_in_one_pass_is_cut_to_the_budget():
     step = step_of(ROWS)
     prompt = replace(random_layer(0, prompt_tokens=7, query_tokens=3), queries=step.queries)
-    prompt = replace(prompt, keys=step.keys, values=step.values, scaling=1.0)
+    prompt = replace(prompt, keys=step.keys, values=step.keys, scaling=1.0)
     selection = Scissorhands(4, drop=1, history=3, recent=2).select(prompt)
     assert selection.keep_indices.tolist() == [[[0, 2, 5, 6]]]
     whole = Scissorhands(7, drop=1, history=3, recent=2).select(prompt)

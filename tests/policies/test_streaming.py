@@ -168,7 +168,7 @@ def test_only_the_keys_of_the_sinks_are_turned(family):
         assert torch.equal(one.values, other.values)
         assert torch.equal(one.keys[:, :, START:], other.keys[:, :, START:])
         assert torch.equal(moved.kept_positions(index), still.kept_positions(index))
-        assert torch.equal(one.sink_keys, other.keys[:, :, :START])
+        assert torch.equal(one.sinks.keys, other.keys[:, :, :START])
         turned = not torch.equal(one.keys, other.keys)
         assert turned is (one.rotation.apply is not None)
         norms = [layer.keys[:, :, :START].norm(dim=-1) for layer in (one, other)]
@@ -214,7 +214,7 @@ def test_without_drops_it_is_the_full_cache_bit_for_bit():
             past = out.past_key_values
             expected.append(out.logits)
     assert torch.equal(got, torch.cat(expected, 1))
-    assert cache.layers[0].sink_keys is None
+    assert cache.layers[0].sinks is None
 
 
 def test_rounding_does_not_add_up():
@@ -226,7 +226,7 @@ def test_rounding_does_not_add_up():
             model(token, past_key_values=cache)
     layer = cache.layers[2]
     by = torch.tensor([[300 - BUDGET]])
-    expected = layer.rotation(layer.sink_keys, by.expand(1, START)).bfloat16()
+    expected = layer.rotation(layer.sinks.keys, by.expand(1, START)).bfloat16()
     assert torch.equal(layer.keys[:, :, :START], expected)
 
 
@@ -262,7 +262,7 @@ def test_the_copy_of_the_sinks_counts_as_held():
     _, still = logits_of(
         model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of(2)
     )
-    extra = sum(layer.sink_keys.nbytes for layer in cache.layers)
+    extra = sum(layer.sinks.keys.nbytes for layer in cache.layers)
     assert cache.report().held_bytes == still.report().held_bytes + extra
 
 

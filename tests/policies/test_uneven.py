@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
-from snapkv.ops import attention_weights, ragged_attention
+from snapkv.ops import ragged
 from snapkv.policies import (
     H2O,
     AdaKV,
@@ -76,6 +76,22 @@ def test_bytes_held_are_those_of_the_tokens_kept(policy):
         assert layer.held_bytes == kept * layer.keys.shape[-1] * 2 * layer.keys.element_size()
     storages = {layer.keys.untyped_storage().nbytes() for layer in cache.layers}
     assert max(storages) <= max(layer.held_bytes for layer in cache.layers), "no view of the prompt"
+
+
+def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
+    """A new token costs a copy of what came behind the prompt, not of what is kept."""
+    monkeypatch.setattr(ragged, "GROUPED_ELEMENTS", 0)
+    model = tiny_model("llama")
+    cache = read(model, METHODS["adakv"], random_ids(2, PROMPT))
+    noted = cache.report()["index_bytes"]
+    before = [(layer.ragged.keys.data_ptr(), layer.ragged.layout) for layer in cache.layers]
+    for step in range(3):
+        call(model, cache, random_ids(2, 1, seed=step))
+    for layer, (keys, layout) in zip(cache.layers, before, strict=True):
+        assert layer.ragged.keys.data_ptr() == keys
+        assert layer.ragged.layout is layout
+    pieces = sum(layer.ragged.layout.held_bytes for layer in cache.layers)
+    assert cache.report()["index_bytes"] - noted == pieces > 0
 
 
 @methods
@@ -148,28 +164,6 @@ def test_heads_with_latent_attention_share_one_set():
     ]
     if kept[1].shape[1] == 1:  # newer transformers store the latent, older its expansion
         assert torch.equal(*kept)
-
-
-def test_ragged_attention_equals_its_definition():
-    """Loops over the heads in float64, with the weights written out."""
-    torch.manual_seed(0)
-    lengths = [[5, 2], [0, 7]]
-    queries = torch.randn(2, 4, 3, 8)
-    tail_keys, tail_values = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 6)
-    segments = [[(torch.randn(n, 8), torch.randn(n, 6)) for n in row] for row in lengths]
-    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    for options in ({}, {"softcap": 1.5}, {"sinks": sinks}, {"softcap": 1.5, "sinks": sinks}):
-        got = ragged_attention(queries, segments, tail_keys, tail_values, scaling=0.4, **options)
-        for row in range(2):
-            for head in range(4):
-                keys, values = segments[row][head // 2]
-                keys = torch.cat([keys, tail_keys[row, head // 2]])[None, None]
-                values = torch.cat([values, tail_values[row, head // 2]])
-                mine = {k: v[head : head + 1] if k == "sinks" else v for k, v in options.items()}
-                weights = attention_weights(
-                    queries[row, head][None, None], keys, scaling=0.4, **mine
-                )[0, 0]
-                torch.testing.assert_close(got[row, head], weights @ values, atol=1e-5, rtol=1e-5)
 
 
 # Allocation, by hand and in general.

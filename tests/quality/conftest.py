@@ -1,5 +1,6 @@
 import pytest
-from benchmarks.haystack import load_haystack
+
+from snapkv.evaluate.haystack import load_haystack
 
 
 @pytest.fixture(scope="session")

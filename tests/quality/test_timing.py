@@ -1,6 +1,6 @@
 import time
 
-from benchmarks.timing import alternate, ratios, spent_on, spread
+from snapkv.measure.timing import alternate, ratios, spent_on, spread
 
 
 def test_contenders_take_turns_and_each_round_starts_with_another():

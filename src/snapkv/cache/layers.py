@@ -1,5 +1,7 @@
 """Which layers of a model are compressed, and which models cannot be."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -10,7 +12,8 @@ from transformers.cache_utils import (
 )
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.errors import InvalidTypeError, UnsupportedModelError
+from snapkv.cache.static import StaticCompressedLayer
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.policies import Policy
 from snapkv.projections import output_projections
 from snapkv.rotary import rotations_of
@@ -18,11 +21,19 @@ from snapkv.rotary import rotations_of
 _KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
 
 
-def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
+def layers_for(
+    model: PreTrainedModel, policy: Policy, slots: int | None = None
+) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for the model, the full-attention ones compressed.
+
+    Args:
+        model: the model.
+        policy: what the compressed layers keep.
+        slots: size of each layer's buffer for static storage; None for layers that grow.
 
     Raises:
         InvalidTypeError: `model` is not a transformers model.
+        InvalidArgumentError: the policy has not been given the tokenizer it needs.
         UnsupportedModelError: an encoder-decoder model, one without full attention, one with a
             kind of layer that is not known to be handled correctly, or one that lacks what the
             policy needs.
@@ -49,13 +60,22 @@ def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
             f"model: expected every layer to own its keys and values, got {name} with "
             f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
         )
+    if "tokenizer" in policy.needs:
+        raise InvalidArgumentError(
+            f"policy: expected a method that knows the tokenizer's special tokens and punctuation, "
+            f"got {policy!r} without; pass policy.with_tokenizer(tokenizer)"
+        )
     layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
     _require_known(name, layers)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
     projections = output_projections(model, full) if "output_weight" in policy.needs else {}
+    make: Callable[..., CompressedLayer] = CompressedLayer
+    if slots is not None:
+        _require_only_full(name, layers)
+        make = functools.partial(StaticCompressedLayer, slots=slots)
     for depth, index in enumerate(full):
-        layers[index] = CompressedLayer(
+        layers[index] = make(
             policy,
             index,
             depth=depth,
@@ -64,6 +84,15 @@ def layers_for(model: PreTrainedModel, policy: Policy) -> list[CacheLayerMixin]:
             output_projection=projections.get(index),
         )
     return layers
+
+
+def _require_only_full(name: str, layers: list[Any]) -> None:
+    others = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer"})
+    if others:
+        raise UnsupportedModelError(
+            f"storage: expected a model of full attention only for storage='static', got {name} "
+            f"with {', '.join(others)}; use storage='dynamic'"
+        )
 
 
 def _require_known(name: str, layers: list[Any]) -> None:

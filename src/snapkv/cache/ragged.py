@@ -1,16 +1,22 @@
-"""Keys and values of heads that keep different numbers of tokens, one head behind the other."""
+"""Keys and values of heads that keep different numbers of tokens, one head behind the other.
 
+Per-head slots are also counted in a padded layout, as kept positions and scores have it: every head
+has as many slots as the longest one, and its tokens are the last of them.
+"""
+
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from snapkv.ops import RaggedLayout
 from snapkv.policies import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedStates:
-    """What every head of every row has kept of the prompt, without a gap.
+    """What every head of every row has kept, without a gap.
 
     Attributes:
         keys: (N, D), N the sum of `head_tokens`; rows first, then heads, then ascending positions.
@@ -56,6 +62,58 @@ class RaggedStates:
             values=torch.cat([values for _, values in chosen]),
             head_tokens=tuple(self.head_tokens[row] for row in rows.tolist()),
         )
+
+    @functools.cached_property
+    def layout(self) -> RaggedLayout:
+        """Where each head's tokens stand, as attention asks for it."""
+        return RaggedLayout(self.head_tokens, self.keys.device)
+
+    def with_tail(self, keys: Tensor, values: Tensor) -> "RaggedStates":
+        """Every head's tokens, and behind them its part of (B, H, N, D) keys and values."""
+        tails = [pair for row in zip(keys, values, strict=True) for pair in zip(*row, strict=True)]
+        pairs = [pair for row in self.segments() for pair in row]
+        both = [piece for pair in zip(pairs, tails, strict=True) for piece in pair]
+        added = keys.shape[2]
+        return RaggedStates(
+            keys=torch.cat([piece[0] for piece in both]),
+            values=torch.cat([piece[1] for piece in both]),
+            head_tokens=tuple(tuple(count + added for count in row) for row in self.head_tokens),
+        )
+
+    def padded_keys(self) -> Tensor:
+        """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
+        slots = torch.arange(self.longest_tokens, device=self.keys.device)
+        places = self._places(slots).clamp(min=0)
+        return self.keys.index_select(0, places.flatten()).view(*places.shape, -1)
+
+    def keep(self, keep_indices: Tensor) -> "RaggedStates":
+        """Copy the tokens of these slots.
+
+        Args:
+            keep_indices: (B, H, K) int64, slots of the padded layout, ascending after a leading run
+                of -1.
+        """
+        kept = keep_indices >= 0
+        places = self._places(keep_indices)[kept]
+        counts = tuple(tuple(row) for row in kept.sum(dim=-1).tolist())
+        return RaggedStates(
+            keys=self.keys.index_select(0, places),
+            values=self.values.index_select(0, places),
+            head_tokens=counts,
+        )
+
+    def _places(self, slots: Tensor) -> Tensor:
+        """Where the tokens of slots of the padded layout stand: (B, H, K); negative for none."""
+        counts = torch.tensor(self.head_tokens, device=self.keys.device)
+        ends = counts.flatten().cumsum(0).view_as(counts)
+        from_end = self.longest_tokens - slots
+        places = ends[..., None] - from_end
+        return places.masked_fill(from_end > counts[..., None], -1)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the head that has most, the slots of the padded layout."""
+        return max(max(row) for row in self.head_tokens)
 
     @property
     def mean_tokens(self) -> float:

@@ -1,90 +1,112 @@
-"""Attention to heads that hold different numbers of tokens."""
+"""Attention to heads that hold different numbers of tokens: which implementation runs."""
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-Segments = Sequence[Sequence[tuple[Tensor, Tensor]]]
-"""For each row and head the kept (keys, values): (n, D) and (n, Dv)."""
+from snapkv.errors import InvalidArgumentError
+from snapkv.ops import ragged_blocked, ragged_grouped, ragged_reference
+from snapkv.ops.ragged_layout import RaggedLayout
+
+RaggedImplementation = Literal["auto", "reference", "grouped", "blocked", "triton"]
+
+GROUPED_ELEMENTS = 2**18
+"""On a CPU, layers with no more elements of keys than this take a product per head."""
+
+_IN_TORCH: dict[str, Callable[..., Tensor]] = {
+    "reference": ragged_reference.ragged_attention,
+    "grouped": ragged_grouped.ragged_attention,
+    "blocked": ragged_blocked.ragged_attention,
+}
 
 
 def ragged_attention(
     queries: Tensor,
-    segments: Segments,
+    keys: Tensor,
+    values: Tensor,
+    layout: RaggedLayout,
     tail_keys: Tensor,
     tail_values: Tensor,
     *,
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    impl: RaggedImplementation = "auto",
 ) -> Tensor:
     """Attention of the last Q tokens to what their head keeps and to the common tail.
 
     Args:
         queries: (B, Hq, Q, D).
-        segments: what each of the H heads keeps of the prompt, all of it in the past.
-        tail_keys: (B, H, S, D), of the tokens behind the prompt; the last Q are the queries' own,
-            each of which sees itself and what came before.
+        keys: (N, D), what the heads keep, all of it in the past; rows first, then heads.
+        values: (N, Dv).
+        layout: how many of the N belong to each row's each head.
+        tail_keys: (B, H, S, D), of the tokens behind; the last Q are the queries' own, each of
+            which sees itself and what came before.
         tail_values: (B, H, S, Dv).
         scaling: factor on the scores.
         softcap: cap on the scaled scores, or None.
         sinks: (Hq,) extra logits of the softmax, or None.
+        impl: "reference", the plain definition; "grouped", one matrix product per head; "blocked",
+            a few products for all heads; "triton", a kernel for CUDA. "auto" takes the kernel where
+            it can run, else "grouped" for small layers on a CPU and "blocked" for the others.
 
     Returns:
         (B, Hq, Q, Dv), in the dtype of the values.
+
+    Raises:
+        InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    B, Hq, Q, _ = queries.shape
-    H, S = tail_keys.shape[1], tail_keys.shape[2]
-    group = Hq // H
-    output = queries.new_empty(B, Hq, Q, tail_values.shape[-1])
-    own = None
-    if Q > 1:
-        own = torch.ones(Q, S, dtype=torch.bool, device=queries.device).tril(S - Q)
-    for row in range(B):
-        for head in range(H):
-            keys, values = segments[row][head]
-            members = slice(head * group, (head + 1) * group)
-            mask = None if own is None else F.pad(own, (keys.shape[0], 0), value=True)
-            output[row, members] = _attend(
-                queries[row, members],
-                torch.cat([keys, tail_keys[row, head]]),
-                torch.cat([values, tail_values[row, head]]),
-                mask,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=None if sinks is None else sinks[members],
-            )
-    return output
+    return _implementation(impl, queries, keys)(
+        queries,
+        keys,
+        values,
+        layout,
+        tail_keys,
+        tail_values,
+        scaling=scaling,
+        softcap=softcap,
+        sinks=sinks,
+    )
 
 
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """One KV head: (G, Q, D) queries over (n, D) keys; (G, Q, Dv)."""
-    if softcap is None and sinks is None:
-        group = queries.shape[0]
-        return F.scaled_dot_product_attention(
-            queries[None],
-            keys.expand(1, group, -1, -1),
-            values.expand(1, group, -1, -1),
-            attn_mask=mask,
-            scale=scaling,
-        )[0]
-    scores = (queries.float() @ keys.float().T) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    total = scores.logsumexp(dim=-1, keepdim=True)
-    if sinks is not None:
-        total = torch.logaddexp(total, sinks.float()[:, None, None])
-    return (scores - total).exp().to(values.dtype) @ values
+def _implementation(impl: str, queries: Tensor, keys: Tensor) -> Callable[..., Tensor]:
+    if impl == "auto":
+        impl = _fitting(queries, keys)
+    if impl in _IN_TORCH:
+        return _IN_TORCH[impl]
+    if impl != "triton":
+        raise InvalidArgumentError(
+            f"impl: expected auto, {', '.join(_IN_TORCH)} or triton, got {impl!r}; auto picks one"
+        )
+    obstacle = _obstacle(queries)
+    if obstacle is not None:
+        raise InvalidArgumentError(
+            f"impl: expected one that can run here, got 'triton' {obstacle}; pass impl='auto'"
+        )
+    from snapkv.ops import triton_ragged
+
+    return triton_ragged.ragged_attention
+
+
+def _fitting(queries: Tensor, keys: Tensor) -> str:
+    if queries.is_cuda and _obstacle(queries) is None:
+        return "triton"
+    # Several queries make scores that "blocked" holds for some of them at a time.
+    small = keys.numel() <= GROUPED_ELEMENTS and queries.shape[2] <= 32
+    return "grouped" if small and queries.device.type == "cpu" else "blocked"
+
+
+def _obstacle(queries: Tensor) -> str | None:
+    """Why the kernel cannot run, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "without the package triton"
+    from snapkv.ops import triton_ragged
+
+    if not queries.is_cuda and not triton_ragged.INTERPRETED:
+        return f"with tensors on {queries.device.type}, where it does not run"
+    if queries.requires_grad and torch.is_grad_enabled():
+        return "with gradients, which it does not compute"
+    return None

@@ -4,6 +4,9 @@ Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W win
 (T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -103,21 +106,91 @@ def attention_received(
     Returns:
         (B, Hq, T) float32.
     """
-    B, Hq, N, _ = queries.shape
-    T = keys.shape[2]
-    received = torch.zeros(B, Hq, T, device=keys.device)
+    received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "pad_tokens": pad_tokens}
+    for weights in _weight_blocks(queries, keys, block_tokens, options):
+        received[..., : weights.shape[-1]] += weights.sum(dim=-2)
+    return received
+
+
+def attention_received_by_distance(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    near_tokens: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    pad_tokens: Tensor | None = None,
+    block_tokens: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """`attention_received`, and the part of it that comes from queries further away.
+
+    Args:
+        queries: as in `attention_received`, and so are all arguments but one.
+        keys: see there.
+        near_tokens: (B,) int64; a query is further away from a position that it follows by as many
+            tokens, or by more.
+        scaling: see there.
+        softcap: see there.
+        sinks: see there.
+        pad_tokens: see there.
+        block_tokens: see there.
+
+    Returns:
+        (received, received from afar), both (B, Hq, T) float32.
+    """
+    received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    from_afar = torch.zeros_like(received)
+    positions = torch.arange(keys.shape[2], device=keys.device)
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "pad_tokens": pad_tokens}
+    for weights in _weight_blocks(queries, keys, block_tokens, options):
+        rows, seen = weights.shape[-2:]
+        distance = positions[seen - rows : seen, None] - positions[:seen]
+        received[..., :seen] += weights.sum(dim=-2)
+        far = distance >= near_tokens[:, None, None, None]
+        from_afar[..., :seen] += weights.mul_(far).sum(dim=-2)
+    return received, from_afar
+
+
+def _weight_blocks(
+    queries: Tensor, keys: Tensor, block_tokens: int, options: dict[str, Any]
+) -> Iterator[Tensor]:
+    """`attention_weights` of one block of queries after the other, onto all they may see."""
+    N, T = queries.shape[2], keys.shape[2]
     for start in range(0, N, block_tokens):
         stop = min(start + block_tokens, N)
         seen = T - N + stop
-        weights = attention_weights(
-            queries[:, :, start:stop],
-            keys[:, :, :seen],
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
-            pad_tokens=pad_tokens,
-        )
-        received[..., :seen] += weights.sum(dim=-2)
+        yield attention_weights(queries[:, :, start:stop], keys[:, :, :seen], **options)
+
+
+def attention_to_stored(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    columns: Tensor,
+    seen_tokens: int,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    pad_tokens: Tensor | None = None,
+    block_tokens: int = 64,
+) -> Tensor:
+    """Attention every stored token receives from the last queries, summed over them.
+
+    As `attention_received` where tokens have been dropped in between. Arguments as in
+    `times_above`.
+
+    Returns:
+        (B, Hq, S) float32; zero where a slot holds no token.
+    """
+    received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    blocks = _stored_weight_blocks(
+        queries, keys, columns, seen_tokens, pad_tokens, block_tokens, options
+    )
+    for weights in blocks:
+        received += weights.nan_to_num(0.0).sum(dim=-2)  # a pad sees nothing at all
     return received
 
 
@@ -154,19 +227,40 @@ def times_above(
     Returns:
         (B, Hq, S) float32, whole numbers.
     """
-    B, Hq, N, _ = queries.shape
+    counts = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    blocks = _stored_weight_blocks(
+        queries, keys, columns, seen_tokens, pad_tokens, block_tokens, options
+    )
+    for weights in blocks:
+        counts += (weights > threshold.view(-1, 1, 1, 1)).sum(dim=-2)  # NaN, a pad's, is not above
+    return counts
+
+
+def _stored_weight_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    columns: Tensor,
+    seen_tokens: int,
+    pad_tokens: Tensor | None,
+    block_tokens: int,
+    options: dict[str, Any],
+) -> Iterator[Tensor]:
+    """Weights of one block of queries after the other onto the stored tokens of their past.
+
+    Yields:
+        (B, Hq, up to `block_tokens`, S) float32, NaN in the rows of queries that see nothing.
+    """
+    Hq, N = queries.shape[1], queries.shape[2]
     first = 0 if pad_tokens is None else pad_tokens[:, None, None]
     columns = columns.masked_fill(columns < first, seen_tokens)  # in nobody's past
     if columns.shape[1] > 1:
         columns = columns.repeat_interleave(Hq // columns.shape[1], dim=1)
-    counts = torch.zeros(B, Hq, keys.shape[2], device=keys.device)
     for start in range(0, N, block_tokens):
         block = queries[:, :, start : start + block_tokens]
         own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
         visible = columns[:, :, None, :] <= own[:, None]
-        weights = _weights(block, keys, visible, scaling, softcap, sinks)
-        counts += (weights > threshold.view(-1, 1, 1, 1)).sum(dim=-2)  # NaN, a pad's, is not above
-    return counts
+        yield _weights(block, keys, visible, **options)
 
 
 def window_visibility(
@@ -244,6 +338,20 @@ def keep_best(scores: Tensor, keep_tokens: Tensor, pad_tokens: Tensor | None = N
     wanted = keep_tokens.view(scores.shape[0], -1, 1)
     rank = torch.arange(most, device=scores.device)
     return order.masked_fill(rank >= wanted, -1).sort(dim=-1).values
+
+
+def kept_indices(kept: Tensor) -> Tensor:
+    """Which slots are kept, as indices.
+
+    Args:
+        kept: (B, H, S) bool.
+
+    Returns:
+        (B, H, K) int64, K the most that any head keeps; ascending after a leading run of -1.
+    """
+    slots = torch.arange(kept.shape[-1], device=kept.device)
+    most = int(kept.sum(dim=-1).max())
+    return torch.where(kept, slots, -1).sort(dim=-1).values[..., kept.shape[-1] - most :]
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:

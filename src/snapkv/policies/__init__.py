@@ -1,17 +1,10 @@
 """What to keep: one file per method."""
 
 from snapkv.policies.adakv import AdaKV
-from snapkv.policies.base import (
-    DecodeStep,
-    EvictingPolicy,
-    Eviction,
-    Policy,
-    PrefixPolicy,
-    PromptLayer,
-    Selection,
-)
+from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.expected_attention import ExpectedAttention
+from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
@@ -20,6 +13,7 @@ from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
 from snapkv.policies.scissorhands import Scissorhands
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 from snapkv.policies.streaming_llm import StreamingLLM
 from snapkv.policies.tova import TOVA
 
@@ -36,6 +30,7 @@ POLICIES: dict[str, type[Policy]] = {
         StreamingLLM,
         TOVA,
         Scissorhands,
+        FastGen,
         PromptThenDecode,
         KeyDiff,
         Random,
@@ -50,6 +45,7 @@ __all__ = [
     "EvictingPolicy",
     "Eviction",
     "ExpectedAttention",
+    "FastGen",
     "FullCache",
     "H2O",
     "KeyDiff",

@@ -9,15 +9,9 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import (
-    Need,
-    Policy,
-    PrefixPolicy,
-    PromptLayer,
-    Selection,
-    require_ratio,
-)
+from snapkv.policies.base import Need, Policy, PrefixPolicy, require_ratio
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.states import PromptLayer, Selection
 
 
 @dataclass(frozen=True)

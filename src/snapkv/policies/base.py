@@ -3,172 +3,23 @@
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 DEFAULT_BUDGET = 1024
 
-Need = Literal["rotation", "output_weight"]
+Need = Literal["rotation", "output_weight", "token_ids", "tokenizer"]
+"""Parts of the model's layers, the ids of all tokens, or what `Policy.with_tokenizer` gives."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerStates:
-    """What a policy sees of one layer, at the end of the prompt or behind it.
-
-    Attributes:
-        queries: (B, Hq, N, D), after rotary embedding and query norm.
-        keys: (B, Hkv, S, D), all stored keys as attention sees them.
-        values: (B, Hkv, S, Dv).
-        scaling: the factor attention puts on its scores.
-        softcap: the cap attention puts on its scores, or None.
-        sinks: (Hq,) learned sink logits, or None.
-        pad_tokens: (B,) int64, leading pads of each row of the prompt, or None where none has any.
-        stored_heads: heads of the cache where they differ from those of `keys`: models with latent
-            attention (DeepSeek) store one latent that all heads share, so they share one set.
-        layer_idx: index of the layer in the model.
-        depth: how many compressed layers come before this one.
-        num_layers: how many compressed layers the model has.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    scaling: float
-    layer_idx: int
-    depth: int = 0
-    num_layers: int = 1
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    pad_tokens: Tensor | None = None
-    stored_heads: int | None = None
-
-    @property
-    def num_kv_heads(self) -> int:
-        """How many heads the cache stores, each with a set of its own."""
-        return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
-
-    @property
-    def score_options(self) -> dict[str, Any]:
-        """How attention turns products into weights, as the ops take it."""
-        return {"scaling": self.scaling, "softcap": self.softcap, "sinks": self.sinks}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptLayer(LayerStates):
-    """One layer's attention states at the end of the prompt.
-
-    Attributes:
-        queries: the last ``policy.query_tokens`` queries of the prompt, fewer where it is shorter.
-        rotation: turns (B, H, N, D) states on by (B, N) positions, float32; for `Policy.needs`.
-        output_weight: (hidden, Hq * Dv), what maps the heads' outputs to the model's width; for
-            `Policy.needs`.
-    """
-
-    rotation: Callable[[Tensor, Tensor], Tensor] | None = None
-    output_weight: Tensor | None = None
-
-    @property
-    def row_tokens(self) -> Tensor:
-        """(B,) int64: real tokens of each row, pads left out."""
-        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.pad_tokens is None else total - self.pad_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Which positions of the prompt a layer keeps.
-
-    Attributes:
-        keep_indices: (B, H, K) int64, ascending and unique, slots of the prompt, after a leading
-            run of -1 where a row or head keeps fewer than K. H is Hkv, or Hq where every query head
-            keeps its own set, or 1 where all heads share one.
-        prompt_tokens: T, the length of the prompt the indices point into.
-        filler_tokens: (B,) int64, how many leading entries of a row are -1; None where no row has
-            any.
-        head_tokens: (B, H) int64 where heads keep different numbers of tokens: how many of the last
-            entries along K are indices. None where all heads of a row keep the same number.
-        scores: (B, H, T) float32, what an `EvictingPolicy` has noted of every token of the prompt;
-            it comes back with each `DecodeStep`. None where nothing needs to be remembered.
-        sink_tokens: how many of the first kept tokens move on to the positions right before the
-            token that follows them. Only where those tokens are neighbours, as a prompt's first
-            tokens are.
-    """
-
-    keep_indices: Tensor
-    prompt_tokens: int
-    filler_tokens: Tensor | None = None
-    head_tokens: Tensor | None = None
-    scores: Tensor | None = None
-    sink_tokens: int = 0
-
-    @classmethod
-    def of(cls, layer: PromptLayer, keep_indices: Tensor, **options: Any) -> "Selection":
-        """A selection whose rows drop their pads before their tokens."""
-        T, K = layer.keys.shape[2], keep_indices.shape[-1]
-        fillers = fillers_left(T, K, layer.pad_tokens)
-        return cls(keep_indices=keep_indices, prompt_tokens=T, filler_tokens=fillers, **options)
-
-    @classmethod
-    def whole(cls, layer: PromptLayer) -> "Selection":
-        """Every position of the prompt."""
-        every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-        return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeStep(LayerStates):
-    """One layer's states right after the attention of tokens behind the prompt.
-
-    Attributes:
-        queries: (B, Hq, Q, D), of the tokens of this step, the last Q slots; for a policy with
-            `history_tokens` as many of the last queries, whether or not their tokens are stored.
-        scores: (B, H, S) float32, what the policy has noted of every slot; zero for new tokens.
-            None where it notes nothing.
-        filler_tokens: (B,) leading slots that hold pads, or None.
-        seen_tokens: tokens seen since the start of the cache, dropped ones included.
-        columns: (B, H, S) int64, column of every slot in the whole sequence, pads counted, -1 or a
-            pad's where a slot holds no token; None for a policy without `history_tokens`.
-    """
-
-    seen_tokens: int
-    scores: Tensor | None = None
-    filler_tokens: Tensor | None = None
-    columns: Tensor | None = None
-
-    @property
-    def row_tokens(self) -> Tensor:
-        """(B,) int64: slots of each row that hold a token."""
-        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.filler_tokens is None else total - self.filler_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eviction:
-    """What a step of decoding leaves in a layer.
-
-    Attributes:
-        keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
-            keeps all.
-        scores: (B, H, S) float32 for the slots before eviction, to be noted; or None.
-        sink_tokens: as in `Selection`.
-        filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
-            every row drops its fillers before its tokens.
-    """
-
-    keep_indices: Tensor | None = None
-    scores: Tensor | None = None
-    sink_tokens: int = 0
-    filler_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -184,8 +35,13 @@ class Policy(ABC):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Parts of the model's layers without which the method cannot work."""
+        """What the method cannot work without."""
         return frozenset()
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """The same method, for the tokens of this tokenizer; itself where it looks at none."""
+        del tokenizer
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -212,13 +68,14 @@ class EvictingPolicy(Policy):
     """Also evicts while generating, so that the cache never outgrows its budget.
 
     What it notes of each slot travels with the slot: `Selection.scores` at the end of the prompt,
-    `DecodeStep.scores` and `Eviction.scores` from step to step.
+    `DecodeStep.scores` and `Eviction.scores` from step to step. What it notes of each head stays:
+    `Selection.head_notes`, `DecodeStep.head_notes`.
     """
 
     @property
     @abstractmethod
-    def room_tokens(self) -> int:
-        """Tokens that every layer may hold while generating."""
+    def room_tokens(self) -> int | None:
+        """Tokens that every layer may hold while generating; None where heads hold their own."""
 
     @property
     def history_tokens(self) -> int:
@@ -264,13 +121,6 @@ def keep_best_and_recent(
     best = ops.keep_best(scores[..., :older], wanted, filler_tokens)
     recent = torch.arange(older, S, device=scores.device)
     return torch.cat([best, recent.expand(B, H, -1)], dim=-1)
-
-
-def fillers_left(slots: int, kept_slots: int, filler_tokens: Tensor | None) -> Tensor | None:
-    """(B,) fillers that remain where rows drop their fillers before their tokens."""
-    if filler_tokens is None:
-        return None
-    return (filler_tokens - (slots - kept_slots)).clamp(min=0)
 
 
 @dataclass(frozen=True)

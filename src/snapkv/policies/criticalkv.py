@@ -8,8 +8,9 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
-from snapkv.policies.base import Need, PrefixPolicy, PromptLayer, require_ratio
+from snapkv.policies.base import Need, PrefixPolicy, require_ratio
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.states import PromptLayer
 
 _EPSILON = 1e-4
 _POSITIONS_AT_ONCE = 1024

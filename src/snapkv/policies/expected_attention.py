@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, Need, PrefixPolicy, PromptLayer, require_int
+from snapkv.policies.base import ALL_QUERIES, Need, PrefixPolicy, require_int
+from snapkv.policies.states import PromptLayer
 
 _POSITIONS_AT_ONCE = 64
 

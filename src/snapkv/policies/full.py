@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from snapkv.policies.base import Policy, PromptLayer, Selection
+from snapkv.policies.base import Policy
+from snapkv.policies.states import PromptLayer, Selection
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import (
-    ALL_QUERIES,
-    DecodeStep,
-    EvictingPolicy,
-    Eviction,
-    PromptLayer,
-    Selection,
-    keep_best_and_recent,
-)
+from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, keep_best_and_recent
 from snapkv.policies.split import split_budget
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from snapkv.policies.base import PrefixPolicy, PromptLayer
+from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.states import PromptLayer
 
 
 @dataclass(frozen=True)

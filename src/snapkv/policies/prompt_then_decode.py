@@ -4,16 +4,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies.base import (
-    DecodeStep,
-    EvictingPolicy,
-    Eviction,
-    Need,
-    Policy,
-    PromptLayer,
-    Selection,
-)
+from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 from snapkv.policies.tova import TOVA
 
 
@@ -62,6 +55,12 @@ class PromptThenDecode(EvictingPolicy):
                 f"prompt's method keeps has gaps, got {self.decode!r}; pass positions='original'"
             )
         most, room = self.prompt.most_tokens, self.decode.room_tokens
+        if room is None:
+            raise InvalidArgumentError(
+                f"decode: expected a method with a budget that is the same for all heads, got "
+                f"{self.decode!r}, which decides what a head keeps by its whole prompt; use it by "
+                "itself"
+            )
         if most is None:
             raise InvalidArgumentError(
                 f"prompt: expected a method with a budget that is the same for all heads, since "
@@ -86,7 +85,7 @@ class PromptThenDecode(EvictingPolicy):
         return self.prompt.needs | self.decode.needs
 
     @property
-    def room_tokens(self) -> int:
+    def room_tokens(self) -> int | None:
         """What `decode` allows."""
         return self.decode.room_tokens
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import PromptLayer, require_int
+from snapkv.policies.base import require_int
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.states import PromptLayer
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import PrefixPolicy, PromptLayer, require_int
+from snapkv.policies.base import PrefixPolicy, require_int
+from snapkv.policies.states import PromptLayer
 
 
 @dataclass(frozen=True)

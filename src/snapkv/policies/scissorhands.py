@@ -13,15 +13,12 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.base import (
     DEFAULT_BUDGET,
-    DecodeStep,
     EvictingPolicy,
-    Eviction,
-    PromptLayer,
-    Selection,
     keep_best_and_recent,
     require_choice,
     require_int,
 )
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,6 @@ class Scissorhands(EvictingPolicy):
         held = step.row_tokens
         cut = (held - self._layer_drop(budget)).clamp(max=budget)
         kept = torch.where(held > budget, cut, held)
-        assert step.columns is not None
         counts = self._counts(step, step.columns, step.seen_tokens, held)
         keep_indices = self._keep(counts, kept, held, step.filler_tokens)
         fillers = None if step.filler_tokens is None else keep_indices.shape[-1] - kept

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.policies.base import PrefixPolicy, PromptLayer, require_choice, require_int
+from snapkv.policies.base import PrefixPolicy, require_choice, require_int
+from snapkv.policies.states import PromptLayer
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import (
-    DecodeStep,
-    EvictingPolicy,
-    Eviction,
-    Need,
-    PromptLayer,
-    Selection,
-    keep_best_and_recent,
-    require_choice,
-)
+from snapkv.policies.base import EvictingPolicy, Need, keep_best_and_recent, require_choice
 from snapkv.policies.split import split_budget
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 
 @dataclass(frozen=True)

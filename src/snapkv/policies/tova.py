@@ -6,16 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import (
-    DEFAULT_BUDGET,
-    DecodeStep,
-    EvictingPolicy,
-    Eviction,
-    PromptLayer,
-    Selection,
-    keep_best_and_recent,
-    require_int,
-)
+from snapkv.policies.base import DEFAULT_BUDGET, EvictingPolicy, keep_best_and_recent, require_int
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""The page of the comparison, made of nothing but its rows."""
+
+from statistics import fmean
+
+from benchmarks.contenders import FULL
+from benchmarks.records import Row, environment_line, markdown_table
+from benchmarks.retrieval import Question
+from snapkv.cache import format_bytes
+
+
+def render(rows: list[Row]) -> str:
+    """The page that these rows make."""
+    quality = [row for row in rows if row["part"] == "quality"]
+    timing = [row for row in rows if row["part"] == "timing"]
+    lengths = sorted({row["prompt_tokens"] for row in quality})
+    sections = [_HEAD, environment_line(quality) + "."]
+    sections += [_length([row for row in quality if row["prompt_tokens"] == n]) for n in lengths]
+    sections += [_order(quality), _EXPLAINED]
+    if timing:
+        sections.append(_timing(timing))
+    return "\n\n".join(sections) + "\n"
+
+
+def mean_nll(rows: list[Row], question: Question) -> dict[str, float]:
+    """Each method's NLL, the mean over prompt lengths and budgets, best first."""
+    asked = [row for row in rows if row["part"] == "quality" and row["question"] == question]
+    of_method: dict[str, list[float]] = {}
+    for row in asked:
+        if row["method"] != FULL:
+            of_method.setdefault(row["method"], []).append(row["nll"])
+    means = {method: fmean(values) for method, values in of_method.items()}
+    return dict(sorted(means.items(), key=lambda item: item[1]))
+
+
+def held_tokens(row: Row) -> float:
+    """Tokens per layer and KV head that the bytes held have room for, on average."""
+    return float(row["held_bytes"] / row["full_bytes"] * row["read_tokens"])
+
+
+def _length(rows: list[Row]) -> str:
+    """One prompt length: methods by question and budget."""
+    first = rows[0]
+    budgets = sorted({row["budget"] for row in rows if row["budget"]})
+    columns = [(question, budget) for question in ("visible", "hidden") for budget in budgets]
+    cells: dict[str, dict[tuple[str, int | None], Row]] = {}
+    for row in rows:
+        cells.setdefault(row["method"], {})[row["question"], row["budget"]] = row
+    full = cells.pop(FULL)
+    snapkv = next(iter(cells.values()))
+    table = markdown_table(
+        ["method", *(f"{question}, {budget}" for question, budget in columns)],
+        [
+            *([name, *(_cell(of[key]) for key in columns)] for name, of in cells.items()),
+            ["keys and values held", *(format_bytes(snapkv[key]["held_bytes"]) for key in columns)],
+        ],
+    )
+    return (
+        f"## {first['prompt_tokens']:,} tokens\n\n"
+        f"{first['haystack']}, {first['documents']} documents, seed {first['seed']}. The full "
+        f"cache: {_cell(full['visible', None])} with the question visible, "
+        f"{_cell(full['hidden', None])} with it hidden, "
+        f"{format_bytes(full['visible', None]['full_bytes'])}.\n\n{table}"
+        f"\n\n{_without_budget(rows)}"
+    )
+
+
+def _without_budget(rows: list[Row]) -> str:
+    """What a method without a budget held."""
+    parts = [
+        f"{held_tokens(row):.0f} with {row['policy']['recovery']} in the place of {row['budget']}"
+        for row in rows
+        if row["method"] == "FastGen" and row["question"] == "visible"
+    ]
+    return f"FastGen has no budget; it held {', '.join(parts)} tokens (question visible)."
+
+
+def _cell(row: Row) -> str:
+    return f"{row['accuracy']:.2f} ({row['nll']:.2f})"
+
+
+def _order(rows: list[Row]) -> str:
+    """The methods from best to worst in both settings."""
+    lines = [
+        f"Question {question}: "
+        + ", ".join(f"{method} {nll:.2f}" for method, nll in mean_nll(rows, question).items())
+        + "."
+        for question in ("visible", "hidden")
+    ]
+    return "\n\n".join(
+        [
+            "## The order of the methods",
+            "NLL, the mean over lengths and budgets, best first.",
+            *lines,
+        ]
+    )
+
+
+def _timing(rows: list[Row]) -> str:
+    first = rows[0]
+    table = markdown_table(
+        ["cache", "keys and values", "held beside them", "ms per token", "against the full cache"],
+        [
+            [
+                row["method"],
+                format_bytes(row["held_bytes"]),
+                format_bytes(row["index_bytes"]),
+                f"{row['ms_per_token']['p50']:.1f}",
+                f"{row['against_full']['p50']:.2f} "
+                f"({row['against_full']['p20']:.2f} to {row['against_full']['p80']:.2f})",
+            ]
+            for row in rows
+        ],
+    )
+    budget = next(row["budget"] for row in rows if row["budget"])
+    return (
+        f"## Bytes and time per token\n\n"
+        f"Behind a prompt of {first['prompt_tokens']:,} tokens, budget {budget}. All caches decode "
+        f"in turn, one token each, {first['tokens']} rounds in one process: medians, and the "
+        "median over rounds of the ratio to the full cache, with the 20th and 80th percentile. "
+        "Held beside keys and values are the kept positions, and what a method that evicts while "
+        f"generating notes.\n\n{environment_line(rows)}.\n\n{table}"
+    )
+
+
+_HEAD = """\
+# Methods side by side, at equal budgets
+
+The task is that of [quality.md](quality.md): one magic number in a long text. "Visible": the prompt
+ends in the question and the start of the answer, and is compressed as a whole. "Hidden": the text
+is compressed before the question is asked, which is then read from the compressed cache in one
+pass, as `generate` reads what follows a conversation. The right answer is fed token by token, and
+methods that evict while generating evict after each of these passes; the others store the question
+and the answer beside their budget.
+
+A budget counts tokens per layer and KV head, on average over both, the window included. So all
+methods of a column hold the same bytes after what they compress (a run with a method that does not
+stops), with one exception: StreamingLLM holds the keys of its 4 sinks twice, as they were and as
+they were moved, the room of 2 tokens; with original positions it does not. Windows are of 16
+tokens. Methods around SnapKV are around the one with kernel 7. Scissorhands drops one token at a
+time.
+
+A cell is the fraction of documents whose answer was right in every token, and in brackets the
+negative log-likelihood of the answer after its first token, in nats, the mean over documents. With
+n documents one document is 1/n: small differences between cells mean nothing.
+
+Rendered from `methods.jsonl` by `python -m benchmarks.methods`; each row has all settings."""
+
+_EXPLAINED = """\
+TODO"""

@@ -1,0 +1,153 @@
+"""What one layer holds: of which tokens, in which slots, at what cost."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from snapkv.cache.ragged import RaggedStates
+from snapkv.cache.sinks import MovedSinks
+
+
+class StoredTokens(DynamicLayer):
+    """Keys and values of some of the tokens a layer has seen, and questions about them.
+
+    Attributes:
+        keys, values: (B, H, S, D), S stored slots. H is Hkv, or Hq where a policy keeps one set
+            per query head.
+        cumulative_length: tokens seen since the last reset.
+        kept: (B, H, K) int32, prompt columns of the first K slots, or None while nothing was
+            dropped.
+        pad_tokens: (B,) leading pads of each row of the prompt, or None.
+        filler_tokens: (B,) leading slots that hold pads, or None.
+        ragged: what the heads keep where each keeps a number of its own; `keys` and `values` then
+            hold only what came behind the prompt, or, for an evicting policy, since the last step.
+        slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot, or None.
+        head_notes: (B, H, N) int64, what an evicting policy has noted of every head, or None.
+        token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step; or
+            None, for a policy that does not look at them.
+        sinks: the keys of tokens that have been moved on as they were before, or None; `keys` holds
+            them as they are now.
+        hides_more_than_padding: attention needs a mask of the layer's own.
+    """
+
+    keys: Any  # None until the first update
+    values: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumulative_length = 0
+        self.kept: Tensor | None = None
+        self.pad_tokens: Tensor | None = None
+        self.filler_tokens: Tensor | None = None
+        self.hides_more_than_padding = False
+        self.ragged: RaggedStates | None = None
+        self.slot_scores: Tensor | None = None
+        self.head_notes: Tensor | None = None
+        self.token_ids: Tensor | None = None
+        self.sinks: MovedSinks | None = None
+        self._query_tail: Tensor | None = None
+        self._num_kv_heads = 0
+
+    @property
+    def _is_filled(self) -> bool:
+        """Whether any token was ever appended since the last reset."""
+        return bool(self.is_initialized and self.keys.ndim == 4)
+
+    @property
+    def stored_tokens(self) -> int:
+        """S: slots of `keys`, the same for every head and row."""
+        return self.keys.shape[-2] if self._is_filled else 0
+
+    def _dropped_tokens(self) -> Tensor:
+        """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
+        gap = self.cumulative_length - self.stored_tokens
+        dropped = torch.full((self.keys.shape[0],), gap, device=self.keys.device)
+        if self.pad_tokens is None:
+            return dropped
+        dropped = dropped - self.pad_tokens
+        return dropped if self.filler_tokens is None else dropped + self.filler_tokens
+
+    def scores_with(self, new_tokens: int) -> Tensor | None:
+        """(B, H, S) float32: what was noted of every slot, zero for the last `new_tokens`."""
+        if self.slot_scores is None:
+            return None
+        return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))
+
+    def _fillers_outnumber_padding(self, seen_tokens: int) -> bool:
+        """Whether the padding mask, shifted to the stored slots, hides too few of them.
+
+        The stored slots stand for the last columns seen. Where every row keeps the same budget,
+        exactly its fillers then fall on columns of pads. Rows with budgets of their own (a ratio
+        of their own length), or that evict at times of their own, can hold more fillers than that.
+        """
+        if self.filler_tokens is None or self.kept is None:
+            return False
+        pads = torch.zeros_like(self.filler_tokens) if self.pad_tokens is None else self.pad_tokens
+        hidden = pads - (seen_tokens - self.kept.shape[-1])
+        return bool((self.filler_tokens != hidden.clamp(min=0)).any())
+
+    @property
+    def holds_fillers(self) -> bool:
+        """Whether any stored slot must be hidden."""
+        hidden = self.pad_tokens if self.kept is None else self.filler_tokens
+        return hidden is not None and bool(hidden.any())
+
+    def visible_slots(self, slots: int) -> Tensor:
+        """(B, slots) bool: which of the first slots hold a token and not a filler."""
+        order = torch.arange(slots, device=self.keys.device)
+        hidden = self.pad_tokens if self.kept is None else self.filler_tokens
+        if hidden is None:
+            return torch.ones(self.keys.shape[0], slots, dtype=torch.bool, device=order.device)
+        return order >= hidden[:, None]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of every seen token's key and value, stored once per KV head."""
+        if not self._is_filled:
+            return 0
+        B = self.keys.shape[0]
+        per_token = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
+        return int(B * self._num_kv_heads * self.cumulative_length * per_token)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the stored keys and values, second copies included, measured on the tensors."""
+        if not self._is_filled:
+            return 0
+        ragged = 0 if self.ragged is None else self.ragged.held_bytes
+        sinks = 0 if self.sinks is None else self.sinks.keys.nbytes
+        return ragged + sinks + int(self.keys.nbytes + self.values.nbytes)
+
+    @property
+    def noted_bytes(self) -> int:
+        """Bytes of what is held beside the keys and values, measured on the tensors."""
+        noted = (self.kept, self.slot_scores, self.head_notes, self.token_ids, self._query_tail)
+        layout = 0 if self.ragged is None else self.ragged.layout.held_bytes
+        return layout + sum(tensor.nbytes for tensor in noted if tensor is not None)
+
+    @property
+    def kept_tokens(self) -> float:
+        """Tokens stored per row and head, on average where they differ."""
+        mean = self.stored_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
+        return int(mean) if mean == int(mean) else mean
+
+    def stored_positions(self) -> Tensor:
+        """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
+        if not self._is_filled:
+            return torch.empty(0, 0, 0, dtype=torch.int64)
+        columns = self.columns()
+        if self.pad_tokens is None:
+            return columns
+        return (columns - self.pad_tokens[:, None, None]).clamp(min=-1)
+
+    def columns(self) -> Tensor:
+        """(B, H, S) int64: column of every stored slot in the whole sequence, pads counted."""
+        B, H = self.keys.shape[:2]
+        S, device, end = self.stored_tokens, self.keys.device, self.cumulative_length
+        if self.kept is None:
+            return torch.arange(end - S, end, device=device).expand(B, H, S).clone()
+        appended = S if self.ragged is not None else S - self.kept.shape[-1]
+        behind = torch.arange(end - appended, end, device=device).expand(B, H, -1)
+        return torch.cat([self.kept.long(), behind], dim=-1)

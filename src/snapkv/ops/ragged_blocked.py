@@ -1,0 +1,97 @@
+"""Attention to heads of different length in blocks of equal size: for large layers.
+
+The flat keys fall into blocks, whatever head they belong to (`RaggedLayout.pieces`), and one
+batched product scores them all: it shares its threads out well, where a product of a few rows with
+thousands of keys spends more time on sharing than on its work. The query heads of a group are rows
+of one product, so a key is read once for all of them. The softmax puts a head's pieces together.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.ops.ragged_layout import Pieces, RaggedLayout
+
+QUERY_BLOCK_TOKENS = 32
+"""Queries at a time, so that scores stay small when many tokens come at once."""
+
+
+def ragged_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: RaggedLayout,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    **options: Any,
+) -> Tensor:
+    """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
+    pieces = layout.pieces
+    cut = pieces, pieces.cut(keys), pieces.cut(values)
+    Q, S = queries.shape[2], tail_keys.shape[2]
+    outputs = []
+    for start in range(0, Q, QUERY_BLOCK_TOKENS):
+        stop = min(start + QUERY_BLOCK_TOKENS, Q)
+        tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
+        outputs.append(_attend(queries[:, :, start:stop], *cut, *tail, **options))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _attend(
+    queries: Tensor,
+    pieces: Pieces,
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Some queries, the last of the tail; R = G * Q rows of queries per head, P pieces."""
+    B, Hq, Q, D = queries.shape
+    H, S = tail_keys.shape[1], tail_keys.shape[2]
+    heads, blocks = pieces.heads, len(keys[0])
+    rows = queries.reshape(B * H, Hq // H * Q, D)
+    of_tail = _capped(torch.bmm(rows, tail_keys.flatten(0, 1).mT), scaling, softcap)
+    if Q > 1:
+        ahead = torch.ones(Q, S, dtype=torch.bool, device=rows.device).triu(S - Q + 1)
+        of_tail = of_tail.masked_fill(ahead.repeat(Hq // H, 1), float("-inf"))
+    asked = rows.index_select(0, heads)
+    of_kept = torch.cat(
+        [torch.bmm(asked[:blocks], keys[0].mT), torch.bmm(asked[blocks:], keys[1].mT)]
+    )
+    of_kept = _capped(of_kept, scaling, softcap).masked_fill(pieces.hidden, float("-inf"))
+    logits = None if sinks is None else sinks.float().repeat_interleave(Q).repeat(B)
+    most = _most(of_kept, of_tail, logits, heads)
+    of_kept = (of_kept - most.index_select(0, heads)).exp_()
+    of_tail = (of_tail - most).exp_()
+    total = of_tail.sum(dim=-1, keepdim=True)
+    total = total.index_add(0, heads, of_kept.sum(dim=-1, keepdim=True))
+    if logits is not None:
+        total = total + (logits.view_as(most) - most).exp()
+    dtype = tail_values.dtype
+    of_kept, of_tail = of_kept.to(dtype), of_tail.to(dtype)
+    mixed = torch.cat(
+        [torch.bmm(of_kept[:blocks], values[0]), torch.bmm(of_kept[blocks:], values[1])]
+    )
+    output = torch.bmm(of_tail, tail_values.flatten(0, 1)).float()
+    output = output.index_add(0, heads, mixed.float()) / total
+    return output.to(dtype).view(B, Hq, Q, -1)
+
+
+def _capped(products: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """The scores, float32."""
+    scores = products.float() * scaling
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _most(of_kept: Tensor, of_tail: Tensor, logits: Tensor | None, heads: Tensor) -> Tensor:
+    """(B * H, R, 1): the highest score of every row of queries, which needs no gradient."""
+    most, of_pieces = of_tail.detach().amax(dim=-1), of_kept.detach().amax(dim=-1)
+    most = most.scatter_reduce(0, heads[:, None].expand_as(of_pieces), of_pieces, "amax")
+    if logits is not None:
+        most = torch.maximum(most, logits.detach().view_as(most))
+    return most[..., None]

@@ -1,0 +1,93 @@
+"""Where the tokens of each head stand in states that lie one head behind the other."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 64
+"""Tokens of a piece: few, so that little is copied for heads that begin in the middle of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Flat states in pieces of equal size: first all whole blocks, then the edges.
+
+    A block belongs to the head of its first token. What it holds of the heads behind is hidden
+    there and comes once more in edges, about one per head.
+
+    Attributes:
+        heads: (P,) int64, the head that each piece belongs to, counted over all rows.
+        hidden: (P, 1, BLOCK_TOKENS) bool, the tokens of a piece that do not count as its head's.
+        edge_rows: (E, BLOCK_TOKENS) int64, the flat rows that each edge copies.
+    """
+
+    heads: Tensor
+    hidden: Tensor
+    edge_rows: Tensor
+
+    def cut(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The blocks of (N, D) states, a view, and their edges, a copy: (., BLOCK_TOKENS, D)."""
+        whole = len(self.heads) - len(self.edge_rows)
+        blocks = states[: whole * BLOCK_TOKENS].view(whole, BLOCK_TOKENS, states.shape[1])
+        edges = states.index_select(0, self.edge_rows.flatten())
+        return blocks, edges.view(-1, BLOCK_TOKENS, states.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedLayout:
+    """How many tokens each head keeps; made once, asked for every generated token.
+
+    Attributes:
+        head_tokens: tokens of each head, row by row: B lists of H numbers.
+        device: where its tensors are made, when they are first asked for.
+    """
+
+    head_tokens: tuple[tuple[int, ...], ...]
+    device: torch.device
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """(B * H + 1,) int64: where each head begins, and where the last one ends."""
+        with torch.inference_mode(False):  # for callers that want gradients, too
+            counts = torch.tensor(self.head_tokens, device=self.device).flatten()
+            return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        """The flat states in pieces of equal size."""
+        blocks, edges = self._cut()
+        with torch.inference_mode(False):
+            both = torch.tensor([*blocks, *edges], dtype=torch.int64, device=self.device)
+            starts, stops, heads = both.view(-1, 3).unbind(dim=1)
+            rows = starts[:, None] + torch.arange(BLOCK_TOKENS, device=self.device)
+            return Pieces(
+                heads=heads,
+                hidden=(rows >= stops[:, None])[:, None],
+                edge_rows=rows[len(blocks) :].clamp(max=int(self.starts[-1]) - 1),
+            )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tensors that have been made so far."""
+        made = [value for name, value in vars(self).items() if name == "starts"]
+        if "pieces" in vars(self):
+            made += [self.pieces.heads, self.pieces.hidden, self.pieces.edge_rows]
+        return sum(tensor.nbytes for tensor in made)
+
+    def _cut(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """(start, stop, head) of every block and of every edge."""
+        counts = [count for row in self.head_tokens for count in row]
+        whole = sum(counts) // BLOCK_TOKENS
+        blocks: list[tuple[int, int, int]] = []
+        edges: list[tuple[int, int, int]] = []
+        start = 0
+        for head, count in enumerate(counts):
+            end = start + count
+            while start < end:
+                block, offset = divmod(start, BLOCK_TOKENS)
+                stop = min(start + BLOCK_TOKENS - offset, end)
+                (edges if offset or block == whole else blocks).append((start, stop, head))
+                start = stop
+        return blocks, edges

@@ -1,0 +1,44 @@
+"""Attention to heads of different length, head by head: the specification of every faster one."""
+
+import torch
+from torch import Tensor
+
+from snapkv.ops.ragged_layout import RaggedLayout
+
+
+def ragged_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: RaggedLayout,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `snapkv.ops.ragged_attention`, one query head after the other, in float32 or wider."""
+    B, Hq, Q, _ = queries.shape
+    H, S = tail_keys.shape[1], tail_keys.shape[2]
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    output = values.new_empty(B, Hq, Q, values.shape[-1])
+    start = 0
+    for row in range(B):
+        for head in range(H):
+            stop = start + layout.head_tokens[row][head]
+            own_keys = torch.cat([keys[start:stop], tail_keys[row, head]]).to(wide)
+            own_values = torch.cat([values[start:stop], tail_values[row, head]]).to(wide)
+            seen = own_keys.shape[0] - Q + torch.arange(1, Q + 1, device=keys.device)
+            hidden = torch.arange(stop - start + S, device=keys.device) >= seen[:, None]
+            start = stop
+            for member in range(head * Hq // H, (head + 1) * Hq // H):
+                scores = queries[row, member].to(wide) @ own_keys.T * scaling
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                scores = scores.masked_fill(hidden, float("-inf"))
+                total = scores.logsumexp(dim=-1, keepdim=True)
+                if sinks is not None:
+                    total = torch.logaddexp(total, sinks[member].to(wide))
+                output[row, member] = ((scores - total).exp() @ own_values).to(values.dtype)
+    return output

@@ -1,0 +1,223 @@
+"""Attention to heads of different length as two Triton kernels, for CUDA.
+
+Split-k over flat states: a program takes one head, a tile of its rows of queries (the group's query
+heads together) and one split of what the head sees, that is what it keeps and then its tail. Splits
+are of equal size, so a long head has more of them and no program works longer than the others. A
+second kernel puts a head's splits together. All sums are float32.
+
+Importing this module imports triton; `snapkv.ops.ragged` does so only where the kernel is to run.
+"""
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from snapkv.ops.ragged_layout import RaggedLayout
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether triton runs kernels in its interpreter, on any device, slowly: for tests."""
+
+_SPLIT_TOKENS = 64, 1024  # the smallest and the largest split
+_PROGRAMS = 1024  # splits to aim at: a few for each multiprocessor of a large device
+
+
+def ragged_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: RaggedLayout,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `snapkv.ops.ragged_attention`; no gradients."""
+    B, Hq, Q, D = queries.shape
+    H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.shape[1]
+    rows = Hq // H * Q
+    keys, values = keys.contiguous(), values.contiguous()
+    tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
+    # Rows of queries, and keys of one step of a program; float32 fills shared memory twice as fast.
+    most_rows, step = (16, 32) if queries.dtype == torch.float32 else (64, 64)
+    tile = min(most_rows, max(16, triton.next_power_of_2(rows)))
+    longest = max(max(row) for row in layout.head_tokens) + S
+    split = _split_tokens(len(keys) + B * H * S)
+    splits = triton.cdiv(longest, split)
+    sums = queries.new_empty(B * H, splits, rows, Dv, dtype=torch.float32)
+    # Highest score and sum of exponentials, of each split.
+    marks = queries.new_empty(B * H, splits, rows, 2, dtype=torch.float32)
+    output = values.new_empty(B, Hq, Q, Dv)
+    widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
+    with torch.cuda.device_of(queries):
+        _attend_split[(B * H * triton.cdiv(rows, tile), splits)](
+            queries.contiguous(),
+            keys,
+            values,
+            layout.starts,
+            tail_keys,
+            tail_values,
+            sums,
+            marks,
+            rows,
+            Q,
+            S,
+            split,
+            splits,
+            scaling,
+            0.0 if softcap is None else softcap,
+            CAPPED=softcap is not None,
+            D=D,
+            D_BLOCK=max(16, triton.next_power_of_2(D)),
+            TILE=tile,
+            KEYS=step,
+            num_stages=2,
+            **widths,
+        )
+        _put_together[(B * H, rows)](
+            sums,
+            marks,
+            layout.starts,
+            sums if sinks is None else sinks.float().contiguous(),
+            output,
+            rows,
+            Q,
+            S,
+            split,
+            splits,
+            H,
+            HAS_SINKS=sinks is not None,
+            **widths,
+        )
+    return output
+
+
+def _split_tokens(tokens: int) -> int:
+    """Tokens of one split, a power of two, so that there are about `_PROGRAMS` splits."""
+    least, most = _SPLIT_TOKENS
+    return min(most, max(least, int(triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS)))))
+
+
+@triton.jit
+def _step(
+    queries, key_rows, value_rows, seen, most, total, sums, scaling, softcap,
+    CAPPED: tl.constexpr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Let a tile of queries see some keys; `seen` is (TILE, KEYS), rows are pointers (KEYS,)."""
+    across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
+    there = tl.max(seen.to(tl.int32), axis=0) > 0
+    keys = tl.load(
+        key_rows[:, None] + across[None, :],
+        mask=there[:, None] & (across[None, :] < D),
+        other=0.0,
+    )
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+    if CAPPED:
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, axis=1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+    weights = tl.exp(scores - shift[:, None])
+    faded = tl.exp(most - shift)
+    values = tl.load(
+        value_rows[:, None] + across_v[None, :],
+        mask=there[:, None] & (across_v[None, :] < DV),
+        other=0.0,
+    )
+    sums = sums * faded[:, None]
+    sums += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return higher, total * faded + tl.sum(weights, axis=1), sums
+
+
+@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
+def _attend_split(
+    queries_at, keys_at, values_at, starts_at, tail_keys_at, tail_values_at, sums_at, marks_at,
+    rows, Q, S, split, splits, scaling, softcap,
+    CAPPED: tl.constexpr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one head's rows over one split: unnormalised sums, highest score, their total."""
+    tiles = tl.cdiv(rows, TILE)
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    part = tl.program_id(1)
+    start = tl.load(starts_at + head)
+    kept = (tl.load(starts_at + head + 1) - start).to(tl.int32)
+    begin = part * split
+    end = tl.minimum(begin + split, kept + S)
+    if begin >= end:
+        return  # a shorter head than the longest; nobody reads what this split would hold
+    row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    own = S - Q + row % Q  # where in the tail a row's own token stands
+    across, across_v = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK)
+    queries = tl.load(
+        queries_at + (head * rows + row)[:, None] * D + across[None, :],
+        mask=(row[:, None] < rows) & (across[None, :] < D),
+        other=0.0,
+    )
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    sums = tl.zeros((TILE, DV_BLOCK), tl.float32)
+    for first in range(begin, tl.minimum(end, kept), KEYS):
+        place = first + tl.arange(0, KEYS)
+        seen = (place < tl.minimum(end, kept))[None, :] & (row < rows)[:, None]
+        most, total, sums = _step(
+            queries, keys_at + (start + place) * D, values_at + (start + place) * DV, seen,
+            most, total, sums, scaling, softcap, CAPPED, D, D_BLOCK, DV, DV_BLOCK,
+        )  # fmt: skip
+    for first in range(tl.maximum(begin - kept, 0), end - kept, KEYS):
+        place = first + tl.arange(0, KEYS)
+        seen = (place[None, :] <= own[:, None]) & (place < end - kept)[None, :]
+        seen = seen & (row < rows)[:, None]
+        most, total, sums = _step(
+            queries,
+            tail_keys_at + (head * S + place) * D, tail_values_at + (head * S + place) * DV, seen,
+            most, total, sums, scaling, softcap, CAPPED, D, D_BLOCK, DV, DV_BLOCK,
+        )  # fmt: skip
+    slot = (head * splits + part) * rows + row
+    tl.store(marks_at + slot * 2, most, mask=row < rows)
+    tl.store(marks_at + slot * 2 + 1, total, mask=row < rows)
+    tl.store(
+        sums_at + slot[:, None] * DV + across_v[None, :],
+        sums,
+        mask=(row[:, None] < rows) & (across_v[None, :] < DV),
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits", "H"])
+def _put_together(
+    sums_at, marks_at, starts_at, sinks_at, output_at,
+    rows, Q, S, split, splits, H,
+    HAS_SINKS: tl.constexpr, DV: tl.constexpr, DV_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the splits of one row of queries, and its sink."""
+    head, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kept = (tl.load(starts_at + head + 1) - tl.load(starts_at + head)).to(tl.int32)
+    across = tl.arange(0, DV_BLOCK)
+    most = float("-inf")
+    total = 0.0
+    if HAS_SINKS:
+        most = tl.load(sinks_at + head % H * (rows // Q) + row // Q)
+        total = 1.0
+    sums = tl.zeros((DV_BLOCK,), tl.float32)
+    for part in range(0, tl.cdiv(kept + S, split)):
+        slot = (head * splits + part) * rows + row
+        mark = tl.load(marks_at + slot * 2)
+        higher = tl.maximum(most, mark)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen in the splits so far
+        faded, gained = tl.exp(most - shift), tl.exp(mark - shift)
+        of_split = tl.load(sums_at + slot * DV + across, mask=across < DV, other=0.0)
+        sums = sums * faded + of_split * gained
+        total = total * faded + tl.load(marks_at + slot * 2 + 1) * gained
+        most = higher
+    tl.store(
+        output_at + (head * rows + row) * DV + across,
+        (sums / total).to(output_at.dtype.element_ty),
+        mask=across < DV,
+    )

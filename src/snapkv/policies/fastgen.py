@@ -1,0 +1,241 @@
+"""FastGen (Ge et al., ICLR 2024): every head keeps what its attention shows that it needs."""
+
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need, require_ratio
+from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.tokens import (
+    TokenIds,
+    found,
+    punctuation_tokens,
+    require_token_ids,
+    special_tokens,
+)
+
+SPECIAL, PUNCTUATION, FREQUENT, LOCAL, FULL = range(5)
+"""What a head keeps, each beside all that stands before it; `FULL` is everything."""
+
+
+@dataclass(frozen=True)
+class FastGen(EvictingPolicy):
+    """Profiles every head at the end of the prompt and keeps the kinds of tokens it attends to.
+
+    Each head takes the first of these that recovers its attention over the prompt, and goes on with
+    it while generating (Sec. 3): special tokens; punctuation too; the tokens that received most
+    attention too; the most recent tokens too; everything. What is recovered is the attention onto
+    the tokens that would be kept, averaged over the prompt's queries. So heads keep different
+    numbers of tokens, and there is no budget: `recovery` decides.
+
+    Choices where the paper leaves one. Its norm of the difference between two attention maps is not
+    given; this is half of the absolute one, by which a row with mass s on what is kept differs by
+    1 - s. The most attended tokens are chosen among those that are not special or punctuation, by
+    plain sums. `local_ratio` counts from the prompt, `frequent_ratio` from all tokens so far, both
+    at least one token. The heads that share a KV head decide together, by their mean; the paper has
+    no such groups. The policy is applied to generated tokens as to any: a token is attended to by
+    itself, and then kept where its head keeps its kind; what was dropped never returns. So a head
+    of special tokens keeps no generated words, and long answers may suffer. The code the authors
+    point to always keeps four first tokens more, ranks by sums per query that could see the token,
+    and stores a full cache with a mask.
+
+    Args:
+        recovery: T, the attention to recover, in (0, 1]; 1 keeps everything. The paper uses 0.91
+            to 0.98.
+        local_ratio: recent tokens, as a fraction of the prompt, in (0, 1].
+        frequent_ratio: most attended tokens, as a fraction of all tokens so far, in (0, 1].
+        special_ids: ids of the special tokens, a tuple of its ids where a chat marker is several
+            tokens; by default all that the tokenizer calls special, see `with_tokenizer`.
+        punctuation_ids: ids of the punctuation, by default all tokens that hold nothing else.
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    name: ClassVar[str] = "fastgen"
+
+    recovery: float = 0.95
+    _: KW_ONLY
+    local_ratio: float = 0.3
+    frequent_ratio: float = 0.3
+    special_ids: TokenIds | None = field(default=None, repr=False)
+    punctuation_ids: TokenIds | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        for name in ("recovery", "local_ratio", "frequent_ratio"):
+            require_ratio(name, getattr(self, name))
+        for name in ("special_ids", "punctuation_ids"):
+            require_token_ids(name, getattr(self, name))
+
+    def with_tokenizer(self, tokenizer: Any) -> Self:
+        """The same method with the tokenizer's special tokens and punctuation, unless given."""
+        special, punctuation = self.special_ids, self.punctuation_ids
+        return replace(
+            self,
+            special_ids=special_tokens(tokenizer) if special is None else special,
+            punctuation_ids=punctuation_tokens(tokenizer) if punctuation is None else punctuation,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """As for every method, with the number of ids instead of the ids."""
+        described = super().describe()
+        for name in ("special_ids", "punctuation_ids"):
+            described[name] = None if described[name] is None else len(described[name])
+        return described
+
+    @property
+    def query_tokens(self) -> int:
+        """All: the whole attention over the prompt is what is to be recovered."""
+        return ALL_QUERIES
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The ids of all tokens, and the tokenizer's to compare them with."""
+        known = self.special_ids is not None and self.punctuation_ids is not None
+        return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
+
+    @property
+    def room_tokens(self) -> int | None:
+        """None: heads keep different numbers of tokens."""
+        return None
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Choose what every head keeps, and keep it."""
+        if self.recovery == 1:
+            return Selection.whole(layer)
+        tokens = layer.row_tokens
+        local_tokens = _part_of(tokens, self.local_ratio)
+        received, from_afar = (
+            ops.reduce_group(attention, layer.num_kv_heads, "mean")
+            for attention in ops.attention_received_by_distance(
+                layer.queries,
+                layer.keys,
+                near_tokens=local_tokens,
+                pad_tokens=layer.pad_tokens,
+                **layer.score_options,
+            )
+        )
+        columns = torch.arange(received.shape[-1], device=received.device).expand_as(received)
+        columns = columns.masked_fill(columns < _pads(layer), -1)
+        kinds = self._kinds(layer.token_ids)
+        choice = self._profile(layer, received, from_afar, columns, kinds)
+        if bool((choice == FULL).all()):
+            return Selection.whole(layer)
+        notes = torch.stack([choice, local_tokens[:, None].expand_as(choice)], dim=-1)
+        scores = received.masked_fill(_protected(choice, *kinds), float("inf"))
+        kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
+        counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
+        own = layer.stored_heads is None  # a latent is stored once for all heads, in rows as wide
+        return Selection(
+            keep_indices=keep_indices,
+            prompt_tokens=layer.keys.shape[2],
+            head_tokens=counts if own else None,
+            filler_tokens=None if own else keep_indices.shape[-1] - counts[:, 0],
+            scores=scores,
+            head_notes=notes,
+        )
+
+    def evict(self, step: DecodeStep) -> Eviction:
+        """Apply every head's choice again, to what it holds and to the tokens of this step."""
+        if step.head_notes is None:
+            return Eviction()
+        assert step.scores is not None
+        received = ops.attention_to_stored(
+            step.queries,
+            step.keys,
+            columns=step.columns,
+            seen_tokens=step.seen_tokens,
+            pad_tokens=step.pad_tokens,
+            **step.score_options,
+        )
+        scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
+        kinds = self._kinds(step.token_ids)
+        new = scores[..., -kinds[0].shape[-1] :]
+        new.masked_fill_(_protected(step.head_notes[..., 0], *kinds), float("inf"))
+        columns = step.columns.masked_fill(step.columns < _pads(step), -1)
+        tokens = step.seen_tokens - _pads(step)[:, 0, 0]
+        kept = self._kept(scores, columns, step.seen_tokens, tokens, step.head_notes)
+        keep_indices = ops.kept_indices(kept)
+        fillers = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
+        return Eviction(keep_indices=keep_indices, scores=scores, filler_tokens=fillers)
+
+    def _kinds(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Which tokens are special, and which are punctuation: both (B, N) bool."""
+        assert token_ids is not None
+        assert self.special_ids is not None
+        assert self.punctuation_ids is not None
+        return found(token_ids, self.special_ids), found(token_ids, self.punctuation_ids)
+
+    def _profile(
+        self,
+        layer: PromptLayer,
+        received: Tensor,
+        from_afar: Tensor,
+        columns: Tensor,
+        kinds: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """The cheapest choice of every head that recovers enough: (B, H) int64.
+
+        Nothing of the (queries x keys) matrix is needed but two sums per token: all that it
+        received, and what it received from queries that do not have it among their recent tokens.
+        What a choice loses is counted, not what it recovers, so that rounding costs `FULL` nothing
+        and attention that goes to no token at all (learned sinks) counts as recovered.
+        """
+        tokens = layer.row_tokens
+        special, punctuation = (kind[:, None] for kind in kinds)
+        marked = special | punctuation
+        frequent = marked | self._frequent(received, (columns >= 0) & ~marked, tokens)
+        lost = [received.masked_fill(kept, 0.0) for kept in (special, marked, frequent)]
+        lost.append(from_afar.masked_fill(frequent, 0.0))
+        recovered = 1 - torch.stack(lost, dim=-1).sum(dim=2) / tokens[:, None, None]
+        enough = torch.nn.functional.pad(recovered >= self.recovery, (0, 1), value=True)
+        return enough.long().argmax(dim=-1)
+
+    def _frequent(self, received: Tensor, candidates: Tensor, tokens: Tensor) -> Tensor:
+        """Which candidates received most attention, as many as `frequent_ratio` says."""
+        wanted = _part_of(tokens, self.frequent_ratio)[:, None].minimum(candidates.sum(dim=-1))
+        best = ops.keep_best(received.masked_fill(~candidates, float("-inf")), wanted)
+        slots = received.shape[-1]
+        chosen = torch.zeros_like(candidates[..., :1]).repeat(1, 1, slots + 1)
+        return chosen.scatter(-1, best.masked_fill(best < 0, slots), True)[..., :slots]
+
+    def _kept(
+        self, scores: Tensor, columns: Tensor, seen_tokens: int, tokens: Tensor, notes: Tensor
+    ) -> Tensor:
+        """Which slots every head keeps, by its choice: (B, H, S) bool.
+
+        Args:
+            scores: (B, H, S) float32, infinite where a token is of a kind that its head keeps.
+            columns: (B, H, S) int64, -1 where a slot holds no token.
+            seen_tokens: columns so far.
+            tokens: (B,) int64, tokens so far, pads left out.
+            notes: (B, H, 2) int64, every head's choice and its number of recent tokens.
+        """
+        choice, local_tokens = notes.unsqueeze(-2).unbind(dim=-1)
+        real, protected = columns >= 0, scores.isinf()
+        frequent = self._frequent(scores, real & ~protected, tokens)
+        recent = columns >= seen_tokens - local_tokens
+        return real & (protected | (frequent & (choice >= FREQUENT)) | (recent & (choice >= LOCAL)))
+
+
+def _protected(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
+    """Which tokens a head keeps by their kind alone: (B, H, N) bool."""
+    choice = choice[..., None]
+    return special[:, None] | (punctuation[:, None] & (choice >= PUNCTUATION)) | (choice == FULL)
+
+
+def _part_of(tokens: Tensor, ratio: float) -> Tensor:
+    """(B,) int64: that fraction of the tokens, rounded down, at least one."""
+    return (tokens.double() * ratio).floor().long().clamp(min=1)
+
+
+def _pads(states: PromptLayer | DecodeStep) -> Tensor:
+    """(B or 1, 1, 1) int64: the leading pads of each row."""
+    if states.pad_tokens is None:
+        return torch.zeros(1, 1, 1, dtype=torch.int64, device=states.keys.device)
+    return states.pad_tokens[:, None, None]

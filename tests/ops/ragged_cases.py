@@ -1,0 +1,99 @@
+"""Heads of odd lengths, and what every implementation must make of them."""
+
+import math
+import sys
+
+import torch
+
+from snapkv.ops import RaggedLayout, ragged_attention
+
+LENGTHS = {
+    "tiny": ((5, 2), (0, 7)),
+    "nothing kept": ((0, 0), (0, 0)),
+    "whole blocks": ((64, 128), (64, 64)),
+    "one past a block": ((65, 63), (1, 129)),
+    "very uneven": ((1000, 3), (0, 40)),
+}
+QUERIES = (1, 3, 40)
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "both": {"softcap": 1.5, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+def states(lengths, queries, *, tail=None, dim=20, dim_v=6, device="cpu", dtype=torch.float32):
+    """Arguments of `ragged_attention` for 2 rows, 2 KV heads and 4 query heads."""
+    generator = torch.Generator().manual_seed(sum(map(sum, lengths)) + queries)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    N, S = sum(map(sum, lengths)), queries + 5 if tail is None else tail
+    return {
+        "queries": random(2, 4, queries, dim),
+        "keys": random(N, dim),
+        "values": random(N, dim_v),
+        "layout": RaggedLayout(lengths, torch.device(device)),
+        "tail_keys": random(2, 2, S, dim),
+        "tail_values": random(2, 2, S, dim_v),
+        "scaling": dim**-0.5,
+    }
+
+
+def eager(arguments):
+    """As a model's eager attention in the dtype of the states: scores, float32 softmax, mix."""
+    queries, layout = arguments["queries"], arguments["layout"]
+    Q, outputs, start = queries.shape[2], [], 0
+    for row, counts in enumerate(layout.head_tokens):
+        for head, count in enumerate(counts):
+            stop = start + count
+            keys = torch.cat([arguments["keys"][start:stop], arguments["tail_keys"][row, head]])
+            values = torch.cat(
+                [arguments["values"][start:stop], arguments["tail_values"][row, head]]
+            )
+            start = stop
+            for member in (2 * head, 2 * head + 1):
+                scores = queries[row, member] @ keys.T * arguments["scaling"]
+                ahead = torch.ones_like(scores, dtype=torch.bool).triu(len(keys) - Q + 1)
+                weights = scores.masked_fill(ahead, -math.inf).softmax(
+                    dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
+                )
+                outputs.append(weights.to(values.dtype) @ values)
+    return torch.stack(outputs).view(2, 4, Q, -1)
+
+
+def wide(arguments):
+    """The same in float64."""
+    return {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=QUERIES):
+    """The cases of an implementation against the reference."""
+    for lengths in map(LENGTHS.get, cases):
+        for queries in query_counts:
+            arguments = states(lengths, queries, device=device)
+            for options in OPTIONS.values():
+                options = {k: v.to(device) if k == "sinks" else v for k, v in options.items()}
+                got = ragged_attention(**arguments, **options, impl=impl)
+                expected = ragged_attention(**arguments, **options, impl="reference")
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def require_no_more_error_than_eager(impl, dtype, device="cpu"):
+    """In low precision at most twice the error of eager attention, against float64."""
+    for name in ("very uneven", "one past a block"):
+        arguments = states(LENGTHS[name], 3, dim=64, dim_v=64, device=device, dtype=dtype)
+        exact = eager(wide(arguments))
+        error = (ragged_attention(**arguments, impl=impl).double() - exact).abs().max()
+        allowed = (eager(arguments).double() - exact).abs().max()
+        assert error <= 2 * allowed, f"{impl}, {name}: {error:.2e}, eager {allowed:.2e}"
+
+
+if __name__ == "__main__":
+    require_reference(sys.argv[1], cases=("one past a block",), query_counts=(3,))
+    require_reference(sys.argv[1], cases=("tiny", "nothing kept"), query_counts=(1,))

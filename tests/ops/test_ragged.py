@@ -1,0 +1,175 @@
+"""Attention to heads of different length: the reference by hand, the others by the reference."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from snapkv import InvalidArgumentError
+from snapkv.ops import RaggedLayout, attention_weights, ragged, ragged_attention
+from tests.ops.ragged_cases import (
+    LENGTHS,
+    OPTIONS,
+    QUERIES,
+    eager,
+    require_no_more_error_than_eager,
+    require_reference,
+    states,
+    wide,
+)
+
+FAST = ("grouped", "blocked")
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_heads_by_hand():
+    """One head keeps a key that scores ln 3 and sees the tail's 0: weights 3/4 and 1/4."""
+    keys = torch.tensor([3.0]).log()[:, None]
+    got = ragged_attention(
+        torch.ones(1, 2, 1, 1),
+        keys,
+        torch.tensor([[8.0]]),
+        RaggedLayout(((1, 0),), keys.device),
+        torch.zeros(1, 2, 1, 1),
+        torch.full((1, 2, 1, 1), 4.0),
+        scaling=1.0,
+        impl="reference",
+    )
+    torch.testing.assert_close(got.flatten(), torch.tensor([0.75 * 8 + 0.25 * 4, 4.0]))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("queries", QUERIES)
+def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
+    lengths = LENGTHS["tiny"]
+    arguments = states(lengths, queries)
+    got, start = ragged_attention(**arguments, **options, impl="reference"), 0
+    for row in range(2):
+        for head in range(2):
+            stop = start + lengths[row][head]
+            keys = torch.cat([arguments["keys"][start:stop], arguments["tail_keys"][row, head]])
+            tail = arguments["tail_values"][row, head]
+            values = torch.cat([arguments["values"][start:stop], tail])
+            start = stop
+            mine = slice(2 * head, 2 * head + 2)
+            weights = attention_weights(
+                arguments["queries"][row, mine][None],
+                keys[None, None],
+                scaling=arguments["scaling"],
+                **{k: v[mine] if k == "sinks" else v for k, v in options.items()},
+            )[0]
+            torch.testing.assert_close(got[row, mine], weights @ values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_all_equal_the_reference(impl):
+    require_reference(impl)
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_low_precision_errs_no_more_than_twice_as_much_as_eager(impl, dtype):
+    require_no_more_error_than_eager(impl, dtype)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_gradients_are_those_of_the_definition(impl):
+    names = ("queries", "keys", "values", "tail_keys", "tail_values")
+    found = []
+    for attend in (lambda given: ragged_attention(**given, impl=impl), eager):
+        arguments = wide(states(LENGTHS["one past a block"], 3))
+        for name in names:
+            arguments[name].requires_grad_()
+        attend(arguments).square().sum().backward()
+        found.append([arguments[name].grad for name in names])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layout_first_used_without_gradients_serves_with_them():
+    arguments = states(LENGTHS["tiny"], 1)
+    with torch.inference_mode():
+        ragged_attention(**arguments, impl="blocked")
+    arguments["values"].requires_grad_()
+    ragged_attention(**arguments, impl="blocked").sum().backward()
+    assert arguments["values"].grad.any()
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_every_token_stands_in_exactly_one_piece_of_its_head(lengths):
+    layout, total = RaggedLayout(lengths, torch.device("cpu")), sum(map(sum, lengths))
+    blocks, edges = layout.pieces.cut(torch.arange(total)[:, None])
+    shown = torch.cat([blocks, edges])[..., 0].masked_fill(layout.pieces.hidden[:, 0], -1)
+    for head, (start, stop) in enumerate(zip(layout.starts, layout.starts[1:], strict=False)):
+        mine = shown[layout.pieces.heads == head]
+        assert mine[mine >= 0].sort().values.tolist() == list(range(start, stop))
+
+
+def test_auto_takes_what_fits_the_size(monkeypatch):
+    taken = []
+    for impl in FAST:
+        monkeypatch.setitem(ragged._IN_TORCH, impl, lambda *a, i=impl, **o: taken.append(i))
+    for tokens in (64, ragged.GROUPED_ELEMENTS // 20 + 1):
+        ragged_attention(**states(((tokens, 0), (0, 0)), 1))
+    ragged_attention(**states(LENGTHS["tiny"], 40))
+    assert taken == ["grouped", "blocked", "blocked"]
+
+
+def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch):
+    arguments = states(LENGTHS["tiny"], 1)
+    missing = importlib.util.find_spec("triton") is None
+    reason = "without the package triton" if missing else "with tensors on cpu"
+    with pytest.raises(InvalidArgumentError, match=rf"'triton' {reason}.*impl='auto'"):
+        ragged_attention(**arguments, impl="triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidArgumentError, match="without the package triton"):
+        ragged_attention(**arguments, impl="triton")
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"impl: expected auto.*got 'fast'"):
+        ragged_attention(**states(LENGTHS["tiny"], 1), impl="fast")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs the package triton, which torch's CPU build does not bring: pip install triton",
+)
+def test_the_kernel_in_tritons_interpreter_equals_the_reference():
+    """In a process of its own: triton decides when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.ragged_cases", "triton"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+on_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=on_cuda)])
+def test_the_kernel_on_a_device_equals_the_reference(impl):
+    require_reference(impl, "cuda")
+    for dtype in (torch.bfloat16, torch.float16):
+        require_no_more_error_than_eager(impl, dtype, "cuda")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
+def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device):
+    arguments = states(LENGTHS["tiny"], 1, device=device)
+    assert ragged._fitting(arguments["queries"], arguments["keys"]) == "triton"
+    with pytest.raises(InvalidArgumentError, match="gradients"):
+        ragged_attention(
+            **{**arguments, "queries": arguments["queries"].requires_grad_()}, impl="triton"
+        )
+    assert ragged._fitting(arguments["queries"], arguments["keys"]) == "blocked"

@@ -1,0 +1,29 @@
+"""What is installed is what is here."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import snapkv
+
+SOURCE = Path(snapkv.__file__).parent
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_wheel_has_every_file_of_the_package(tmp_path):
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("snapkv/")}
+    kinds = (".py", ".html", ".typed")
+    here = {
+        f"snapkv/{path.relative_to(SOURCE).as_posix()}"
+        for path in SOURCE.rglob("*")
+        if path.suffix in kinds or path.name == "py.typed"
+    }
+    assert packed == here
+    assert "snapkv/report/page.html" in packed
