@@ -39,7 +39,8 @@ AttentionMaskInterface.register("masked_oracle", ALL_MASK_ATTENTION_FUNCTIONS["e
 def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
     """A copy of the model that has nothing to do with the library."""
     reference = copy.deepcopy(model)
-    vars(reference).pop("generate", None)
+    for method in ("generate", "prepare_inputs_for_generation"):
+        vars(reference).pop(method, None)
     reference.set_attn_implementation(implementation)
     return reference
 
