@@ -38,12 +38,13 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (about an hour and a half on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (about three hours on two cores)
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.studies
+	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.ragged
 
 clean: ## Remove the virtual environment and everything made

@@ -62,6 +62,17 @@ def contenders_at(budget: int) -> dict[str, Policy]:
     }
 
 
+def around_wide_pooling(budget: int) -> dict[str, Policy]:
+    """SnapKV with the wide kernel, and what is built on SnapKV around that one."""
+    wide = SnapKV(budget, window_size=WINDOW_SIZE, kernel_size=13)
+    return {
+        "SnapKV": wide,
+        "PyramidKV": PyramidKV(budget, window_size=WINDOW_SIZE, kernel_size=13),
+        "AdaKV(SnapKV)": AdaKV(wide),
+        "CriticalKV(SnapKV)": CriticalKV(wide),
+    }
+
+
 def without_budget(prompt_tokens: int, budget: int, tokenizer: Any) -> dict[str, Policy]:
     """Methods that keep what they find necessary, with what brings them nearest to the budget."""
     fastgen = FastGen(RECOVERY[prompt_tokens, budget])

@@ -3,6 +3,7 @@
     python -m benchmarks.methods                  measure, write the rows, render the page
     python -m benchmarks.methods --only quality   measure the answers, keep the rows of the times
     python -m benchmarks.methods --only timing    measure the times, keep the rows of the answers
+    python -m benchmarks.methods --only pooling   measure the answers around the wide kernel
     python -m benchmarks.methods --render         render the page from the rows that are there
 
 Rows: `docs/results/methods.jsonl`. Page: `docs/results/methods.md`.
@@ -15,7 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import contenders_at, full_cache, without_budget
+from benchmarks.contenders import (
+    around_wide_pooling,
+    contenders_at,
+    full_cache,
+    without_budget,
+)
 from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
@@ -37,6 +43,8 @@ twelfth or a sixteenth."""
 
 DOCUMENTS = {768: 8, 2048: 8}
 QUESTIONS: tuple[Question, ...] = ("visible", "hidden")
+
+POOLED_PROMPT_TOKENS, POOLED_BUDGETS = 2048, (128, 512)
 
 TIMED_PROMPT_TOKENS, TIMED_BUDGET, TIMED_TOKENS = 2048, 512, 48
 
@@ -81,6 +89,34 @@ def _quality_rows(
             "task": "magic number",
             "prompt_tokens": prompt_tokens,
             "question": question,
+            "method": name,
+            "budget": budget,
+            **_outcome_row(outcome),
+        }
+
+
+def measure_pooling(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
+    """Answers of the methods around SnapKV where SnapKV pools widely."""
+    documents = make_documents(
+        loaded.tokenizer,
+        haystack,
+        prompt_tokens=POOLED_PROMPT_TOKENS,
+        count=DOCUMENTS[POOLED_PROMPT_TOKENS],
+    )
+    contenders = [
+        (name, budget, policy)
+        for budget in POOLED_BUDGETS
+        for name, policy in around_wide_pooling(budget).items()
+    ]
+    outcomes = measure_retrieval(
+        loaded.model, _announced(documents, "visible"), [policy for *_, policy in contenders]
+    )
+    for (name, budget, _), outcome in zip(contenders, outcomes, strict=True):
+        require_budget_bytes(name, outcome, budget)
+        yield {
+            "task": "magic number",
+            "prompt_tokens": POOLED_PROMPT_TOKENS,
+            "question": "visible",
             "method": name,
             "budget": budget,
             **_outcome_row(outcome),
@@ -160,6 +196,7 @@ def measure_timing(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[LoadedModel, Haystack], Iterator[Row]]] = {
     "quality": measure_quality,
+    "pooling": measure_pooling,
     "timing": measure_timing,
 }
 

@@ -1,6 +1,7 @@
 """The paper's observations, on the demo model.
 
     python -m benchmarks.studies            measure, write the rows, render page and figures
+    python -m benchmarks.studies overlap    measure this one, keep the rows of the others
     python -m benchmarks.studies --render   render page and figures from the rows that are there
 
 Rows: `docs/results/studies.jsonl`, for each study one line that says how it was run and one per
@@ -10,7 +11,7 @@ also in `snapkv-results/studies`, where a run that was stopped goes on.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from textwrap import fill
@@ -29,6 +30,8 @@ FIGURES = RESULTS / "studies"
 
 FOLDER = Path("snapkv-results") / "studies"
 
+SENSITIVITY = Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=8, template="none")
+
 STUDIES: dict[str, Study] = {
     study.name: study
     for study in (
@@ -36,16 +39,16 @@ STUDIES: dict[str, Study] = {
         Overlap(samples=2),
         Instructions(samples=2),
         Position(samples=2),
-        Sensitivity(),
+        SENSITIVITY,
     )
 }
 
 
-def measure() -> Iterator[Row]:
-    """All studies, one after the other."""
+def measure(names: Sequence[str]) -> Iterator[Row]:
+    """Studies, one after the other."""
     environment, loaded = describe_environment(), load("demo")
-    for study in STUDIES.values():
-        yield from _measured(study, loaded, environment)
+    for name in names:
+        yield from _measured(STUDIES[name], loaded, environment)
 
 
 def _measured(study: Study, loaded: LoadedModel, environment: Row) -> Iterator[Row]:
@@ -172,8 +175,16 @@ def _sensitivity(rows: list[Row]) -> str:
         for kernel in sorted({row["kernel_size"] for row in settings})
     }
     means = ", ".join(f"{score:.2f} at {kernel}" for kernel, score in by_kernel.items())
+    by_window = {
+        window: _mean(_where(settings, window_size=window), "score")
+        for window in sorted({row["window_size"] for row in settings})
+    }
+    windows = ", ".join(f"{score:.2f} at {window}" for window, score in by_window.items())
     return f"""
-TODO {full["score"]:.2f}. {means}. one sample is {1 / full["samples"]:.2f}"""
+The kernel decides: the mean over windows and kinds of pooling is {means}. A number of
+{SENSITIVITY.digits} digits is as many tokens for this model, and pooling keeps its last ones. Over
+kernels and kinds of pooling, the window has {windows}. The full cache has {full["score"]:.2f}; one
+sample is {1 / full["samples"]:.2f}."""
 
 
 SEEN = {
@@ -211,8 +222,14 @@ def main() -> None:
     """Measure unless told only to render."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--render", action="store_true", help="only render from the rows")
-    if not parser.parse_args().render:
-        write_rows(ROWS, list(measure()))
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(STUDIES)}; all by default")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(STUDIES):
+        parser.error(f"expected names of {', '.join(STUDIES)}, got {', '.join(unknown)}")
+    if not given.render:
+        names = given.names or list(STUDIES)
+        others = [row for row in read_rows(ROWS) if row["study"] not in names]
+        write_rows(ROWS, [*others, *measure(names)])
     rows = read_rows(ROWS)
     PAGE.write_text(render(rows), encoding="utf-8")
     FIGURES.mkdir(exist_ok=True)

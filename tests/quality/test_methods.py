@@ -6,17 +6,15 @@ import pytest
 from benchmarks import methods
 from benchmarks.contenders import FULL, contenders_at, full_cache, without_budget
 from benchmarks.magic_number import make_documents
-from benchmarks.methods_page import held_tokens
+from benchmarks.methods_page import held_tokens, mean_nll
 from benchmarks.records import read_rows
 from benchmarks.retrieval import measure_retrieval
 
 from snapkv.policies import POLICIES, Policy, StreamingLLM
 
-ROWS = read_rows(methods.ROWS) if methods.ROWS.exists() else []
+ROWS = read_rows(methods.ROWS)
 QUALITY = [row for row in ROWS if row["part"] == "quality"]
 TIMING = [row for row in ROWS if row["part"] == "timing"]
-
-measured = pytest.mark.skipif(not ROWS, reason="no rows yet: python -m benchmarks.methods")
 
 WITHOUT = ["FastGen"]
 
@@ -31,7 +29,6 @@ def test_every_method_there_is_takes_part(demo):
     assert set().union(*map(names_inside, contenders.values())) == set(POLICIES)
 
 
-@measured
 def test_the_rows_are_of_the_methods_lengths_and_budgets_that_are_measured():
     expected = [
         (prompt_tokens, question, name, budget)
@@ -43,14 +40,13 @@ def test_the_rows_are_of_the_methods_lengths_and_budgets_that_are_measured():
         ]
         for name in names
     ]
-    measured = [
+    there = [
         (row["prompt_tokens"], row["question"], row["method"], row["budget"]) for row in QUALITY
     ]
-    assert measured == expected
+    assert there == expected
     assert [row["method"] for row in TIMING] == [FULL, *contenders_at(64), *WITHOUT]
 
 
-@measured
 def test_methods_of_a_column_hold_the_same_bytes():
     for row in QUALITY:
         if row["budget"] is None:
@@ -58,6 +54,20 @@ def test_methods_of_a_column_hold_the_same_bytes():
         elif row["method"] not in WITHOUT:
             extra_tokens = 2 if row["method"] == "StreamingLLM" else 0
             assert held_tokens(row) == pytest.approx(row["budget"] + extra_tokens)
+
+
+def test_the_last_queries_know_best_where_the_question_is_seen():
+    """The order of the literature: window votes, then the last query's, then those without."""
+    nll = mean_nll(ROWS, "visible")
+    voting = [name for name in nll if "SnapKV" in name or name == "PyramidKV"]
+    assert list(nll)[: len(voting)] == voting
+    assert nll["TOVA"] < min(nll["H2O"], nll["StreamingLLM"])
+
+
+def test_wide_pooling_finds_every_number_in_every_method_around_snapkv():
+    wide = [row for row in ROWS if row["part"] == "pooling"]
+    assert {row["budget"] for row in wide} == set(methods.POOLED_BUDGETS)
+    assert {row["accuracy"] for row in wide} == {1.0}
 
 
 def test_a_method_that_holds_more_than_its_budget_stops_the_run(demo, haystack):

@@ -1,10 +1,16 @@
 """Every number of a results page comes from a committed row."""
 
 import pytest
-from benchmarks import quality, ragged, readme, speed, studies
+from benchmarks import evaluation, methods, quality, ragged, readme, speed, studies
 from benchmarks.records import read_rows
 
-PAGES = {"quality": quality, "speed": speed, "ragged": ragged, "studies": studies}
+PAGES = {
+    "quality": quality,
+    "speed": speed,
+    "methods": methods,
+    "ragged": ragged,
+    "studies": studies,
+}
 
 
 @pytest.mark.parametrize("benchmark", PAGES.values(), ids=PAGES)
@@ -14,9 +20,34 @@ def test_the_page_is_what_its_rows_render_to(benchmark):
 
 @pytest.mark.parametrize("benchmark", PAGES.values(), ids=PAGES)
 def test_every_row_says_where_it_was_measured(benchmark):
-    for row in read_rows(benchmark.ROWS):
+    rows = read_rows(benchmark.ROWS)
+    if benchmark is studies:  # a line per study says how it was run
+        rows = [row for row in rows if "run" in row]
+        assert [row["study"] for row in rows] == list(studies.STUDIES)
+    for row in rows:
         assert row["model"]["name"]
         assert {"commit", "torch", "transformers", "threads"} <= row["environment"].keys()
+
+
+def test_the_page_of_the_experiments_is_what_their_answers_make():
+    measured = evaluation.measured()
+    assert measured.keys() == evaluation.EXPERIMENTS.keys()
+    assert evaluation.PAGE.read_text("utf-8") == evaluation.render(measured)
+
+
+@pytest.mark.parametrize("name", evaluation.EXPERIMENTS)
+def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it(name):
+    results = evaluation.measured()[name]
+    answers = read_rows(results.folder / "samples.jsonl")
+    assert len(answers) == results.run["samples"] * len(evaluation.EXPERIMENTS[name].methods)
+    assert {row["status"] for row in answers} == {"ok"}
+    means = {row["method"]: [] for row in results.rows}
+    for row in answers:
+        means[row["method"]].append(row["score"])
+    for method, scores in means.items():
+        rows = [row for row in results.rows if row["method"] == method]
+        total = sum(row["score"] * row["samples"] for row in rows)
+        assert total == pytest.approx(sum(scores))
 
 
 def test_the_readmes_table_is_what_the_rows_render_to():

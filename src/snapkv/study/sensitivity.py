@@ -32,6 +32,7 @@ class Sensitivity(Study):
         length: tokens of the prompt.
         depths: places of the needle.
         permutations: runs of every depth, each with the documents in another order.
+        digits: of the number that is asked for.
         cloze: begin the answer for the model, which small models need.
         haystack: folder of text files; without one, essays or Python's documentation.
         seed: of needles and orders.
@@ -47,6 +48,7 @@ class Sensitivity(Study):
     length: int = 1024
     depths: int = 5
     permutations: int = 1
+    digits: int = 7
     cloze: bool = True
     haystack: str | None = None
     seed: int = 42
@@ -73,6 +75,7 @@ class Sensitivity(Study):
             lengths=(self.length,),
             depths=self.depths,
             permutations=self.permutations,
+            digits=self.digits,
             cloze=self.cloze,
             haystack=self.haystack,
             seed=self.seed,

@@ -1,13 +1,12 @@
 """What the three experiments share: the draw of questions, numbered documents, found phrases."""
 
 import random
-import re
-import string
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.corpora import Passage, Question
+from snapkv.evaluate.metrics import normalised
 from snapkv.evaluate.retrieval import Index
 from snapkv.evaluate.sample import Cell, Sample
 from snapkv.settings import GenerationSettings
@@ -23,8 +22,6 @@ _EXAMPLES = (
     "\n\nQuestion: Who wrote the play Hamlet?\nAnswer: William Shakespeare"
 )
 """Show a model that is not given a chat template that answers are short."""
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 STOPS = ("\nQuestion:", "\nDocument:")
 """Where a model that goes on behind its answer is stopped."""
@@ -111,9 +108,3 @@ def found(text: str | Passage, phrases: Iterable[str]) -> bool:
     words = f" {normalised(text)} "
     wanted = filter(None, map(normalised, phrases))
     return any(f" {phrase} " in words for phrase in wanted)
-
-
-def normalised(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces."""
-    bare = text.lower().translate(_PUNCTUATION)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())

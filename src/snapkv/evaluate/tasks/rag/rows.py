@@ -15,7 +15,7 @@ from typing import Any
 
 from snapkv.errors import DocumentError
 from snapkv.evaluate.corpora import Passage
-from snapkv.evaluate.tasks.rag.asking import normalised
+from snapkv.evaluate.metrics import normalised
 
 Check = tuple[str, Callable[[Any], bool]]
 """What a field must be, and whether it is."""
