@@ -30,7 +30,7 @@ FIGURES = RESULTS / "studies"
 
 FOLDER = Path("snapkv-results") / "studies"
 
-SENSITIVITY = Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=8, template="none")
+SENSITIVITY = Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=5, template="none")
 
 STUDIES: dict[str, Study] = {
     study.name: study
