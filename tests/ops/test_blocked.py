@@ -72,7 +72,7 @@ def test_the_implementation_goes_by_name_and_by_length(monkeypatch):
     for name, module in (("reference", reference), ("blocked", blocked)):
         vote = module.window_votes
         monkeypatch.setitem(
-            ops.api._IMPLEMENTATIONS,
+            ops.api._VOTES,
             name,
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from snapkv.ops.reference import reduce_group
+
 BLOCK_TOKENS = 8192
 """Keys at a time; prompts no longer than that are voted on by the reference."""
 
@@ -23,9 +25,10 @@ def window_votes(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
     block_tokens: int = BLOCK_TOKENS,
 ) -> Tensor:
-    """As `snapkv.ops.reference.window_votes`, up to rounding: (B, Hq, P) float32."""
+    """As `snapkv.ops.reference.window_votes`, up to rounding."""
     B, Hq, W, _ = queries.shape
     prefix_tokens = keys.shape[2] - W
     blocks = functools.partial(
@@ -37,9 +40,13 @@ def window_votes(
     for _, scores in blocks(keys.shape[2]):
         total = torch.logaddexp(total, scores.logsumexp(dim=-1, keepdim=True))
     total = total.masked_fill(total.isneginf(), 0.0)  # the row of a pad, which sees nothing
-    votes = queries.new_empty((B, Hq, prefix_tokens), dtype=torch.float32)
+    heads = Hq if group_reduce == "none" else keys.shape[1]
+    votes = queries.new_empty((B, heads, prefix_tokens), dtype=torch.float32)
     for start, scores in blocks(prefix_tokens):
-        votes[..., start : start + scores.shape[-1]] = scores.sub_(total).exp_().sum(dim=-2)
+        received = scores.sub_(total).exp_().sum(dim=-2)
+        votes[..., start : start + scores.shape[-1]] = reduce_group(
+            received, keys.shape[1], group_reduce
+        )
     return votes
 
 
