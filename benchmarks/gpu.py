@@ -56,6 +56,7 @@ class Sizes:
     prefill_length: int = 32 * K
     long_lengths: tuple[int, ...] = (512 * K, 1024 * K)
     chunk_tokens: int = 16 * K
+    cap_tokens: int = 32 * K
     memory_gb: float = 80.0
     long_seconds: float = 150.0
     tokens: int = 32
@@ -75,6 +76,7 @@ SMALL = Sizes(
     prefill_length=256,
     long_lengths=(512,),
     chunk_tokens=128,
+    cap_tokens=256,
     long_seconds=60.0,
     tokens=2,
     rounds=2,
@@ -212,11 +214,27 @@ def long_prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
             }
 
 
+def chunked_prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """The longest prompt again, whole, with every layer held to a cap between pieces."""
+    bench = PrefillBench(
+        model=_model(sizes.shape, device, sizes),
+        contenders=[_policies(sizes.budget)[1]],
+        lengths=sizes.long_lengths[-1:],
+        chunk_tokens=sizes.chunk_tokens,
+        cap_tokens=sizes.cap_tokens,
+    )
+    rows: list[Row] = []
+    ms = spent_on(lambda: rows.extend(bench.peaks())).wall_ms
+    for row in rows:
+        yield row | {"seconds": round(ms / 1000, 1)}
+
+
 PARTS: dict[str, tuple[Callable[[torch.device, Sizes], Iterator[Row]], float]] = {
     "paper cell": (paper_cell, 40),
     "votes": (votes, 20),
     "decode": (decode, 180),
     "prefill": (prefill, 40),
+    "chunked prefill": (chunked_prefill, 60),
     "long prefill": (long_prefill, 180),
 }
 """Every part and about how many seconds it takes on a large GPU."""

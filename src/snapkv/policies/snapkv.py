@@ -32,6 +32,7 @@ class SnapKV(PrefixPolicy):
     """
 
     name: ClassVar[str] = "snapkv"
+    rates_what_is_held: ClassVar[bool] = True
 
     _: KW_ONLY
     kernel_size: int = 7
