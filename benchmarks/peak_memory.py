@@ -59,6 +59,7 @@ def peak_of_reading(contender: str, prompt_tokens: int) -> Row:
         "peak_growth_bytes": peak,
         "growth_bytes": resident_bytes("VmRSS") - before,
         "held_bytes": cache_bytes(cache),
+        "kept_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers),
     }
 
 

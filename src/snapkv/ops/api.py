@@ -30,8 +30,7 @@ def window_votes(
         keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
         group_reduce: how the query heads of a KV head are combined, as in `reduce_group`.
         impl: "reference"; "blocked", which holds no more than a block of scores; "triton", kernels
-            for CUDA that hold none. "auto" takes the kernels where they can run, else the reference
-            for prompts of one block and "blocked" for longer ones.
+            for CUDA that hold none. "auto" takes the kernels where they can run, else "blocked".
         options: as in `snapkv.ops.reference.window_votes`.
 
     Returns:
@@ -40,8 +39,7 @@ def window_votes(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    in_torch = "reference" if keys.shape[2] <= blocked.BLOCK_TOKENS else "blocked"
-    vote = _implementation("window_votes", impl, keys, _VOTES, in_torch)
+    vote = _implementation("window_votes", impl, keys, _VOTES, "blocked")
     return vote(queries, keys, group_reduce=group_reduce, **options)
 
 
