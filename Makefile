@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
+KVPRESS := .venv-kvpress
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest check format results clean
+.PHONY: help demo test test-slow test-oldest check format results kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,8 +48,10 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about three h
 	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.ragged
 
+kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
+
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(OLDEST) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -61,4 +64,11 @@ $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
+	touch $@
+
+$(KVPRESS)/.installed: constraints-kvpress.txt
+	rm -rf $(KVPRESS)
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c constraints-kvpress.txt kvpress
 	touch $@

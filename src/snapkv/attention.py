@@ -115,14 +115,32 @@ def _attention(
     if handed is None:
         return call.attend()
     layer, end = handed.layer, handed.prompt_end
-    if layer.kept is not None or layer.cumulative_length - handed.new_tokens >= end:
+    compressed = layer.kept is not None and not layer.held
+    if compressed or layer.cumulative_length - handed.new_tokens >= end:
         output = _attend_stored(call, layer)
         _evict(call, layer)
         return output
     if layer.cumulative_length < end:
+        output = _attend_prompt(call, layer)
+        _hold(call, layer, handed.cache.cap_tokens)
         layer.remember_queries(query)
-        return call.attend()
+        return output
     return _attend_prompt_end(call, layer, end)
+
+
+def _attend_prompt(call: _Call, layer: CompressedLayer) -> Attended:
+    """Attend to the prompt as far as it has been read, or to what is held of it."""
+    return _attend_stored(call, layer) if layer.held else call.attend()
+
+
+def _hold(call: _Call, layer: CompressedLayer, cap_tokens: int | None) -> None:
+    """Drop what is over the cap of a prompt that is still coming in."""
+    slots = layer.stored_tokens
+    if cap_tokens is None or slots <= cap_tokens:
+        return
+    read = _prompt_layer(call, layer, call.query.shape[2], slots, None)
+    with torch.no_grad():
+        layer.hold(layer.policy.hold(read, cap_tokens))
 
 
 def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attended:
@@ -132,22 +150,22 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
     """
     drafts = layer.cumulative_length - end
-    own = call.query.shape[2] - drafts
-    pads = leading_pads(call.mask, own - 1, end, layer.policy.query_tokens)
-    prompt = _prompt_layer(call, layer, own, end, pads)
+    own, slots = call.query.shape[2] - drafts, layer.stored_tokens - drafts
+    pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
+    prompt = _prompt_layer(call, layer, own, slots, pads)
     with torch.no_grad():
         selection = layer.policy.select(prompt)
     if selection is None or not drafts:
-        output, weights = call.attend()
+        output, weights = _attend_prompt(call, layer)
         _check_scores(call, layer, prompt, output[:, own - 1])
         layer.end_prompt(selection, prompt)
         return output, weights
     read = replace(
         call,
         query=call.query[:, :, :own],
-        key=call.key[:, :, :end],
-        value=call.value[:, :, :end],
-        mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], end, pads),
+        key=call.key[:, :, :slots],
+        value=call.value[:, :, :slots],
+        mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], slots, pads),
     )
     output, _ = read.attend()
     _check_scores(call, layer, prompt, output[:, -1])
@@ -246,9 +264,9 @@ def _score_options(call: _Call, layer: CompressedLayer) -> dict[str, Any]:
 
 
 def _prompt_layer(
-    call: _Call, layer: CompressedLayer, own: int, end: int, pads: Tensor | None
+    call: _Call, layer: CompressedLayer, own: int, slots: int, pads: Tensor | None
 ) -> PromptLayer:
-    """The states of a layer at the prompt's end, for the policy."""
+    """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options = call.options
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(
@@ -263,10 +281,10 @@ def _prompt_layer(
         )
     return PromptLayer(
         queries=layer.with_remembered(call.query[:, :, :own]).detach(),
-        keys=call.key[:, :, :end],
-        values=call.value[:, :, :end],
+        keys=call.key[:, :, :slots],
+        values=call.value[:, :, :slots],
         pad_tokens=pads,
-        token_ids=None if layer.token_ids is None else layer.token_ids[:, :end],
+        token_ids=None if layer.token_ids is None else layer.token_ids[:, :slots],
         rotation=layer.rotation,
         output_weight=output_weight(layer.output_projection),
         **_score_options(call, layer),

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache import handoff
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
-from snapkv.cache.report import CacheReport
+from snapkv.cache.report import CacheReport, layer_report
 from snapkv.cache.static import StaticCompressedLayer, slots_for
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
@@ -80,6 +80,7 @@ class CompressedCache(Cache):
         self._prompt_end: int | None = None
         self._records_past = False
         self._piecewise = False
+        self.cap_tokens: int | None = None
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
 
@@ -281,6 +282,34 @@ class CompressedCache(Cache):
         finally:
             self._piecewise = False
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether the end of the prompt has yet to be read."""
+        first = self.layers[self._first]
+        if isinstance(first, StaticCompressedLayer) and first.fixed:
+            return False
+        return self._prompt_end is None or first.get_seq_length() < self._prompt_end
+
+    @contextlib.contextmanager
+    def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
+        """Within this block every layer drops what is over the cap after every forward pass.
+
+        Args:
+            cap_tokens: the most that a layer holds of a prompt that is still coming in.
+            coming_tokens: how many tokens the block reads; the prompt ends with them unless it was
+                announced to end elsewhere.
+
+        Raises:
+            InvalidArgumentError: the policy cannot hold to the cap.
+        """
+        self.policy.require_cap(cap_tokens)
+        self._open_prompt(self.get_seq_length() + coming_tokens)
+        self.cap_tokens = cap_tokens
+        try:
+            yield
+        finally:
+            self.cap_tokens = None
+
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
         layer.crop(-tokens)
@@ -323,7 +352,7 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        rows = [_layer_report(i, layer) for i, layer in enumerate(self.layers)]
+        rows = [layer_report(i, layer) for i, layer in enumerate(self.layers)]
         kept = [row["kept_tokens"] for row in rows if row["kind"] == "compressed"]
         mean = sum(kept) / len(kept)
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
@@ -350,38 +379,3 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return f"{value!r} of type {type(value).__name__}"
-
-
-def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
-    """One row of `CacheReport.layers`."""
-    if isinstance(layer, CompressedLayer):
-        return {
-            "layer": layer_idx,
-            "kind": "compressed",
-            "seen_tokens": layer.cumulative_length,
-            "kept_tokens": layer.kept_tokens,
-            "held_bytes": layer.held_bytes,
-            "full_bytes": layer.full_bytes,
-        }
-    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
-    stored = getattr(layer, "keys", None)
-    return {
-        "layer": layer_idx,
-        "kind": type(layer).__name__,
-        "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
-        "kept_tokens": 0 if stored is None or stored.ndim < 4 else stored.shape[-2],
-        "held_bytes": held,
-        "full_bytes": held,
-    }
-
-
-_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def _bytes(held: Any) -> int:
-    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
-    if isinstance(held, Tensor):
-        return held.numel() * held.element_size()
-    if isinstance(held, dict):
-        held = list(held.values())
-    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0

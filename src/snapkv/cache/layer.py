@@ -141,6 +141,7 @@ class CompressedLayer(StoredTokens):
         self.cumulative_length = 0
         self.hides_more_than_padding = False
         self.kept = self.pad_tokens = self.filler_tokens = None
+        self.held = False
         self.ragged = self.slot_scores = self._query_tail = self.sinks = None
         self.head_notes = self.token_ids = None
 
@@ -219,6 +220,24 @@ class CompressedLayer(StoredTokens):
         self._query_tail = last_tokens(queries, self._history_tokens)
         return self._query_tail
 
+    def hold(self, selection: Selection) -> None:
+        """Keep a part of a prompt that is still coming in."""
+        self.kept = self._columns_of(selection)
+        self.keys = keep_tokens(self.keys, selection)
+        self.values = keep_tokens(self.values, selection)
+        self.held = True
+
+    def _columns_of(self, selection: Selection) -> Tensor:
+        """(B, H, K) int32: the columns of the slots that a selection names, -1 where of none."""
+        indices = selection.keep_indices
+        heads = max(indices.shape[1], self.keys.shape[1])
+        indices = indices.expand(-1, heads, -1)
+        if self.kept is not None:
+            repeats = heads // self.keys.shape[1]
+            columns = self.columns().repeat_interleave(repeats, dim=1)
+            indices = columns.gather(2, indices.clamp(min=0)).masked_fill(indices < 0, -1)
+        return indices.to(torch.int32)
+
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and what of it to keep.
 
@@ -228,8 +247,10 @@ class CompressedLayer(StoredTokens):
         if self._history_tokens:
             self._query_tail = last_tokens(prompt.queries, self._history_tokens).clone()
         self.pad_tokens = prompt.pad_tokens
+        self.held = False
         if selection is None:
             return
+        columns = self._columns_of(selection)
         self.head_notes = selection.head_notes
         if self.token_ids is not None:
             self.token_ids = self.token_ids[:, selection.prompt_tokens :]
@@ -238,9 +259,9 @@ class CompressedLayer(StoredTokens):
         else:
             self.keys = keep_tokens(self.keys, selection)
             self.values = keep_tokens(self.values, selection)
-        kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
-        self.kept = kept.to(torch.int32)
+        self.kept = columns
         if selection.scores is not None:
+            kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
             self.slot_scores = selection.scores.gather(2, kept.clamp(min=0))
         self.filler_tokens = selection.filler_tokens
         self.hides_more_than_padding = self._fillers_outnumber_padding(selection.prompt_tokens)

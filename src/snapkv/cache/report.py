@@ -5,6 +5,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+
+from snapkv.cache.layer import CompressedLayer
 
 
 class CacheReport(dict[str, Any]):
@@ -86,3 +89,38 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
+    """One row of `CacheReport.layers`."""
+    if isinstance(layer, CompressedLayer):
+        return {
+            "layer": layer_idx,
+            "kind": "compressed",
+            "seen_tokens": layer.cumulative_length,
+            "kept_tokens": layer.kept_tokens,
+            "held_bytes": layer.held_bytes,
+            "full_bytes": layer.full_bytes,
+        }
+    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
+    stored = getattr(layer, "keys", None)
+    return {
+        "layer": layer_idx,
+        "kind": type(layer).__name__,
+        "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
+        "kept_tokens": 0 if stored is None or stored.ndim < 4 else stored.shape[-2],
+        "held_bytes": held,
+        "full_bytes": held,
+    }
+
+
+_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def _bytes(held: Any) -> int:
+    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
+    if isinstance(held, Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        held = list(held.values())
+    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0

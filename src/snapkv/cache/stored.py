@@ -19,6 +19,7 @@ class StoredTokens(DynamicLayer):
         cumulative_length: tokens seen since the last reset.
         kept: (B, H, K) int32, prompt columns of the first K slots, or None while nothing was
             dropped.
+        held: whether the prompt is still coming in and a part of it has been dropped already.
         pad_tokens: (B,) leading pads of each row of the prompt, or None.
         filler_tokens: (B,) leading slots that hold pads, or None.
         ragged: what the heads keep where each keeps a number of its own; `keys` and `values` then
@@ -39,6 +40,7 @@ class StoredTokens(DynamicLayer):
         super().__init__()
         self.cumulative_length = 0
         self.kept: Tensor | None = None
+        self.held = False
         self.pad_tokens: Tensor | None = None
         self.filler_tokens: Tensor | None = None
         self.hides_more_than_padding = False

@@ -110,11 +110,15 @@ def prefill(
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
     ] = None,
+    cap_tokens: Annotated[
+        int | None,
+        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
+    ] = None,
     *,
     options: BenchOptions,
 ) -> None:
     """Time to read a prompt."""
-    _run(options, lambda model: _prefill_bench(options, chunk_tokens, model).times())
+    _run(options, lambda model: _prefill_bench(options, chunk_tokens, cap_tokens, model).times())
 
 
 @app.command()
@@ -123,6 +127,10 @@ def memory(
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
     ] = None,
+    cap_tokens: Annotated[
+        int | None,
+        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
+    ] = None,
     *,
     options: BenchOptions,
 ) -> None:
@@ -130,7 +138,8 @@ def memory(
 
     def rows(model: Any) -> Iterable[dict[str, Any]]:
         if model.device.type == "cuda" or os.environ.get(_ALONE):
-            peaks: Iterable[dict[str, Any]] = _prefill_bench(options, chunk_tokens, model).peaks()
+            bench = _prefill_bench(options, chunk_tokens, cap_tokens, model)
+            peaks: Iterable[dict[str, Any]] = bench.peaks()
             return peaks
         return _measured_alone(sys.argv[1:], [each.label for each in _contenders(options)])
 
@@ -182,7 +191,9 @@ def throughput(
     _run(options, rows)
 
 
-def _prefill_bench(options: BenchOptions, chunk_tokens: int | None, model: Any) -> Any:
+def _prefill_bench(
+    options: BenchOptions, chunk_tokens: int | None, cap_tokens: int | None, model: Any
+) -> Any:
     from snapkv.measure.prefill import PrefillBench
 
     return PrefillBench(
@@ -192,6 +203,7 @@ def _prefill_bench(options: BenchOptions, chunk_tokens: int | None, model: Any) 
         batches=integers("batch", options.batch),
         rounds=options.rounds,
         chunk_tokens=chunk_tokens,
+        cap_tokens=cap_tokens,
     )
 
 

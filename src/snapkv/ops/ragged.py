@@ -1,15 +1,15 @@
 """Attention to heads that hold different numbers of tokens: which implementation runs."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import ragged_blocked, ragged_grouped, ragged_reference
 from snapkv.ops.ragged_layout import RaggedLayout
+from snapkv.ops.triton_support import obstacle as _obstacle
+from snapkv.ops.triton_support import say_once
 
 RaggedImplementation = Literal["auto", "reference", "grouped", "blocked", "triton"]
 
@@ -75,6 +75,7 @@ def ragged_attention(
 def _implementation(impl: str, queries: Tensor, keys: Tensor) -> Callable[..., Tensor]:
     if impl == "auto":
         impl = _fitting(queries, keys)
+        say_once("ragged_attention", impl, queries.device.type)
     if impl in _IN_TORCH:
         return _IN_TORCH[impl]
     if impl != "triton":
@@ -97,16 +98,3 @@ def _fitting(queries: Tensor, keys: Tensor) -> str:
     # Several queries make scores that "blocked" holds for some of them at a time.
     small = keys.numel() <= GROUPED_ELEMENTS and queries.shape[2] <= 32
     return "grouped" if small and queries.device.type == "cpu" else "blocked"
-
-
-def _obstacle(queries: Tensor) -> str | None:
-    """Why the kernel cannot run, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "without the package triton"
-    from snapkv.ops import triton_ragged
-
-    if not queries.is_cuda and not triton_ragged.INTERPRETED:
-        return f"with tensors on {queries.device.type}, where it does not run"
-    if queries.requires_grad and torch.is_grad_enabled():
-        return "with gradients, which it does not compute"
-    return None
