@@ -4,6 +4,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
 from snapkv.cache.report import CacheReport
 from snapkv.cache.static import StaticCompressedLayer, slots_for
+from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
 from snapkv.policies.base import require_int
@@ -45,9 +47,18 @@ class CompressedCache(Cache):
             graphs on a GPU) once for all prompts of a batch size: call `reset()` and use the cache
             again. It needs a policy with a budget, the same for all heads and layers.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
+        turns: what becomes of a later prompt. "append" stores it whole behind what was kept;
+            "compress" reads it over what was kept, lets its end vote on all of that, and brings the
+            cache back to its budget. "append" by default, "compress" with `recall`.
+        recall: where evicted keys and values go instead of being dropped: "host" for the memory of
+            the host, or a folder for files that are mapped into it. A later prompt is then read
+            over all that was seen, layer by layer, and its end votes on all of it again.
+        recall_bytes: how many bytes `recall` may take; no limit by default.
+        refresh_every: with `recall`, let the last queries vote again after as many generated
+            tokens.
 
     Raises:
-        InvalidArgumentError: an unknown storage, or one that does not go with the policy.
+        InvalidArgumentError: an unknown option, or one that does not go with the policy.
         InvalidTypeError: `model` or `policy` is not one.
         InvalidArgumentError: `policy` has not been given the tokenizer it needs.
         UnsupportedModelError: the model cannot be compressed correctly; the message says why.
@@ -60,6 +71,10 @@ class CompressedCache(Cache):
         *,
         storage: Literal["dynamic", "static"] = "dynamic",
         room_tokens: int = 512,
+        turns: Turns | None = None,
+        recall: str | Path | None = None,
+        recall_bytes: int | None = None,
+        refresh_every: int | None = None,
     ) -> None:
         from snapkv.attention import wrap_attention  # the seam imports this module
         from snapkv.generation import announce_prompts
@@ -70,8 +85,12 @@ class CompressedCache(Cache):
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
+        self.turn_options = TurnOptions(
+            turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
+        )
         slots = slots_for(policy, storage, room_tokens)
         super().__init__(layers=layers_for(model, policy, slots))
+        self.turn_options.apply(self.layers, policy)
         wrap_attention(model)
         announce_prompts(model)
         self.policy = policy
@@ -95,7 +114,7 @@ class CompressedCache(Cache):
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
-        if isinstance(layer, StaticCompressedLayer) and layer.fixed:
+        if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 layer.require_room(layer.stored_tokens + key_states.shape[-2])
             return layer.update(key_states, value_states)
@@ -174,14 +193,25 @@ class CompressedCache(Cache):
         """Called before drafts are verified: from now on a forward pass may hold drafts.
 
         Raises:
-            InvalidArgumentError: the policy evicts while generating. Drafts verified together
-                would see tokens that plain decoding has dropped by then.
+            InvalidArgumentError: the policy evicts while generating, or chooses again. Drafts
+                verified together would see tokens that plain decoding has dropped by then.
         """
+        if self.turn_options.refresh_every:
+            raise InvalidArgumentError(
+                f"refresh_every: expected none where drafts are verified (assistant model, prompt "
+                f"lookup), got {self.turn_options.refresh_every}; generate without drafts"
+            )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "
                 f"(assistant model, prompt lookup), got {self.policy.name}, which evicts after "
                 "every token; use SnapKV, or generate without drafts"
+            )
+        if self.get_seq_length():
+            raise InvalidArgumentError(
+                f"past_key_values: expected an empty cache where drafts are verified (assistant "
+                f"model, prompt lookup), since transformers reads the text from its start into it, "
+                f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
             )
         super().activate_past_recording()
         self._records_past = True
@@ -219,7 +249,8 @@ class CompressedCache(Cache):
         """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
 
         `model.generate` does this by itself. Call it before feeding a prompt in pieces through
-        ``model(...)``: nothing is dropped before the announced end has been read.
+        ``model(...)``: nothing is dropped before the announced end has been read. On a cache that
+        has read a prompt, it announces the end of the next turn.
 
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
@@ -232,6 +263,14 @@ class CompressedCache(Cache):
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
         self._prompt_end = prompt_tokens
+        self._open_turn(True)
+
+    def _open_turn(self, is_open: bool) -> None:
+        """Read the next tokens over all that was seen, in layers that can recall it."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer) and layer.parked is not None:
+                dropped = layer.kept is not None
+                layer.recall_due = dropped and (is_open or layer.stored_tokens == 0)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
@@ -260,6 +299,7 @@ class CompressedCache(Cache):
         except BaseException:
             if self.get_seq_length() == seen:
                 self._prompt_end = before
+                self._open_turn(False)
             raise
 
     @contextlib.contextmanager
@@ -280,6 +320,11 @@ class CompressedCache(Cache):
             yield
         finally:
             self._piecewise = False
+
+    @property
+    def reads_piecewise(self) -> bool:
+        """Whether one layer after the other reads all pieces of a prompt."""
+        return self._piecewise
 
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
@@ -323,19 +368,7 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        rows = [_layer_report(i, layer) for i, layer in enumerate(self.layers)]
-        kept = [row["kept_tokens"] for row in rows if row["kind"] == "compressed"]
-        mean = sum(kept) / len(kept)
-        compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        return CacheReport(
-            policy=self.policy.name,
-            seen_tokens=self.get_seq_length(),
-            kept_tokens=int(mean) if mean == int(mean) else mean,
-            held_bytes=sum(row["held_bytes"] for row in rows),
-            index_bytes=sum(layer.noted_bytes for layer in compressed),
-            full_bytes=sum(row["full_bytes"] for row in rows),
-            layers=rows,
-        )
+        return CacheReport.of(self.policy.name, self.layers)
 
     def owns(self, module: Any) -> bool:
         """Whether `module` is part of the model this cache was made for."""
@@ -350,38 +383,3 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return f"{value!r} of type {type(value).__name__}"
-
-
-def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
-    """One row of `CacheReport.layers`."""
-    if isinstance(layer, CompressedLayer):
-        return {
-            "layer": layer_idx,
-            "kind": "compressed",
-            "seen_tokens": layer.cumulative_length,
-            "kept_tokens": layer.kept_tokens,
-            "held_bytes": layer.held_bytes,
-            "full_bytes": layer.full_bytes,
-        }
-    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
-    stored = getattr(layer, "keys", None)
-    return {
-        "layer": layer_idx,
-        "kind": type(layer).__name__,
-        "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
-        "kept_tokens": 0 if stored is None or stored.ndim < 4 else stored.shape[-2],
-        "held_bytes": held,
-        "full_bytes": held,
-    }
-
-
-_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def _bytes(held: Any) -> int:
-    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
-    if isinstance(held, Tensor):
-        return held.numel() * held.element_size()
-    if isinstance(held, dict):
-        held = list(held.values())
-    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0

@@ -1,0 +1,184 @@
+"""What a layer has seen, off the device: recalled when the next turn votes."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.places import Place, Room
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Keys and values of neighbouring tokens.
+
+    Attributes:
+        keys: (R, Hkv, N, D), as attention sees them.
+        values: (R, Hkv, N, Dv).
+        rows: (B,) int64, which of the R rows each row of the batch has; several may share one.
+        pad_tokens: (B,) int64, how many pads stand before the first token of each row. A row with
+            pads lacks as many of the last tokens, so that all rows have N.
+        room: what keeps the memory.
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    pad_tokens: Tensor
+    room: Room
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return int(self.keys.shape[2])
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def first(self, tokens: int) -> "Piece":
+        """The first tokens only; views of the same memory."""
+        return replace(self, keys=self.keys[:, :, :tokens], values=self.values[:, :, :tokens])
+
+
+class ParkedTokens:
+    """The first tokens that a layer has seen, in pieces, as they were put off the device.
+
+    On a GPU copies run in a stream of their own, beside the next layer's work.
+
+    Args:
+        place: where there is room for them.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.pieces: list[Piece] = []
+
+    @property
+    def tokens(self) -> int:
+        """How many of the first tokens are here."""
+        return sum(piece.tokens for piece in self.pieces)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return sum(piece.held_bytes for piece in self.pieces)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Copy the tokens that come next: (B, Hkv, N, D) and (B, Hkv, N, Dv).
+
+        Raises:
+            OutOfMemoryError: there is no room.
+        """
+        if not keys.shape[2]:
+            return
+        states = (keys.detach(), values.detach())
+        room = self.place.room_for(*states)
+        with _copying(keys.device):
+            for target, source in zip(room.tensors, states, strict=True):
+                if source.is_cuda:
+                    source.record_stream(torch.cuda.current_stream(source.device))
+                target.copy_(source, non_blocking=True)
+        self.add(room)
+
+    def add(self, room: Room) -> None:
+        """Take keys and values that are in their place already, a row of them for each row."""
+        keys, values = room.tensors
+        batch = keys.shape[0]
+        piece = Piece(
+            keys=keys,
+            values=values,
+            rows=torch.arange(batch),
+            pad_tokens=torch.zeros(batch, dtype=torch.int64),
+            room=room,
+        )
+        self.pieces.append(piece)
+
+    def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All parked tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
+        with _copying(keys.device) as stream:
+            whole = [self._whole(keys, "keys"), self._whole(values, "values")]
+        if stream is not None:
+            torch.cuda.current_stream(keys.device).wait_stream(stream)
+            for states in whole:
+                states.record_stream(torch.cuda.current_stream(keys.device))
+        return whole[0], whole[1]
+
+    def _whole(self, tail: Tensor, name: str) -> Tensor:
+        B, H, N, D = tail.shape
+        whole = torch.empty(B, H, self.tokens + N, D, dtype=tail.dtype, device=tail.device)
+        start = 0
+        for piece in self.pieces:
+            states, end = getattr(piece, name), start + piece.tokens
+            for row, (source, pads) in enumerate(_pairs(piece)):
+                part = whole[row, :, start:end]
+                part[:, :pads] = 0.0
+                for head in range(H):  # both sides contiguous: no second copy on the device
+                    begun = states[source, head, : piece.tokens - pads]
+                    part[head, pads:].copy_(begun, non_blocking=True)
+            start = end
+        whole[:, :, start:] = tail
+        return whole
+
+    def crop(self, tokens: int) -> None:
+        """Keep no more than that many of the first tokens."""
+        kept: list[Piece] = []
+        for piece in self.pieces:
+            room = tokens - sum(earlier.tokens for earlier in kept)
+            if room > 0:
+                kept.append(piece if piece.tokens <= room else piece.first(room))
+        self.pieces = kept
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.pieces = []
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Put rows in another order; nothing is copied."""
+        self.pieces = [
+            replace(piece, rows=change(piece.rows), pad_tokens=change(piece.pad_tokens))
+            for piece in self.pieces
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParkedTokens":
+        """Another list of the same pieces, which never change."""
+        copied = copy.copy(self)
+        copied.pieces = list(self.pieces)
+        return copied
+
+
+def _pairs(piece: Piece) -> Iterator[tuple[int, int]]:
+    return zip(piece.rows.tolist(), piece.pad_tokens.tolist(), strict=True)
+
+
+@contextlib.contextmanager
+def _copying(device: torch.device) -> Iterator[Any]:
+    """Within this block copies run in the device's own stream for them, if it has streams."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def _stream(device: torch.device) -> Any:
+    """The stream for copies of a device, made once."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own
+    return _streams[device]
+
+
+def wait_for_copies() -> None:
+    """Wait until what was put off any device can be read on the host."""
+    for stream in _streams.values():
+        stream.synchronize()
