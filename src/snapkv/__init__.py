@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snapkv.cache import CacheReport, CompressedCache
     from snapkv.errors import (
+        CacheFileError,
         CacheMismatchError,
         DocumentError,
         InvalidArgumentError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaKV",
+    "CacheFileError",
     "CacheMismatchError",
     "CacheReport",
     "CompressedCache",

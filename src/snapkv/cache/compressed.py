@@ -16,6 +16,7 @@ from snapkv.cache import handoff
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
 from snapkv.cache.report import CacheReport
+from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
 from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
@@ -23,7 +24,7 @@ from snapkv.policies import EvictingPolicy, Policy, SnapKV
 from snapkv.policies.base import require_int
 
 
-class CompressedCache(Cache):
+class CompressedCache(SavedCache, Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
     Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
@@ -85,20 +86,22 @@ class CompressedCache(Cache):
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
-        self.turn_options = TurnOptions(
+        later = TurnOptions(
             turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
         )
         slots = slots_for(policy, storage, room_tokens)
         super().__init__(layers=layers_for(model, policy, slots))
-        self.turn_options.apply(self.layers, policy)
+        later.apply(self.layers, policy)
         wrap_attention(model)
         announce_prompts(model)
         self.policy = policy
+        self.options = {"storage": storage, "room_tokens": room_tokens, **vars(later)}
+        self._model = weakref.ref(model)
         self._modules = weakref.WeakSet(model.modules())
         self._first = self.compressed_layers[0]
-        self._prompt_end: int | None = None
+        self.prompt_end: int | None = None
         self._records_past = False
-        self._piecewise = False
+        self.reads_piecewise = False
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
 
@@ -131,15 +134,15 @@ class CompressedCache(Cache):
 
     def _open_prompt(self, seen_tokens: int) -> int:
         """Where the prompt ends; without an announcement, with this very forward pass."""
-        if self._prompt_end is None:
+        if self.prompt_end is None:
             if self._records_past:
                 raise CacheMismatchError(
                     "past_key_values: expected to know where the prompt ends before drafts are "
                     "verified, got a first forward pass that may hold drafts; call "
                     "cache.expect_prompt(prompt_tokens) first"
                 )
-            self._prompt_end = seen_tokens
-        return self._prompt_end
+            self.prompt_end = seen_tokens
+        return self.prompt_end
 
     def _require_ids(self, batch: int, new_tokens: int) -> None:
         """Refuse tokens whose ids were not announced, where the policy looks at them."""
@@ -157,7 +160,7 @@ class CompressedCache(Cache):
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
         pending = handoff.peek()
         first = self.layers[self._first]
-        uneven = not (self._piecewise or layer is first) and (
+        uneven = not (self.reads_piecewise or layer is first) and (
             layer.cumulative_length + new_tokens != first.cumulative_length
         )
         unfinished = pending is not None and pending.cache is self
@@ -177,8 +180,8 @@ class CompressedCache(Cache):
             InvalidArgumentError: a positive number, or more than can be taken back.
         """
         super().crop(tokens_to_remove)
-        if self._prompt_end is not None and self.get_seq_length() < self._prompt_end:
-            self._prompt_end = None
+        if self.prompt_end is not None and self.get_seq_length() < self.prompt_end:
+            self.prompt_end = None
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
@@ -186,7 +189,7 @@ class CompressedCache(Cache):
         pending = handoff.peek()
         if pending is not None and pending.cache is self:
             handoff.take()
-        self._prompt_end = self._coming = None
+        self.prompt_end = self._coming = None
         self._records_past = False
 
     def activate_past_recording(self) -> None:
@@ -196,10 +199,10 @@ class CompressedCache(Cache):
             InvalidArgumentError: the policy evicts while generating, or chooses again. Drafts
                 verified together would see tokens that plain decoding has dropped by then.
         """
-        if self.turn_options.refresh_every:
+        if self.options["refresh_every"]:
             raise InvalidArgumentError(
                 f"refresh_every: expected none where drafts are verified (assistant model, prompt "
-                f"lookup), got {self.turn_options.refresh_every}; generate without drafts"
+                f"lookup), got {self.options['refresh_every']}; generate without drafts"
             )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
@@ -262,7 +265,7 @@ class CompressedCache(Cache):
                 f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
-        self._prompt_end = prompt_tokens
+        self.prompt_end = prompt_tokens
         self._open_turn(True)
 
     def _open_turn(self, is_open: bool) -> None:
@@ -292,13 +295,13 @@ class CompressedCache(Cache):
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:
         """Announce a prompt, and take the announcement back if nothing of it could be read."""
-        before, seen = self._prompt_end, self.get_seq_length()
+        before, seen = self.prompt_end, self.get_seq_length()
         self.expect_prompt(prompt_tokens)
         try:
             yield
         except BaseException:
             if self.get_seq_length() == seen:
-                self._prompt_end = before
+                self.prompt_end = before
                 self._open_turn(False)
             raise
 
@@ -315,22 +318,17 @@ class CompressedCache(Cache):
                 f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
             )
         self._open_prompt(self.layers[layer_idx].get_seq_length() + tokens)
-        self._piecewise = True
+        self.reads_piecewise = True
         try:
             yield
         finally:
-            self._piecewise = False
-
-    @property
-    def reads_piecewise(self) -> bool:
-        """Whether one layer after the other reads all pieces of a prompt."""
-        return self._piecewise
+            self.reads_piecewise = False
 
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
         layer.crop(-tokens)
-        if self._prompt_end is not None and layer.cumulative_length < self._prompt_end:
-            self._prompt_end = None
+        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
+            self.prompt_end = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
         """Copy what is stored; the model that it belongs to is shared."""
@@ -341,6 +339,21 @@ class CompressedCache(Cache):
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
         return copied
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model the cache was made for.
+
+        Raises:
+            CacheMismatchError: nobody holds that model any more.
+        """
+        model = self._model()
+        if model is None:
+            raise CacheMismatchError(
+                "past_key_values: expected the model the cache was made for to be there, got none; "
+                "keep the model as long as its cache"
+            )
+        return model
 
     @property
     def compressed_layers(self) -> list[int]:

@@ -69,8 +69,13 @@ class ParkedTokens:
         """Bytes of the keys and values."""
         return sum(piece.held_bytes for piece in self.pieces)
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
+    def append(self, keys: Tensor, values: Tensor, *, on: torch.device | None = None) -> None:
         """Copy the tokens that come next: (B, Hkv, N, D) and (B, Hkv, N, Dv).
+
+        Args:
+            keys: of the tokens.
+            values: of the tokens.
+            on: where they will be recalled to; None for the device of the keys.
 
         Raises:
             OutOfMemoryError: there is no room.
@@ -78,7 +83,7 @@ class ParkedTokens:
         if not keys.shape[2]:
             return
         states = (keys.detach(), values.detach())
-        room = self.place.room_for(*states)
+        room = self.place.room_for(*states, device=on or keys.device)
         with _copying(keys.device):
             for target, source in zip(room.tensors, states, strict=True):
                 if source.is_cuda:
@@ -108,6 +113,16 @@ class ParkedTokens:
             for states in whole:
                 states.record_stream(torch.cuda.current_stream(keys.device))
         return whole[0], whole[1]
+
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """All parked tokens, (B, Hkv, N, D) and (B, Hkv, N, Dv), a copy in the host's memory."""
+        wait_for_copies()
+        rows = len(self.pieces[0].rows)
+        tails = (
+            states.new_empty(rows, states.shape[1], 0, states.shape[3], device="cpu")
+            for states in (self.pieces[0].keys, self.pieces[0].values)
+        )
+        return self.with_tail(*tails)
 
     def _whole(self, tail: Tensor, name: str) -> Tensor:
         B, H, N, D = tail.shape

@@ -27,8 +27,8 @@ class Place:
         self.taken_bytes = 0
         self._lock = threading.Lock()
 
-    def room_for(self, *states: Tensor) -> "Room":
-        """Room for a copy of each of these (B, H, N, D) states.
+    def room_for(self, *states: Tensor, device: torch.device) -> "Room":
+        """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
 
         Raises:
             OutOfMemoryError: the limit is reached, or the system has no room.
@@ -44,7 +44,7 @@ class Place:
                 )
             self.taken_bytes += wanted
         try:
-            return Room(self, [self._make(part) for part in states], wanted)
+            return Room(self, [self._make(part, device) for part in states], wanted)
         except BaseException:
             self.give_back(wanted)
             raise
@@ -54,9 +54,9 @@ class Place:
         with self._lock:
             self.taken_bytes -= freed_bytes
 
-    def _make(self, states: Tensor) -> Tensor:
-        """In memory; pinned where the states are on a GPU, so that copies need not wait."""
-        pinned = states.device.type == "cuda"
+    def _make(self, states: Tensor, device: torch.device) -> Tensor:
+        """In memory; pinned where they are recalled to a GPU, so that copies need not wait."""
+        pinned = device.type == "cuda"
         return torch.empty(states.shape, dtype=states.dtype, pin_memory=pinned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
@@ -99,7 +99,7 @@ class MappedFolder(Place):
                 f"{str(folder)!r}: {error.strerror}; choose another folder"
             ) from error
 
-    def _make(self, states: Tensor) -> Tensor:
+    def _make(self, states: Tensor, device: torch.device) -> Tensor:
         """In a file of its own; all of it is reserved first, since a full disk kills who writes."""
         size = states.numel() * states.element_size()
         if not size:

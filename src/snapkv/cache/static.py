@@ -82,6 +82,10 @@ class StaticCompressedLayer(CompressedLayer):
                 f"storage: expected one set of tokens per KV head and as many in each for "
                 f"storage='static', got policy {self.policy.name}; use storage='dynamic'"
             )
+        self.fix()
+
+    def fix(self) -> None:
+        """Store in the buffer from now on, beginning with what is stored now."""
         stored = self.keys.shape[-2]
         self.require_room(stored)
         self._dropped_at_end = self._seen_tokens - stored
