@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
+    from snapkv.questions import Document
 __version__ = "0.1.0"
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "CacheReport",
     "CompressedCache",
     "CriticalKV",
+    "Document",
     "DocumentError",
     "ExpectedAttention",
     "FastGen",
@@ -84,6 +86,7 @@ _ROOMS = {
         "StreamingLLM",
         "TOVA",
     ),
+    "snapkv.questions": ("Document",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

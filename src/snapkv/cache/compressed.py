@@ -18,6 +18,7 @@ from snapkv.cache.layers import layers_for
 from snapkv.cache.report import CacheReport
 from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
+from snapkv.cache.token_ids import require_announced, require_ids
 from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
@@ -113,7 +114,8 @@ class CompressedCache(SavedCache, Cache):
         """Append the new tokens of one layer; returns all its stored keys and values."""
         layer = self.layers[layer_idx]
         if self._looks_at_tokens and layer_idx <= self._first:
-            self._require_ids(key_states.shape[0], key_states.shape[-2])
+            seen, shape = self.get_seq_length(), (key_states.shape[0], key_states.shape[-2])
+            require_announced(self._coming, seen, shape, self.policy.name)
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
@@ -143,18 +145,6 @@ class CompressedCache(SavedCache, Cache):
                 )
             self.prompt_end = seen_tokens
         return self.prompt_end
-
-    def _require_ids(self, batch: int, new_tokens: int) -> None:
-        """Refuse tokens whose ids were not announced, where the policy looks at them."""
-        seen = self.get_seq_length()
-        begin, ids = (None, None) if self._coming is None else self._coming
-        if ids is None or begin != seen or ids.shape != (batch, new_tokens):
-            told = "none" if ids is None or begin != seen else f"those of {tuple(ids.shape)}"
-            raise CacheMismatchError(
-                f"token_ids: expected the ids of the next {batch} x {new_tokens} tokens, since "
-                f"{self.policy.name} looks at tokens, got {told}; call "
-                "cache.expect_tokens(input_ids) before model(input_ids, ...), or use model.generate"
-            )
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
@@ -284,11 +274,7 @@ class CompressedCache(SavedCache, Cache):
         Raises:
             InvalidTypeError: not a tensor of that kind.
         """
-        if not _are_ids(token_ids):
-            raise InvalidTypeError(
-                f"token_ids: expected a (batch, tokens) tensor of integers, got "
-                f"{_described(token_ids)}; pass the input_ids of the next forward pass"
-            )
+        require_ids(token_ids)
         if self._looks_at_tokens:
             self._coming = (self.get_seq_length(), token_ids)
 
@@ -323,6 +309,9 @@ class CompressedCache(SavedCache, Cache):
             yield
         finally:
             self.reads_piecewise = False
+        layer: Any = self.layers[layer_idx]
+        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
+            layer.set_aside()
 
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
@@ -386,13 +375,3 @@ class CompressedCache(SavedCache, Cache):
     def owns(self, module: Any) -> bool:
         """Whether `module` is part of the model this cache was made for."""
         return module in self._modules
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point()
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r} of type {type(value).__name__}"

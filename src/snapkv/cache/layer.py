@@ -306,6 +306,14 @@ class CompressedLayer(StoredTokens):
         self.kept = torch.empty(self.keys.shape[:3], dtype=torch.int32, device=self.keys.device)
         self.recall_due = True
 
+    def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
+        """Have seen that many columns, nothing on the device: each row has pads, then tokens."""
+        assert self.parked is not None
+        self.parked.shift(pads, tokens)
+        self.cumulative_length = tokens
+        if forget_queries:
+            self._query_tail = None
+
     def recall(self) -> None:
         """Hold every token that was seen again, as before anything was dropped."""
         self.recall_due = False

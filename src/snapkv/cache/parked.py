@@ -19,31 +19,31 @@ class Piece:
     Attributes:
         keys: (R, Hkv, N, D), as attention sees them.
         values: (R, Hkv, N, Dv).
+        start: column of the first token.
+        end: column behind the last one that counts.
         rows: (B,) int64, which of the R rows each row of the batch has; several may share one.
-        pad_tokens: (B,) int64, how many pads stand before the first token of each row. A row with
-            pads lacks as many of the last tokens, so that all rows have N.
+        shift: (B,) int64, by how many columns each row's tokens stand further to the right.
         room: what keeps the memory.
     """
 
     keys: Tensor
     values: Tensor
+    start: int
+    end: int
     rows: Tensor
-    pad_tokens: Tensor
+    shift: Tensor
     room: Room
-
-    @property
-    def tokens(self) -> int:
-        """N."""
-        return int(self.keys.shape[2])
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values."""
         return int(self.keys.nbytes + self.values.nbytes)
 
-    def first(self, tokens: int) -> "Piece":
-        """The first tokens only; views of the same memory."""
-        return replace(self, keys=self.keys[:, :, :tokens], values=self.values[:, :, :tokens])
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """For each row of the batch its own row, the column it begins at, and how many tokens."""
+        for row, shift in zip(self.rows.tolist(), self.shift.tolist(), strict=True):
+            begin = self.start + shift
+            yield row, begin, max(0, min(self.keys.shape[2], self.end - begin))
 
 
 class ParkedTokens:
@@ -62,7 +62,7 @@ class ParkedTokens:
     @property
     def tokens(self) -> int:
         """How many of the first tokens are here."""
-        return sum(piece.tokens for piece in self.pieces)
+        return self.pieces[-1].end if self.pieces else 0
 
     @property
     def held_bytes(self) -> int:
@@ -98,8 +98,10 @@ class ParkedTokens:
         piece = Piece(
             keys=keys,
             values=values,
+            start=self.tokens,
+            end=self.tokens + keys.shape[2],
             rows=torch.arange(batch),
-            pad_tokens=torch.zeros(batch, dtype=torch.int64),
+            shift=torch.zeros(batch, dtype=torch.int64),
             room=room,
         )
         self.pieces.append(piece)
@@ -127,27 +129,24 @@ class ParkedTokens:
     def _whole(self, tail: Tensor, name: str) -> Tensor:
         B, H, N, D = tail.shape
         whole = torch.empty(B, H, self.tokens + N, D, dtype=tail.dtype, device=tail.device)
-        start = 0
         for piece in self.pieces:
-            states, end = getattr(piece, name), start + piece.tokens
-            for row, (source, pads) in enumerate(_pairs(piece)):
-                part = whole[row, :, start:end]
-                part[:, :pads] = 0.0
+            states = getattr(piece, name)
+            for row, (own, begin, count) in enumerate(piece.spans()):
                 for head in range(H):  # both sides contiguous: no second copy on the device
-                    begun = states[source, head, : piece.tokens - pads]
-                    part[head, pads:].copy_(begun, non_blocking=True)
-            start = end
-        whole[:, :, start:] = tail
+                    part = whole[row, head, begin : begin + count]
+                    part.copy_(states[own, head, :count], non_blocking=True)
+        for row, pads in enumerate(self.pieces[0].shift.tolist()):
+            whole[row, :, :pads] = 0.0
+        whole[:, :, self.tokens :] = tail
         return whole
 
     def crop(self, tokens: int) -> None:
         """Keep no more than that many of the first tokens."""
-        kept: list[Piece] = []
-        for piece in self.pieces:
-            room = tokens - sum(earlier.tokens for earlier in kept)
-            if room > 0:
-                kept.append(piece if piece.tokens <= room else piece.first(room))
-        self.pieces = kept
+        self.pieces = [
+            replace(piece, end=min(piece.end, tokens))
+            for piece in self.pieces
+            if piece.start < tokens
+        ]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -156,19 +155,24 @@ class ParkedTokens:
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Put rows in another order; nothing is copied."""
         self.pieces = [
-            replace(piece, rows=change(piece.rows), pad_tokens=change(piece.pad_tokens))
+            replace(piece, rows=change(piece.rows), shift=change(piece.shift))
             for piece in self.pieces
         ]
+
+    def shift(self, columns: Tensor, tokens: int) -> None:
+        """Move each row's tokens to the right, behind pads, and end all rows at the same column.
+
+        Args:
+            columns: (B,) int64, by how much.
+            tokens: how many columns are here from now on, the pads counted.
+        """
+        self.pieces = [replace(piece, shift=columns, end=tokens) for piece in self.pieces]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParkedTokens":
         """Another list of the same pieces, which never change."""
         copied = copy.copy(self)
         copied.pieces = list(self.pieces)
         return copied
-
-
-def _pairs(piece: Piece) -> Iterator[tuple[int, int]]:
-    return zip(piece.rows.tolist(), piece.pad_tokens.tolist(), strict=True)
 
 
 @contextlib.contextmanager
