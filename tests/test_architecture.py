@@ -22,7 +22,7 @@ ROWS = (
     ("prefill", "questions"),
     ("plan", "conversion", "documents", "prompts"),
     ("models",),
-    ("answering", "measure"),
+    ("answering", "conversation", "measure"),
     ("evaluate",),
     ("report", "study"),
     ("cli",),
