@@ -78,14 +78,38 @@ def answer(
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
-    model, policy = loaded.model, policy.with_tokenizer(loaded.tokenizer)
-    ids = prompt_ids(loaded, prompt, settings)
+    cache = _WatchedCache(loaded.model, policy.with_tokenizer(loaded.tokenizer), on_layer)
+    found, _ = answer_ids(
+        loaded,
+        prompt_ids(loaded, prompt, settings),
+        cache,
+        settings,
+        answer_start=prompt.answer_start,
+        context_tokens=prompt.context_tokens(loaded.tokenizer),
+        on_text=on_text,
+    )
+    return found
+
+
+def answer_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    answer_start: str = "",
+    context_tokens: int | None = None,
+    on_text: TextSink | None = None,
+) -> tuple[Answer, Tensor]:
+    """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
+
+    Returns:
+        The answer, and the (1, T + new) int64 ids of all that was read and generated.
+    """
     prompt_tokens = ids.shape[1]
-    context_tokens = prompt.context_tokens(loaded.tokenizer)
-    cache = _WatchedCache(model, policy, on_layer)
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
-        on_text(prompt.answer_start)
+        on_text(answer_start)
     output = continue_ids(
         loaded, ids, cache, settings, context_tokens=context_tokens, streamer=watch
     )
@@ -93,18 +117,18 @@ def answer(
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
     before = _first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
-    return Answer(
-        text=prompt.answer_start + text[:before],
-        finish_reason="length"
-        if cut_off and new_ids[-1] not in _end_ids(model, settings)
-        else "stop",
-        policy=policy.describe(),
+    ended = ends_answer(loaded.model, settings, new_ids[-1])
+    found = Answer(
+        text=answer_start + text[:before],
+        finish_reason="length" if cut_off and not ended else "stop",
+        policy=cache.policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new_ids),
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
         cache=cache.report(),
     )
+    return found, output
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
@@ -114,15 +138,26 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
         PromptTooLongError: prompt and answer need more positions than the model has.
     """
     ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
+    require_positions(loaded, ids.shape[1], settings)
+    return ids
+
+
+def require_positions(
+    loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
+) -> None:
+    """Refuse a prompt behind which the model has no positions for the answer.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+    """
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
-    if max_tokens is not None and ids.shape[1] + new_tokens > max_tokens:
+    if max_tokens is not None and prompt_tokens + new_tokens > max_tokens:
         raise PromptTooLongError(
             f"prompt: expected at most {max_tokens - new_tokens:,} tokens, since the model has "
             f"{max_tokens:,} positions and the answer may take {new_tokens:,} of them, got "
-            f"{ids.shape[1]:,}; shorten the documents, lower max_new_tokens, or choose a model "
+            f"{prompt_tokens:,}; shorten the documents, lower max_new_tokens, or choose a model "
             "with more positions"
         )
-    return ids
 
 
 def continue_ids(
@@ -139,7 +174,7 @@ def continue_ids(
     Args:
         loaded: model and tokenizer.
         ids: (1, T) int64, the prompt.
-        cache: made for the model, empty.
+        cache: made for the model, empty, or one that has seen the beginning of `ids`.
         settings: length and sampling.
         context_tokens: compress behind that many tokens; None for all of the prompt.
         streamer: gets every token.
@@ -191,6 +226,11 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
     if settings.stop_strings:
         limits["stop_strings"] = list(settings.stop_strings)
     return limits | single | sampling
+
+
+def ends_answer(model: Any, settings: GenerationSettings, token_id: int) -> bool:
+    """Whether that token ends an answer."""
+    return token_id in _end_ids(model, settings)
 
 
 def _end_ids(model: Any, settings: GenerationSettings) -> list[int]:

@@ -115,15 +115,22 @@ def _attention(
     if handed is None:
         return call.attend()
     layer, end = handed.layer, handed.prompt_end
+    seen = layer.cumulative_length
+    behind = seen - handed.new_tokens >= end
     compressed = layer.kept is not None and not layer.held
-    if compressed or layer.cumulative_length - handed.new_tokens >= end:
+    if layer.compresses_turns and compressed and seen >= end and not behind:
+        return _attend_turn_end(call, layer, seen - end)
+    if compressed or behind:
         output = _attend_stored(call, layer)
         _evict(call, layer)
+        _follow(call, layer)
         return output
-    if layer.cumulative_length < end:
+    if seen < end:
         output = _attend_prompt(call, layer)
         _hold(call, layer, handed.cache.cap_tokens)
         layer.remember_queries(query)
+        if not handed.cache.reads_piecewise:
+            layer.set_aside()
         return output
     return _attend_prompt_end(call, layer, end)
 
@@ -182,6 +189,68 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
     return torch.cat([output, verified], dim=1), None
 
 
+def _attend_turn_end(call: _Call, layer: CompressedLayer, drafts: int) -> Attended:
+    """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
+
+    Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
+    """
+    slots = call.key.shape[2] - drafts
+    read = replace(
+        call,
+        query=call.query[:, :, : call.query.shape[2] - drafts],
+        key=call.key[:, :, :slots],
+        value=call.value[:, :, :slots],
+    )
+    output, weights = _attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
+    prompt = _prompt_layer(read, layer, read.query.shape[2], slots, layer.filler_tokens)
+    with torch.no_grad():
+        selection = layer.policy.select(prompt)
+    if selection is not None:
+        layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
+    else:
+        layer.look_back(read.query)
+    if not drafts:
+        return output, weights
+    behind = replace(call, query=call.query[:, :, -drafts:])
+    if selection is not None:
+        behind = replace(
+            behind,
+            key=keep_tokens(call.key, selection),
+            value=keep_tokens(call.value, selection),
+        )
+    verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
+    return torch.cat([output, verified], dim=1), None
+
+
+def _follow(call: _Call, layer: CompressedLayer) -> None:
+    """Hold the last queries for the next turn, or let them choose again where it is time."""
+    if not layer.compresses_turns:
+        return
+    queries = layer.look_back(call.query)
+    due = layer.refresh_every is not None and (
+        layer.cumulative_length - layer.chosen_at >= layer.refresh_every
+    )
+    if not due or layer.kept is None:
+        return
+    if layer.keys.shape[1] != call.key.shape[1]:
+        raise UnsupportedModelError(
+            f"refresh_every: expected attention to the keys as they are stored, got "
+            f"{type(call.module).__name__}, whose heads share one stored latent; leave it out"
+        )
+    layer.recall()
+    prompt = PromptLayer(
+        queries=queries.detach(),
+        keys=layer.keys,
+        values=layer.values,
+        pad_tokens=layer.pad_tokens,
+        rotation=layer.rotation,
+        output_weight=output_weight(layer.output_projection),
+        **_score_options(replace(call, key=layer.keys), layer),
+    )
+    with torch.no_grad():
+        layer.end_prompt(layer.policy.select(prompt), prompt)
+
+
 def _check_scores(
     call: _Call, layer: CompressedLayer, prompt: PromptLayer, last_output: Tensor
 ) -> None:
@@ -191,12 +260,14 @@ def _check_scores(
         require_faithful_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
 
 
-def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:
+def _attend_stored(
+    call: _Call, layer: CompressedLayer, rebuild_mask: bool = False, drafts: int = 0
+) -> Attended:
     """Attend to what a compressed layer stores, the queries' own tokens last.
 
     The model makes one mask for all layers, as wide as the first one, or none where that one has
     nothing to hide; a layer that stores another number of tokens, or hides other slots than the
-    padding mask does, needs its own.
+    padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
     """
     if layer.ragged is not None:
         return _attend_ragged(call, layer.ragged), None
@@ -204,7 +275,7 @@ def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = Fal
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and layer.holds_fillers
     if rebuild_mask or other_width or unmasked or layer.hides_more_than_padding:
-        past = layer.visible_slots(layer.stored_tokens - call.query.shape[2])
+        past = layer.visible_slots(layer.stored_tokens - drafts - call.query.shape[2])
         call = replace(call, mask=stored_mask(call.implementation, past, call.query))
     if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,17 @@ from transformers.cache_utils import Cache
 from snapkv.cache import handoff
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
-from snapkv.cache.report import CacheReport, layer_report
+from snapkv.cache.report import CacheReport
+from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
+from snapkv.cache.token_ids import require_announced, require_ids
+from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
 from snapkv.policies.base import require_int
 
 
-class CompressedCache(Cache):
+class CompressedCache(SavedCache, Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
     Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
@@ -45,9 +49,18 @@ class CompressedCache(Cache):
             graphs on a GPU) once for all prompts of a batch size: call `reset()` and use the cache
             again. It needs a policy with a budget, the same for all heads and layers.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
+        turns: what becomes of a later prompt. "append" stores it whole behind what was kept;
+            "compress" reads it over what was kept, lets its end vote on all of that, and brings the
+            cache back to its budget. "append" by default, "compress" with `recall`.
+        recall: where evicted keys and values go instead of being dropped: "host" for the memory of
+            the host, or a folder for files that are mapped into it. A later prompt is then read
+            over all that was seen, layer by layer, and its end votes on all of it again.
+        recall_bytes: how many bytes `recall` may take; no limit by default.
+        refresh_every: with `recall`, let the last queries vote again after as many generated
+            tokens.
 
     Raises:
-        InvalidArgumentError: an unknown storage, or one that does not go with the policy.
+        InvalidArgumentError: an unknown option, or one that does not go with the policy.
         InvalidTypeError: `model` or `policy` is not one.
         InvalidArgumentError: `policy` has not been given the tokenizer it needs.
         UnsupportedModelError: the model cannot be compressed correctly; the message says why.
@@ -60,6 +73,10 @@ class CompressedCache(Cache):
         *,
         storage: Literal["dynamic", "static"] = "dynamic",
         room_tokens: int = 512,
+        turns: Turns | None = None,
+        recall: str | Path | None = None,
+        recall_bytes: int | None = None,
+        refresh_every: int | None = None,
     ) -> None:
         from snapkv.attention import wrap_attention  # the seam imports this module
         from snapkv.generation import announce_prompts
@@ -70,16 +87,22 @@ class CompressedCache(Cache):
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
+        later = TurnOptions(
+            turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
+        )
         slots = slots_for(policy, storage, room_tokens)
         super().__init__(layers=layers_for(model, policy, slots))
+        later.apply(self.layers, policy)
         wrap_attention(model)
         announce_prompts(model)
         self.policy = policy
+        self.options = {"storage": storage, "room_tokens": room_tokens, **vars(later)}
+        self._model = weakref.ref(model)
         self._modules = weakref.WeakSet(model.modules())
         self._first = self.compressed_layers[0]
-        self._prompt_end: int | None = None
+        self.prompt_end: int | None = None
         self._records_past = False
-        self._piecewise = False
+        self.reads_piecewise = False
         self.cap_tokens: int | None = None
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
@@ -92,11 +115,12 @@ class CompressedCache(Cache):
         """Append the new tokens of one layer; returns all its stored keys and values."""
         layer = self.layers[layer_idx]
         if self._looks_at_tokens and layer_idx <= self._first:
-            self._require_ids(key_states.shape[0], key_states.shape[-2])
+            seen, shape = self.get_seq_length(), (key_states.shape[0], key_states.shape[-2])
+            require_announced(self._coming, seen, shape, self.policy.name)
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
-        if isinstance(layer, StaticCompressedLayer) and layer.fixed:
+        if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 layer.require_room(layer.stored_tokens + key_states.shape[-2])
             return layer.update(key_states, value_states)
@@ -113,33 +137,21 @@ class CompressedCache(Cache):
 
     def _open_prompt(self, seen_tokens: int) -> int:
         """Where the prompt ends; without an announcement, with this very forward pass."""
-        if self._prompt_end is None:
+        if self.prompt_end is None:
             if self._records_past:
                 raise CacheMismatchError(
                     "past_key_values: expected to know where the prompt ends before drafts are "
                     "verified, got a first forward pass that may hold drafts; call "
                     "cache.expect_prompt(prompt_tokens) first"
                 )
-            self._prompt_end = seen_tokens
-        return self._prompt_end
-
-    def _require_ids(self, batch: int, new_tokens: int) -> None:
-        """Refuse tokens whose ids were not announced, where the policy looks at them."""
-        seen = self.get_seq_length()
-        begin, ids = (None, None) if self._coming is None else self._coming
-        if ids is None or begin != seen or ids.shape != (batch, new_tokens):
-            told = "none" if ids is None or begin != seen else f"those of {tuple(ids.shape)}"
-            raise CacheMismatchError(
-                f"token_ids: expected the ids of the next {batch} x {new_tokens} tokens, since "
-                f"{self.policy.name} looks at tokens, got {told}; call "
-                "cache.expect_tokens(input_ids) before model(input_ids, ...), or use model.generate"
-            )
+            self.prompt_end = seen_tokens
+        return self.prompt_end
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
         pending = handoff.peek()
         first = self.layers[self._first]
-        uneven = not (self._piecewise or layer is first) and (
+        uneven = not (self.reads_piecewise or layer is first) and (
             layer.cumulative_length + new_tokens != first.cumulative_length
         )
         unfinished = pending is not None and pending.cache is self
@@ -159,8 +171,8 @@ class CompressedCache(Cache):
             InvalidArgumentError: a positive number, or more than can be taken back.
         """
         super().crop(tokens_to_remove)
-        if self._prompt_end is not None and self.get_seq_length() < self._prompt_end:
-            self._prompt_end = None
+        if self.prompt_end is not None and self.get_seq_length() < self.prompt_end:
+            self.prompt_end = None
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
@@ -168,21 +180,32 @@ class CompressedCache(Cache):
         pending = handoff.peek()
         if pending is not None and pending.cache is self:
             handoff.take()
-        self._prompt_end = self._coming = None
+        self.prompt_end = self._coming = None
         self._records_past = False
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts.
 
         Raises:
-            InvalidArgumentError: the policy evicts while generating. Drafts verified together
-                would see tokens that plain decoding has dropped by then.
+            InvalidArgumentError: the policy evicts while generating, or chooses again. Drafts
+                verified together would see tokens that plain decoding has dropped by then.
         """
+        if self.options["refresh_every"]:
+            raise InvalidArgumentError(
+                f"refresh_every: expected none where drafts are verified (assistant model, prompt "
+                f"lookup), got {self.options['refresh_every']}; generate without drafts"
+            )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "
                 f"(assistant model, prompt lookup), got {self.policy.name}, which evicts after "
                 "every token; use SnapKV, or generate without drafts"
+            )
+        if self.get_seq_length():
+            raise InvalidArgumentError(
+                f"past_key_values: expected an empty cache where drafts are verified (assistant "
+                f"model, prompt lookup), since transformers reads the text from its start into it, "
+                f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
             )
         super().activate_past_recording()
         self._records_past = True
@@ -220,7 +243,8 @@ class CompressedCache(Cache):
         """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
 
         `model.generate` does this by itself. Call it before feeding a prompt in pieces through
-        ``model(...)``: nothing is dropped before the announced end has been read.
+        ``model(...)``: nothing is dropped before the announced end has been read. On a cache that
+        has read a prompt, it announces the end of the next turn.
 
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
@@ -232,7 +256,15 @@ class CompressedCache(Cache):
                 f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
-        self._prompt_end = prompt_tokens
+        self.prompt_end = prompt_tokens
+        self._open_turn(True)
+
+    def _open_turn(self, is_open: bool) -> None:
+        """Read the next tokens over all that was seen, in layers that can recall it."""
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer) and layer.parked is not None:
+                dropped = layer.kept is not None
+                layer.recall_due = dropped and (is_open or layer.stored_tokens == 0)
 
     def expect_tokens(self, token_ids: Tensor) -> None:
         """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
@@ -243,24 +275,21 @@ class CompressedCache(Cache):
         Raises:
             InvalidTypeError: not a tensor of that kind.
         """
-        if not _are_ids(token_ids):
-            raise InvalidTypeError(
-                f"token_ids: expected a (batch, tokens) tensor of integers, got "
-                f"{_described(token_ids)}; pass the input_ids of the next forward pass"
-            )
+        require_ids(token_ids)
         if self._looks_at_tokens:
             self._coming = (self.get_seq_length(), token_ids)
 
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:
         """Announce a prompt, and take the announcement back if nothing of it could be read."""
-        before, seen = self._prompt_end, self.get_seq_length()
+        before, seen = self.prompt_end, self.get_seq_length()
         self.expect_prompt(prompt_tokens)
         try:
             yield
         except BaseException:
             if self.get_seq_length() == seen:
-                self._prompt_end = before
+                self.prompt_end = before
+                self._open_turn(False)
             raise
 
     @contextlib.contextmanager
@@ -276,11 +305,14 @@ class CompressedCache(Cache):
                 f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
             )
         self._open_prompt(self.layers[layer_idx].get_seq_length() + tokens)
-        self._piecewise = True
+        self.reads_piecewise = True
         try:
             yield
         finally:
-            self._piecewise = False
+            self.reads_piecewise = False
+        layer: Any = self.layers[layer_idx]
+        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
+            layer.set_aside()
 
     @property
     def is_reading(self) -> bool:
@@ -288,7 +320,7 @@ class CompressedCache(Cache):
         first = self.layers[self._first]
         if isinstance(first, StaticCompressedLayer) and first.fixed:
             return False
-        return self._prompt_end is None or first.get_seq_length() < self._prompt_end
+        return self.prompt_end is None or first.get_seq_length() < self.prompt_end
 
     @contextlib.contextmanager
     def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
@@ -300,9 +332,14 @@ class CompressedCache(Cache):
                 announced to end elsewhere.
 
         Raises:
-            InvalidArgumentError: the policy cannot hold to the cap.
+            InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
         """
         self.policy.require_cap(cap_tokens)
+        if self.options["recall"] is not None:
+            raise InvalidArgumentError(
+                "recall: expected none where a prompt is held to a cap, got "
+                f"{self.options['recall']}; read it with snapkv.prefill.layer_by_layer"
+            )
         self._open_prompt(self.get_seq_length() + coming_tokens)
         self.cap_tokens = cap_tokens
         try:
@@ -313,8 +350,8 @@ class CompressedCache(Cache):
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
         layer.crop(-tokens)
-        if self._prompt_end is not None and layer.cumulative_length < self._prompt_end:
-            self._prompt_end = None
+        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
+            self.prompt_end = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
         """Copy what is stored; the model that it belongs to is shared."""
@@ -325,6 +362,21 @@ class CompressedCache(Cache):
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
         return copied
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model the cache was made for.
+
+        Raises:
+            CacheMismatchError: nobody holds that model any more.
+        """
+        model = self._model()
+        if model is None:
+            raise CacheMismatchError(
+                "past_key_values: expected the model the cache was made for to be there, got none; "
+                "keep the model as long as its cache"
+            )
+        return model
 
     @property
     def compressed_layers(self) -> list[int]:
@@ -352,30 +404,8 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        rows = [layer_report(i, layer) for i, layer in enumerate(self.layers)]
-        kept = [row["kept_tokens"] for row in rows if row["kind"] == "compressed"]
-        mean = sum(kept) / len(kept)
-        compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        return CacheReport(
-            policy=self.policy.name,
-            seen_tokens=self.get_seq_length(),
-            kept_tokens=int(mean) if mean == int(mean) else mean,
-            held_bytes=sum(row["held_bytes"] for row in rows),
-            index_bytes=sum(layer.noted_bytes for layer in compressed),
-            full_bytes=sum(row["full_bytes"] for row in rows),
-            layers=rows,
-        )
+        return CacheReport.of(self.policy.name, self.layers)
 
     def owns(self, module: Any) -> bool:
         """Whether `module` is part of the model this cache was made for."""
         return module in self._modules
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point()
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r} of type {type(value).__name__}"

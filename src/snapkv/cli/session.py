@@ -57,8 +57,8 @@ class Session:
         elif self._options.json:
             answers = [self._answer(prompt, self._policy)]
         else:
-            answers = [self._answer(prompt, self._policy, on_text=_write)]
-            _write("\n")
+            answers = [self._answer(prompt, self._policy, on_text=write)]
+            write("\n")
         self._show(answers, request)
 
     def _answer(
@@ -83,7 +83,7 @@ class Session:
 
     def _show(self, answers: list[Answer], request: dict[str, Any]) -> None:
         if self._options.json:
-            _write(json.dumps(self._record(answers, request), indent=2) + "\n")
+            write_json(self._record(answers, request))
         elif self._options.compare:
             Console().print(answers_table(answers, with_text=True))
         else:
@@ -102,8 +102,13 @@ class Session:
         }
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Write to standard output; what its encoding cannot express is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
+
+
+def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
+    """Write one JSON object to standard output."""
+    write(json.dumps(record, indent=indent) + "\n")

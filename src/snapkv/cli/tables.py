@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from snapkv.answering import Answer
-from snapkv.cache import format_bytes
+from snapkv.cache import CacheReport, format_bytes
 from snapkv.evaluate.runner import Results
 from snapkv.report.tables import method_table
 from snapkv.study.base import Table as StudyTable
@@ -35,6 +35,15 @@ def _costs(answer: Answer) -> dict[str, str]:
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
     }
+
+
+def conversation_lines(cache: CacheReport) -> list[str]:
+    """What the cache of a conversation holds, where."""
+    return [
+        f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept",
+        f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}",
+        f"host: {format_bytes(cache.host_bytes)}",
+    ]
 
 
 def results_table(results: Results) -> Table:
