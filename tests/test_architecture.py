@@ -19,7 +19,7 @@ ROWS = (
     ("cache",),
     ("masks", "faithfulness"),
     ("attention", "generation"),
-    ("prefill",),
+    ("prefill", "decoding"),
     ("plan", "conversion", "documents", "prompts"),
     ("models",),
     ("answering", "measure"),

@@ -21,12 +21,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from snapkv import ops
 from snapkv.cache import handoff
+from snapkv.cache.candidates import visible_candidates
 from snapkv.cache.keeping import keep_tokens
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.ragged import RaggedStates
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
-from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask
+from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask, tree_mask
 from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer
 from snapkv.projections import output_weight
 
@@ -69,6 +70,7 @@ class _Call:
         function: the wrapped attention; `implementation` is its name, such as "sdpa".
         query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
         options: the remaining keyword arguments (scaling, dropout, softcap, ...).
+        visible: (Q, Q) bool, who sees whom where the queries are a tree of candidates, or None.
     """
 
     function: Callable[..., Any]
@@ -79,11 +81,14 @@ class _Call:
     value: Tensor
     mask: Any
     options: dict[str, Any]
+    visible: Tensor | None
 
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
         mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
-        if mask is None and self.implementation == "sdpa" and 1 < Q < S:
+        if self.visible is not None:
+            mask = tree_mask(self.implementation, mask, self.visible, self.query, S)
+        elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
         output, weights = self.function(
             self.module, self.query, self.key, self.value, mask, **self.options
@@ -110,6 +115,7 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
+        visible=visible_candidates(),
     )
     handed = _take_handoff(call)
     if handed is None:
@@ -206,6 +212,7 @@ def _attend_ragged(call: _Call, ragged: RaggedStates) -> Tensor:
         scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=call.options.get("softcap"),
         sinks=call.options.get("s_aux"),
+        own_visible=call.visible,
     )
     return output.transpose(1, 2).contiguous()
 

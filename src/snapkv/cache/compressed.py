@@ -174,17 +174,27 @@ class CompressedCache(Cache):
         """Called before drafts are verified: from now on a forward pass may hold drafts.
 
         Raises:
-            InvalidArgumentError: the policy evicts while generating. Drafts verified together
-                would see tokens that plain decoding has dropped by then.
+            InvalidArgumentError: see `require_drafts`.
+        """
+        self.require_drafts()
+        super().activate_past_recording()
+        self._records_past = True
+
+    def require_drafts(self) -> None:
+        """Refuse to verify drafts where the policy evicts while generating.
+
+        Drafts verified together would see tokens that plain decoding has dropped by then.
+
+        Raises:
+            InvalidArgumentError: it does.
         """
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "
-                f"(assistant model, prompt lookup), got {self.policy.name}, which evicts after "
-                "every token; use SnapKV, or generate without drafts"
+                f"(Medusa, self-speculation, assistant model, prompt lookup), got "
+                f"{self.policy.name}, which evicts after every token; use SnapKV, or generate "
+                "without drafts"
             )
-        super().activate_past_recording()
-        self._records_past = True
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
