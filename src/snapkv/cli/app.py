@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from snapkv import __version__
-from snapkv.cli import bench, evaluate, study
+from snapkv.cli import bench, evaluate, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.generate import generate
 from snapkv.cli.policies import policies
@@ -31,6 +31,7 @@ for command in (ask, generate, policies):
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)
+app.add_typer(medusa.app)
 
 
 def _show_version(asked: bool) -> None:
