@@ -46,6 +46,13 @@ class SelfSpeculation(Speculation):
         require_int("draft_tokens", draft_tokens, minimum=1)
         self.draft_tokens = draft_tokens
 
+    @property
+    def full_cache_bytes(self) -> int:
+        """Bytes of the full cache's keys and values."""
+        layers = () if self.full_cache is None else self.full_cache.layers
+        states = [(layer.keys, layer.values) for layer in layers if layer.is_initialized]
+        return sum(keys.nbytes + values.nbytes for keys, values in states)
+
     @contextlib.contextmanager
     def drafting(self, request: Request) -> Iterator[Drafting]:
         """The drafts for one text."""
