@@ -67,7 +67,7 @@ class Decoded:
     held_bytes: int
 
 
-class _Clock(TextStreamer):
+class Clock(TextStreamer):
     """Notes when the first and the last tokens came."""
 
     def __init__(self) -> None:
@@ -75,11 +75,12 @@ class _Clock(TextStreamer):
         self.counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
+        """Tokens have come."""
         self.times.append(time.perf_counter())
         self.counts.append(value.numel())
 
     def end(self) -> None:
-        pass
+        """No more will come."""
 
     def ms_per_token(self) -> float:
         """Of the tokens behind the first step; the prompt itself is put first."""
@@ -151,7 +152,7 @@ def _run(loaded: LoadedModel, one: Contender, ids: Tensor, sizes: Sizes) -> Call
     settings = GenerationSettings(max_new_tokens=sizes.tokens, min_new_tokens=sizes.tokens)
 
     def run() -> Decoded:
-        cache, clock = CompressedCache(loaded.model, one.policy), _Clock()
+        cache, clock = CompressedCache(loaded.model, one.policy), Clock()
         text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
         tally: dict[str, Any] = {} if one.drafts is None else one.drafts.tally(sizes.tokens, 1)
         return Decoded(

@@ -1,10 +1,11 @@
 """The benchmark of Fig. 9: its small form runs, and its rows make its page."""
 
 import pytest
-from benchmarks import medusa
+from benchmarks import medusa, medusa_gpu
 from benchmarks.records import read_rows
 
 from snapkv.decoding import MedusaHeads, save_heads
+from tests.families import tiny_model
 
 
 def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
@@ -42,3 +43,15 @@ def test_times_of_another_text_do_not_count():
     two = medusa.Contender(name="b", policy=None, like="a")
     with pytest.raises(AssertionError, match="b to give the text of a"):
         medusa._require_same_texts([one, two], {"a": [ran], "b": [other]})
+
+
+def test_the_form_for_a_gpu_says_that_acceptance_is_set():
+    rows = list(
+        medusa_gpu.figure_9(tiny_model("llama"), lengths=(96,), budget=36, tokens=12, rounds=2)
+    )
+    assert [row["contender"] for row in rows] == [
+        "plain, full cache", "Medusa, full cache", "plain, snapkv@36", "Medusa, snapkv@36",
+    ]  # fmt: skip
+    assert all(row["acceptance"] == "set, not measured" for row in rows)
+    assert rows[0]["acceptance_length"] == 1.0
+    assert rows[1]["acceptance_length"] > 1.2

@@ -60,9 +60,7 @@ def test_tiny_model(few_words, storage):
 def test_demo_model(demo, policy, options):
     """40 prompts on each of five storages."""
     model, heads = demo.model, load_heads("demo", demo.model)
-    ids = demo.tokenizer(
-        python_topics().text[:60_000], verbose=False, return_tensors="pt"
-    ).input_ids
+    text_of = demo.tokenizer(python_topics().text[:60_000], verbose=False, return_tensors="pt")
     cache, full = CompressedCache(model, policy, **options), CompressedCache(model, FullCache())
     limits = {"max_new_tokens": 12, "do_sample": False}
     for start in range(0, 40 * 120, 120):

@@ -13,6 +13,7 @@ from snapkv import (
 )
 from snapkv.decoding import SelfSpeculation
 from tests.decoding.test_medusa import (
+    COMBINED,
     NEW,
     OPTIONS,
     POLICY,
@@ -22,12 +23,11 @@ from tests.decoding.test_medusa import (
     new_cache,
     stored,
 )
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import random_ids, tiny_model
 from tests.oracle import unwrapped
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize(("family", "implementation", "storage"), COMBINED)
 def test_the_text_is_the_full_caches(family, implementation, storage):
     model, ids = tiny_model(family, implementation), random_ids(1, PROMPT)
     speculation = SelfSpeculation(3)

@@ -74,6 +74,20 @@ class Medusa(Speculation):
         self.tree = tree.pruned(heads.num_heads)
         self.epsilon, self.delta = epsilon, delta
 
+    def accept(
+        self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
+    ) -> list[int]:
+        """The accepted nodes, root first, of tokens (nodes,) and the logits (nodes, V) behind."""
+        if not samples:
+            return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
+        return accept_typically(
+            tree.paths.to(tokens.device),
+            tokens,
+            logits.float().softmax(dim=-1),
+            epsilon=self.epsilon,
+            delta=self.delta,
+        )
+
     @contextlib.contextmanager
     def drafting(self, request: Request) -> Iterator[Drafting]:
         """The candidates for one text."""
@@ -110,7 +124,8 @@ class _Candidates(Drafting):
         logits = self._read(tokens, tree, len(text) - 1)
         if len(self.request.processors):
             logits = self._processed(text, tokens, tree, logits)
-        self._path, self._nodes = self._accept(tree, tokens, logits), len(tokens)
+        self._nodes = len(tokens)
+        self._path = self._medusa.accept(tree, tokens, logits, samples=self.request.samples)
         last = self._path[-1]
         self._hidden = self._states.value[0, last]
         accepted = tokens[self._path[1:]].tolist()
@@ -153,14 +168,3 @@ class _Candidates(Drafting):
             path = tokens[seen.nonzero()[1:, 0].to(tokens.device)]
             rows.append(self.request.processed(torch.cat([text, path]), logits[node]))
         return torch.stack(rows)
-
-    def _accept(self, tree: CandidateTree, tokens: Tensor, logits: Tensor) -> list[int]:
-        if not self.request.samples:
-            return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
-        return accept_typically(
-            tree.paths.to(tokens.device),
-            tokens,
-            logits.float().softmax(dim=-1),
-            epsilon=self._medusa.epsilon,
-            delta=self._medusa.delta,
-        )
