@@ -28,7 +28,7 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
-	    tests/test_generate.py tests/test_models.py
+	    tests/test_generate.py tests/test_models.py tests/decoding
 
 check: $(INSTALLED) ## Lint, formatting and types
 	$(BIN)/ruff check
@@ -47,6 +47,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about three h
 	$(BIN)/python -m benchmarks.studies
 	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.ragged
+	$(BIN)/python -m benchmarks.medusa
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 

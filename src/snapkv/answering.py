@@ -6,14 +6,15 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from snapkv.cache import CacheReport, CompressedCache
+from snapkv.decoding.methods import DraftMethod
 from snapkv.errors import PromptTooLongError
 from snapkv.models import LoadedModel
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
@@ -40,8 +41,10 @@ class Answer:
         new_tokens: tokens generated, an end-of-turn token included.
         first_token_ms: from handing over the prompt to the first token: reading the prompt,
             compressing the cache, and one choice.
-        token_ms: per token after the first, the median; None where there is only one.
+        token_ms: per token after the first, the median, or the mean where some came together; None
+            where there is only one.
         cache: what the cache saw and held when the answer was complete.
+        drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
     """
 
     text: str
@@ -52,6 +55,7 @@ class Answer:
     first_token_ms: float
     token_ms: float | None
     cache: CacheReport
+    drafts: dict[str, Any] | None = None
 
 
 def answer(
@@ -60,6 +64,7 @@ def answer(
     policy: Policy,
     settings: GenerationSettings,
     *,
+    drafts: DraftMethod | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
 ) -> Answer:
@@ -70,6 +75,7 @@ def answer(
         prompt: what the model continues.
         policy: what the cache keeps of the prompt.
         settings: length and sampling.
+        drafts: where drafts come from, for several tokens per forward pass; None for none.
         on_text: called with every finished piece of the answer, `answer_start` first.
         on_layer: called each time a layer has begun to read the prompt.
 
@@ -86,9 +92,12 @@ def answer(
         settings,
         answer_start=prompt.answer_start,
         context_tokens=prompt.context_tokens(loaded.tokenizer),
+        drafts=drafts,
         on_text=on_text,
     )
-    return found
+    if drafts is None:
+        return found
+    return replace(found, drafts=drafts.tally(found.new_tokens, cache.passes))
 
 
 def answer_ids(
@@ -99,6 +108,7 @@ def answer_ids(
     *,
     answer_start: str = "",
     context_tokens: int | None = None,
+    drafts: DraftMethod | None = None,
     on_text: TextSink | None = None,
 ) -> tuple[Answer, Tensor]:
     """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
@@ -111,7 +121,13 @@ def answer_ids(
     if on_text:
         on_text(answer_start)
     output = continue_ids(
-        loaded, ids, cache, settings, context_tokens=context_tokens, streamer=watch
+        loaded,
+        ids,
+        cache,
+        settings,
+        context_tokens=context_tokens,
+        streamer=watch,
+        drafts=drafts,
     )
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
@@ -168,6 +184,7 @@ def continue_ids(
     *,
     context_tokens: int | None = None,
     streamer: TextStreamer | None = None,
+    drafts: DraftMethod | None = None,
 ) -> Tensor:
     """Read a prompt into a cache and generate the tokens behind it.
 
@@ -178,6 +195,7 @@ def continue_ids(
         settings: length and sampling.
         context_tokens: compress behind that many tokens; None for all of the prompt.
         streamer: gets every token.
+        drafts: where drafts come from; None for none.
 
     Returns:
         (1, T + new) int64.
@@ -198,8 +216,9 @@ def continue_ids(
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             streamer=streamer,
-            tokenizer=loaded.tokenizer if settings.stop_strings else None,
+            stopping_criteria=_stopping(loaded, settings),
             **_generate_options(model, settings),
+            **({} if drafts is None else drafts.options),
         )
     return output
 
@@ -223,14 +242,18 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         limits["min_new_tokens"] = settings.min_new_tokens
     if settings.stop_token_ids:
         limits["eos_token_id"] = end_ids
-    if settings.stop_strings:
-        limits["stop_strings"] = list(settings.stop_strings)
     return limits | single | sampling
 
 
 def ends_answer(model: Any, settings: GenerationSettings, token_id: int) -> bool:
     """Whether that token ends an answer."""
     return token_id in _end_ids(model, settings)
+
+
+def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
+    """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
+    stops = list(settings.stop_strings)
+    return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
 
 def _end_ids(model: Any, settings: GenerationSettings) -> list[int]:
@@ -254,15 +277,17 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class _WatchedCache(CompressedCache):
-    """Tells how far through the layers the prompt has come."""
+    """Tells how far through the layers the prompt has come, and counts forward passes."""
 
     def __init__(self, model: Any, policy: Policy, on_layer: LayerSink | None) -> None:
         super().__init__(model, policy)
         self._on_layer = on_layer
+        self.passes = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        self.passes += layer_idx == self._first
         if self._on_layer:
             self._on_layer(layer_idx + 1, len(self.layers))
             if layer_idx + 1 == len(self.layers):
@@ -282,10 +307,12 @@ class _Stopwatch(TextStreamer):
         self._text, self._passed = "", 0
         self._start = time.perf_counter()
         self._arrivals: list[float] = []
+        self._counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self._arrivals.append(time.perf_counter())
+            self._counts.append(value.numel())
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -305,4 +332,8 @@ class _Stopwatch(TextStreamer):
     @property
     def token_ms(self) -> float | None:
         steps = [later - earlier for earlier, later in itertools.pairwise(self._arrivals)]
-        return statistics.median(steps) * 1000 if steps else None
+        if not steps:
+            return None
+        if max(self._counts) == 1:
+            return statistics.median(steps) * 1000
+        return sum(steps) / sum(self._counts[1:]) * 1000

@@ -1,9 +1,7 @@
 """The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
 
-import contextlib
 import copy
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,19 +11,19 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache import handoff
+from snapkv.cache.announced import AnnouncedCache
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
 from snapkv.cache.report import CacheReport
 from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
-from snapkv.cache.token_ids import require_announced, require_ids
+from snapkv.cache.token_ids import require_announced
 from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
-from snapkv.policies.base import require_int
 
 
-class CompressedCache(SavedCache, Cache):
+class CompressedCache(AnnouncedCache, SavedCache, Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
     Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
@@ -135,18 +133,6 @@ class CompressedCache(SavedCache, Cache):
         )
         return keys, values
 
-    def _open_prompt(self, seen_tokens: int) -> int:
-        """Where the prompt ends; without an announcement, with this very forward pass."""
-        if self.prompt_end is None:
-            if self._records_past:
-                raise CacheMismatchError(
-                    "past_key_values: expected to know where the prompt ends before drafts are "
-                    "verified, got a first forward pass that may hold drafts; call "
-                    "cache.expect_prompt(prompt_tokens) first"
-                )
-            self.prompt_end = seen_tokens
-        return self.prompt_end
-
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
         pending = handoff.peek()
@@ -187,8 +173,25 @@ class CompressedCache(SavedCache, Cache):
         """Called before drafts are verified: from now on a forward pass may hold drafts.
 
         Raises:
-            InvalidArgumentError: the policy evicts while generating, or chooses again. Drafts
-                verified together would see tokens that plain decoding has dropped by then.
+            InvalidArgumentError: see `require_drafts`; or a part of the prompt was read already.
+        """
+        self.require_drafts()
+        if self.get_seq_length() and self.is_reading:
+            raise InvalidArgumentError(
+                f"past_key_values: expected an empty cache where drafts are verified (assistant "
+                f"model, prompt lookup), since transformers reads the text from its start into it, "
+                f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
+            )
+        super().activate_past_recording()
+        self._records_past = True
+
+    def require_drafts(self) -> None:
+        """Refuse to verify drafts where the policy evicts while generating, or chooses again.
+
+        Drafts verified together would see tokens that plain decoding has dropped by then.
+
+        Raises:
+            InvalidArgumentError: it does.
         """
         if self.options["refresh_every"]:
             raise InvalidArgumentError(
@@ -198,17 +201,10 @@ class CompressedCache(SavedCache, Cache):
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "
-                f"(assistant model, prompt lookup), got {self.policy.name}, which evicts after "
-                "every token; use SnapKV, or generate without drafts"
+                f"(Medusa, self-speculation, assistant model, prompt lookup), got "
+                f"{self.policy.name}, which evicts after every token; use SnapKV, or generate "
+                "without drafts"
             )
-        if self.get_seq_length():
-            raise InvalidArgumentError(
-                f"past_key_values: expected an empty cache where drafts are verified (assistant "
-                f"model, prompt lookup), since transformers reads the text from its start into it, "
-                f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
-            )
-        super().activate_past_recording()
-        self._records_past = True
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
@@ -236,116 +232,6 @@ class CompressedCache(SavedCache, Cache):
                 f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
-
-    # What users ask of a cache.
-
-    def expect_prompt(self, prompt_tokens: int) -> None:
-        """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
-
-        `model.generate` does this by itself. Call it before feeding a prompt in pieces through
-        ``model(...)``: nothing is dropped before the announced end has been read. On a cache that
-        has read a prompt, it announces the end of the next turn.
-
-        Raises:
-            CacheMismatchError: the cache has already seen that many tokens.
-        """
-        require_int("prompt_tokens", prompt_tokens, minimum=1)
-        seen = self.get_seq_length()
-        if prompt_tokens <= seen:
-            raise CacheMismatchError(
-                f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
-                f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
-            )
-        self.prompt_end = prompt_tokens
-        self._open_turn(True)
-
-    def _open_turn(self, is_open: bool) -> None:
-        """Read the next tokens over all that was seen, in layers that can recall it."""
-        for layer in self.layers:
-            if isinstance(layer, CompressedLayer) and layer.parked is not None:
-                dropped = layer.kept is not None
-                layer.recall_due = dropped and (is_open or layer.stored_tokens == 0)
-
-    def expect_tokens(self, token_ids: Tensor) -> None:
-        """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
-
-        `model.generate` does this by itself. Needed before every ``model(token_ids, ...)`` where
-        the policy looks at tokens (`FastGen`); without effect where it does not.
-
-        Raises:
-            InvalidTypeError: not a tensor of that kind.
-        """
-        require_ids(token_ids)
-        if self._looks_at_tokens:
-            self._coming = (self.get_seq_length(), token_ids)
-
-    @contextlib.contextmanager
-    def announced(self, prompt_tokens: int) -> Iterator[None]:
-        """Announce a prompt, and take the announcement back if nothing of it could be read."""
-        before, seen = self.prompt_end, self.get_seq_length()
-        self.expect_prompt(prompt_tokens)
-        try:
-            yield
-        except BaseException:
-            if self.get_seq_length() == seen:
-                self.prompt_end = before
-                self._open_turn(False)
-            raise
-
-    @contextlib.contextmanager
-    def reading_in_pieces(self, layer_idx: int, tokens: int) -> Iterator[None]:
-        """Within this block one layer reads that many tokens in pieces, and no other does.
-
-        Raises:
-            InvalidArgumentError: the policy looks at tokens, which are announced all at once.
-        """
-        if self._looks_at_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one that does not look at tokens where a prompt is read layer "
-                f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
-            )
-        self._open_prompt(self.layers[layer_idx].get_seq_length() + tokens)
-        self.reads_piecewise = True
-        try:
-            yield
-        finally:
-            self.reads_piecewise = False
-        layer: Any = self.layers[layer_idx]
-        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
-            layer.set_aside()
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the end of the prompt has yet to be read."""
-        first = self.layers[self._first]
-        if isinstance(first, StaticCompressedLayer) and first.fixed:
-            return False
-        return self.prompt_end is None or first.get_seq_length() < self.prompt_end
-
-    @contextlib.contextmanager
-    def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
-        """Within this block every layer drops what is over the cap after every forward pass.
-
-        Args:
-            cap_tokens: the most that a layer holds of a prompt that is still coming in.
-            coming_tokens: how many tokens the block reads; the prompt ends with them unless it was
-                announced to end elsewhere.
-
-        Raises:
-            InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
-        """
-        self.policy.require_cap(cap_tokens)
-        if self.options["recall"] is not None:
-            raise InvalidArgumentError(
-                "recall: expected none where a prompt is held to a cap, got "
-                f"{self.options['recall']}; read it with snapkv.prefill.layer_by_layer"
-            )
-        self._open_prompt(self.get_seq_length() + coming_tokens)
-        self.cap_tokens = cap_tokens
-        try:
-            yield
-        finally:
-            self.cap_tokens = None
 
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
@@ -377,6 +263,8 @@ class CompressedCache(SavedCache, Cache):
                 "keep the model as long as its cache"
             )
         return model
+
+    # What users ask of a cache.
 
     @property
     def compressed_layers(self) -> list[int]:

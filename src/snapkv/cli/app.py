@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from snapkv import __version__
-from snapkv.cli import bench, evaluate, study
+from snapkv.cli import bench, evaluate, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.generate import generate
@@ -32,6 +32,7 @@ for command in (ask, generate, chat, policies):
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)
+app.add_typer(medusa.app)
 
 
 def _show_version(asked: bool) -> None:

@@ -14,6 +14,7 @@ _model = functools.partial(typer.Option, rich_help_panel="Model")
 _policy = functools.partial(typer.Option, rich_help_panel="What to keep")
 _answer = functools.partial(typer.Option, rich_help_panel="Answer")
 _sweep = functools.partial(typer.Option, rich_help_panel="What to compare")
+_drafts = functools.partial(typer.Option, rich_help_panel="Drafts")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
 
 
@@ -82,6 +83,23 @@ class RunOptions(ModelOptions):
         int | None, _answer(help="Of the sampling, and of a method that draws at random")
     ] = None
 
+    medusa: Annotated[
+        str | None,
+        _drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id"),
+    ] = None
+    assistant: Annotated[
+        str | None, _drafts(metavar="MODEL", help="A smaller model that drafts")
+    ] = None
+    prompt_lookup: Annotated[
+        int | None, _drafts(metavar="N", help="Draft N tokens out of the prompt")
+    ] = None
+    self_speculate: Annotated[
+        bool,
+        _drafts(
+            "--self-speculate",
+            help="The compressed cache drafts for a full one, whose text it is",
+        ),
+    ] = False
     compare: Annotated[
         bool, _output("--compare", help="Answer from the full cache too, side by side")
     ] = False

@@ -21,13 +21,13 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Table:
         table.add_row("answer", *texts, end_section=True)
     columns = [_costs(answer) for answer in answers]
     for name in columns[0]:
-        table.add_row(name, *[column[name] for column in columns])
+        table.add_row(name, *[column.get(name, "-") for column in columns])
     return table
 
 
 def _costs(answer: Answer) -> dict[str, str]:
     cache = answer.cache
-    return {
+    costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{cache.kept_tokens:,.0f} of {cache.seen_tokens:,}",
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
@@ -35,6 +35,12 @@ def _costs(answer: Answer) -> dict[str, str]:
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
     }
+    if drafts := answer.drafts:
+        length, passes = drafts["acceptance_length"], drafts["passes"]
+        costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
+        if "full_cache_bytes" in drafts:
+            costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
+    return costs
 
 
 def conversation_lines(cache: CacheReport) -> list[str]:
