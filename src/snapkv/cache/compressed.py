@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache import handoff
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
-from snapkv.cache.report import CacheReport
+from snapkv.cache.report import CacheReport, tensor_bytes
 from snapkv.cache.static import StaticCompressedLayer, slots_for
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
@@ -363,7 +363,7 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "held_bytes": layer.held_bytes,
             "full_bytes": layer.full_bytes,
         }
-    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
+    held = tensor_bytes(layer)
     stored = getattr(layer, "keys", None)
     return {
         "layer": layer_idx,
@@ -373,15 +373,3 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         "held_bytes": held,
         "full_bytes": held,
     }
-
-
-_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def _bytes(held: Any) -> int:
-    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
-    if isinstance(held, Tensor):
-        return held.numel() * held.element_size()
-    if isinstance(held, dict):
-        held = list(held.values())
-    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0

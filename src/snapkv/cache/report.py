@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 
 class CacheReport(dict[str, Any]):
@@ -77,6 +78,23 @@ def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]
         else:
             runs.append((row["layer"], row["layer"], row))
     return runs
+
+
+_HELD_BY_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def tensor_bytes(layer: Any) -> int:
+    """Bytes of what one of transformers' own cache layers holds."""
+    return sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_LAYERS)
+
+
+def _bytes(held: Any) -> int:
+    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
+    if isinstance(held, Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        held = list(held.values())
+    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0
 
 
 def format_bytes(count: float) -> str:
