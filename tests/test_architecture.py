@@ -25,6 +25,7 @@ ROWS = (
     ("answering", "measure"),
     ("evaluate",),
     ("report", "study"),
+    ("inspect",),
     ("cli",),
 )
 

@@ -96,7 +96,7 @@ def answer(
     return Answer(
         text=prompt.answer_start + text[:before],
         finish_reason="length"
-        if cut_off and new_ids[-1] not in _end_ids(model, settings)
+        if cut_off and new_ids[-1] not in end_token_ids(model, settings)
         else "stop",
         policy=policy.describe(),
         prompt_tokens=prompt_tokens,
@@ -179,7 +179,7 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         sampling = {"do_sample": True, "temperature": settings.temperature}
     elif model.generation_config.do_sample:
         sampling |= {"top_p": None, "top_k": None}
-    end_ids = _end_ids(model, settings)
+    end_ids = end_token_ids(model, settings)
     if model.generation_config.pad_token_id is None:
         sampling["pad_token_id"] = next(iter(end_ids), 0)
     single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
@@ -193,7 +193,7 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
     return limits | single | sampling
 
 
-def _end_ids(model: Any, settings: GenerationSettings) -> list[int]:
+def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
     """Tokens that end an answer."""
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

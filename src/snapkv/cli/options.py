@@ -44,8 +44,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ModelOptions):
-    """Everything but the prompt of `ask` and `generate`."""
+class MethodOptions(ModelOptions):
+    """One method, and how it answers."""
 
     policy: Annotated[str, _policy(help="Method; `snapkv policies` lists them")] = "snapkv"
     budget: Annotated[
@@ -82,11 +82,6 @@ class RunOptions(ModelOptions):
         int | None, _answer(help="Of the sampling, and of a method that draws at random")
     ] = None
 
-    compare: Annotated[
-        bool, _output("--compare", help="Answer from the full cache too, side by side")
-    ] = False
-    json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
-
     def settings(self) -> GenerationSettings:
         """How to generate.
 
@@ -98,6 +93,16 @@ class RunOptions(ModelOptions):
             temperature=self.temperature,
             seed=GenerationSettings.seed if self.seed is None else self.seed,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MethodOptions):
+    """Everything but the prompt of `ask` and `generate`."""
+
+    compare: Annotated[
+        bool, _output("--compare", help="Answer from the full cache too, side by side")
+    ] = False
+    json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
