@@ -31,9 +31,9 @@ from snapkv.study.reading import observed
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
 FILLER = "The garden is quiet, the path is long and the wall is old. "
-FACT = "The secret password of the gate is tangerine. "
-DOCUMENT = FILLER * 12 + FACT + FILLER * 12
-QUESTION = "What is the secret password of the gate?"
+FACT = "The key to the garden gate is under the blue stone. "
+DOCUMENT = FILLER * 10 + FACT + FILLER * 10
+QUESTION = "Where is the key to the garden gate?"
 POLICIES = [
     SnapKV(96, window_size=16),
     PyramidKV(96, window_size=16),
@@ -50,7 +50,7 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def prompt(demo):
-    start = "The secret password of the gate is"
+    start = "The key to the garden gate is under the"
     return question_prompt(demo.tokenizer, DOCUMENT, QUESTION, answer_start=start)
 
 
@@ -99,7 +99,7 @@ def test_votes_and_cuts_are_there_where_a_method_has_them(inspection):
 
 
 def test_answers_are_those_of_the_caches(inspection):
-    assert inspection.full.text.startswith("The secret password of the gate is tangerine")
+    assert inspection.full.text.endswith("blue stone.")
     labels = [method.label for method in inspection.methods]
     assert labels == [policy.name for policy in POLICIES]
     assert inspection.methods[-1].answer.text == inspection.full.text
@@ -109,7 +109,7 @@ def test_the_part_with_the_fact_is_what_the_answer_needs(demo, prompt, inspectio
     spans = inspection.leave_out.spans
     worst = max(spans, key=lambda span: span.loss)
     assert worst.changed
-    assert "tangerine" in "".join(inspection.pieces[worst.start : worst.stop])
+    assert "blue" in "".join(inspection.pieces[worst.start : worst.stop])
     assert spans[0].start == SINK_TOKENS
     assert all(one.stop == other.start for one, other in itertools.pairwise(spans))
 
