@@ -8,7 +8,7 @@ KVPRESS := .venv-kvpress
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest check format results kvpress clean
+.PHONY: help demo test test-slow test-oldest test-browser docs check format results kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +29,15 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py tests/decoding
+
+test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
+	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -m browser tests/browser
+
+docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pytest -m docs tests/docs
 
 check: $(INSTALLED) ## Lint, formatting and types
 	$(BIN)/ruff check

@@ -27,6 +27,7 @@ ROWS = (
     ("answering", "conversation", "measure"),
     ("evaluate",),
     ("report", "study"),
+    ("inspect",),
     ("cli",),
 )
 

@@ -233,7 +233,7 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         sampling = {"do_sample": True, "temperature": settings.temperature}
     elif model.generation_config.do_sample:
         sampling |= {"top_p": None, "top_k": None}
-    end_ids = _end_ids(model, settings)
+    end_ids = end_token_ids(model, settings)
     if model.generation_config.pad_token_id is None:
         sampling["pad_token_id"] = next(iter(end_ids), 0)
     single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
@@ -247,7 +247,7 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
 
 def ends_answer(model: Any, settings: GenerationSettings, token_id: int) -> bool:
     """Whether that token ends an answer."""
-    return token_id in _end_ids(model, settings)
+    return token_id in end_token_ids(model, settings)
 
 
 def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
@@ -256,7 +256,7 @@ def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCrit
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
 
-def _end_ids(model: Any, settings: GenerationSettings) -> list[int]:
+def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
     """Tokens that end an answer."""
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)

@@ -99,7 +99,7 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "held_bytes": layer.held_bytes,
             "full_bytes": layer.full_bytes,
         }
-    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
+    held = tensor_bytes(layer)
     stored = getattr(layer, "keys", None)
     return {
         "layer": layer_idx,
@@ -111,7 +111,12 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
     }
 
 
-_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
+_HELD_BY_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def tensor_bytes(layer: Any) -> int:
+    """Bytes of what one of transformers' own cache layers holds."""
+    return sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_LAYERS)
 
 
 def _bytes(held: Any) -> int:

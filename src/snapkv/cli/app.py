@@ -12,6 +12,8 @@ from snapkv.cli import bench, evaluate, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.generate import generate
+from snapkv.cli.inspect import inspect
+from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
 from snapkv.errors import OutOfMemoryError, SnapKVError
 
@@ -27,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ask, generate, chat, policies):
+for command in (ask, generate, chat, inspect, plan, policies):
     app.command()(command)
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)

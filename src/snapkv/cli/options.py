@@ -45,8 +45,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ModelOptions):
-    """Everything but the prompt of `ask` and `generate`."""
+class MethodOptions(ModelOptions):
+    """One method, and how it answers."""
 
     policy: Annotated[str, _policy(help="Method; `snapkv policies` lists them")] = "snapkv"
     budget: Annotated[
@@ -83,6 +83,23 @@ class RunOptions(ModelOptions):
         int | None, _answer(help="Of the sampling, and of a method that draws at random")
     ] = None
 
+    def settings(self) -> GenerationSettings:
+        """How to generate.
+
+        Raises:
+            InvalidArgumentError: a value out of range.
+        """
+        return GenerationSettings(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            seed=GenerationSettings.seed if self.seed is None else self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MethodOptions):
+    """Everything but the prompt of `ask` and `generate`."""
+
     medusa: Annotated[
         str | None,
         _drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id"),
@@ -104,18 +121,6 @@ class RunOptions(ModelOptions):
         bool, _output("--compare", help="Answer from the full cache too, side by side")
     ] = False
     json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
-
-    def settings(self) -> GenerationSettings:
-        """How to generate.
-
-        Raises:
-            InvalidArgumentError: a value out of range.
-        """
-        return GenerationSettings(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            seed=GenerationSettings.seed if self.seed is None else self.seed,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
