@@ -19,7 +19,7 @@ ROWS = (
     ("cache",),
     ("masks", "faithfulness"),
     ("attention", "generation"),
-    ("prefill", "questions"),
+    ("prefill", "questions", "reconstruction"),
     ("plan", "conversion", "documents", "prompts"),
     ("models",),
     ("answering", "conversation", "measure"),

@@ -128,6 +128,9 @@ def _attention(
     if seen < end:
         output = call.attend()
         layer.remember_queries(query)
+        if layer.observer is not None:
+            prompt = _prompt_layer(call, layer, query.shape[2], seen, None)
+            layer.observer(replace(prompt, queries=query))
         if not handed.cache.reads_piecewise:
             layer.set_aside()
         return output

@@ -33,12 +33,14 @@ class CompressedLayer(StoredTokens):
         refresh_every: choose again after as many tokens behind the prompt; None for never.
         recall_due: the next tokens are read over all that was seen, and vote on it.
         chosen_at: tokens seen when the layer last chose what to keep.
+        observer: is shown every pass before the prompt ends, or None.
     """
 
     compresses_turns = False
     refresh_every: int | None = None
     recall_due = False
     chosen_at = 0
+    observer: Callable[[PromptLayer], None] | None = None
 
     def __init__(
         self,
