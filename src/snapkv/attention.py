@@ -124,6 +124,7 @@ def _attention(
         output = _attend_stored(call, layer)
         _evict(call, layer)
         _follow(call, layer)
+        layer.settle()
         return output
     if seen < end:
         output = call.attend()
@@ -196,6 +197,7 @@ def _attend_turn_end(call: _Call, layer: CompressedLayer, drafts: int) -> Attend
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
     else:
         layer.look_back(read.query)
+        layer.settle()
     if not drafts:
         return output, weights
     behind = replace(call, query=call.query[:, :, -drafts:])

@@ -299,6 +299,9 @@ class CompressedLayer(StoredTokens):
             done = self.parked.tokens
             self.parked.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
 
+    def settle(self) -> None:
+        """Called after every step behind a prompt."""
+
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""
         if self.parked is None:
