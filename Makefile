@@ -45,6 +45,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about an hour
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.studies
 	$(BIN)/python -m benchmarks.ragged
+	$(BIN)/python -m benchmarks.recall
 
 clean: ## Remove the virtual environment and everything made
 	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
