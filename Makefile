@@ -57,6 +57,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about three h
 	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.ragged
 	$(BIN)/python -m benchmarks.medusa
+	$(BIN)/python -m benchmarks.recall
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 

@@ -273,7 +273,7 @@ def _questions_part(rows: list[Row]) -> str:
     header = ["cache", "budget", "right answers", "of the full cache's", "s per question"]
     table = markdown_table([*header, "s to read before", "device", "host"], lines)
     setting = (
-        f"{rows[0]['text']}, {len(documents)} stretches of {rows[0]['document_tokens']:,} tokens, "
+        f"{rows[0]['text']}, {len(documents)} times {rows[0]['document_tokens']:,} tokens, "
         "ten questions about each, at ten depths: the first words of a sentence, and the next four "
         "tokens of it must be right. Each question is asked of a cache as it was before the other "
         "nine. SnapKV has window 16, kernel 13. Seconds are means."

@@ -21,7 +21,7 @@ ROWS = (
     ("calls",),
     ("attention", "generation"),
     ("plan", "conversion", "documents", "prompts"),
-    ("prefill", "questions"),
+    ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),
     ("answering", "conversation", "measure"),

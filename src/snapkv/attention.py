@@ -92,11 +92,15 @@ def _attention(
         output = attend_stored(call, layer)
         _evict(call, layer)
         _follow(call, layer)
+        layer.settle()
         return output
     if seen < end:
         output = _attend_prompt(call, layer)
         _hold(call, layer, handed.cache.cap_tokens)
         layer.remember_queries(query)
+        if layer.observer is not None:
+            prompt = _prompt_layer(call, layer, query.shape[2], seen, None)
+            layer.observer(replace(prompt, queries=query))
         if not handed.cache.reads_piecewise:
             layer.set_aside()
         return output
@@ -177,6 +181,7 @@ def _attend_turn_end(call: AttentionCall, layer: CompressedLayer, drafts: int) -
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
     else:
         layer.look_back(read.query)
+        layer.settle()
     if not drafts:
         return output, weights
     behind = replace(call, query=call.query[:, :, -drafts:])

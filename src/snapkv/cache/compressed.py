@@ -12,8 +12,10 @@ from transformers.cache_utils import Cache
 
 from snapkv.cache import handoff
 from snapkv.cache.announced import AnnouncedCache
+from snapkv.cache.codes import Bits
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
+from snapkv.cache.quantised import require_quantisable
 from snapkv.cache.report import CacheReport
 from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
@@ -56,6 +58,8 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         recall_bytes: how many bytes `recall` may take; no limit by default.
         refresh_every: with `recall`, let the last queries vote again after as many generated
             tokens.
+        quantize: hold what is kept of a prompt in few bits, "int8", "int4" or "fp8"; the model's
+            own dtype by default.
 
     Raises:
         InvalidArgumentError: an unknown option, or one that does not go with the policy.
@@ -75,6 +79,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         recall: str | Path | None = None,
         recall_bytes: int | None = None,
         refresh_every: int | None = None,
+        quantize: Bits | None = None,
     ) -> None:
         from snapkv.attention import wrap_attention  # the seam imports this module
         from snapkv.generation import announce_prompts
@@ -89,12 +94,14 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
         )
         slots = slots_for(policy, storage, room_tokens)
-        super().__init__(layers=layers_for(model, policy, slots))
+        require_quantisable(quantize, policy, storage)
+        super().__init__(layers=layers_for(model, policy, slots, quantize))
         later.apply(self.layers, policy)
         wrap_attention(model)
         announce_prompts(model)
         self.policy = policy
-        self.options = {"storage": storage, "room_tokens": room_tokens, **vars(later)}
+        made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}
+        self.options: dict[str, Any] = made | vars(later)
         self._model = weakref.ref(model)
         self._modules = weakref.WeakSet(model.modules())
         self._first = self.compressed_layers[0]
@@ -193,11 +200,12 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         Raises:
             InvalidArgumentError: it does.
         """
-        if self.options["refresh_every"]:
-            raise InvalidArgumentError(
-                f"refresh_every: expected none where drafts are verified (assistant model, prompt "
-                f"lookup), got {self.options['refresh_every']}; generate without drafts"
-            )
+        for name in ("refresh_every", "quantize"):
+            if self.options[name]:
+                raise InvalidArgumentError(
+                    f"{name}: expected none where drafts are verified (assistant model, prompt "
+                    f"lookup), got {self.options[name]}; generate without drafts"
+                )
         if isinstance(self.policy, EvictingPolicy):
             raise InvalidArgumentError(
                 f"policy: expected one that only compresses the prompt where drafts are verified "

@@ -33,12 +33,14 @@ class CompressedLayer(StoredTokens):
         refresh_every: choose again after as many tokens behind the prompt; None for never.
         recall_due: the next tokens are read over all that was seen, and vote on it.
         chosen_at: tokens seen when the layer last chose what to keep.
+        observer: is shown every pass before the prompt ends, or None.
     """
 
     compresses_turns = False
     refresh_every: int | None = None
     recall_due = False
     chosen_at = 0
+    observer: Callable[[PromptLayer], None] | None = None
 
     def __init__(
         self,
@@ -315,6 +317,9 @@ class CompressedLayer(StoredTokens):
         if self.parked is not None:
             done = self.parked.tokens
             self.parked.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
+
+    def settle(self) -> None:
+        """Called after every step behind a prompt."""
 
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.quantised import QuantisedLayer
 from snapkv.cache.static import StaticCompressedLayer
 
 _NAMES = (
@@ -36,6 +37,8 @@ def state_of(layer: CompressedLayer) -> dict[str, Any]:
         if layer.fixed:
             filled = layer.stored_tokens
             state |= {name: state[name][:, :, :filled] for name in ("keys", "values")}
+    if isinstance(layer, QuantisedLayer):
+        state["packed"] = layer.packed
     return state
 
 
@@ -47,3 +50,5 @@ def restore(layer: CompressedLayer, state: dict[str, Any]) -> None:
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
     if isinstance(layer, StaticCompressedLayer) and state["fixed"]:
         layer.fix()
+    if isinstance(layer, QuantisedLayer):
+        layer.packed = state["packed"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.codes import Codes
 from snapkv.cache.files import read_sealed, write_sealed
 from snapkv.cache.identity import identity_of, require_identity
 from snapkv.cache.layer import CompressedLayer
@@ -22,9 +23,9 @@ from snapkv.cache.sinks import MovedSinks
 from snapkv.errors import CacheFileError, CacheMismatchError, UnsupportedModelError
 from snapkv.policies import POLICIES, Policy
 
-_RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (RaggedStates, MovedSinks)}
+_RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Codes, RaggedStates, MovedSinks)}
 _BESIDE = "beside."
-_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every")
+_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize")
 
 
 class SavedCache:
