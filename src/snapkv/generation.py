@@ -127,9 +127,9 @@ def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: i
 
 
 def _pass_streamer_on(kwargs: dict[str, Any]) -> None:
-    """Let a decoding method of one's own stream: transformers passes it no streamer."""
+    """Let a decoding method of one's own stream, if it can: transformers passes it no streamer."""
     own, streamer = kwargs.get("custom_generate"), kwargs.get("streamer")
-    if callable(own) and streamer is not None:
+    if streamer is not None and callable(own) and "streamer" in inspect.signature(own).parameters:
         kwargs["custom_generate"] = functools.partial(own, streamer=streamer)
 
 

@@ -2,13 +2,14 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from snapkv import InvalidArgumentError
-from snapkv.decoding import MedusaHeads, load_heads, save_heads
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV
+from snapkv.decoding import Medusa, MedusaHeads, heads_files, load_heads, save_heads
 from tests.decoding.heads import random_heads
 from tests.families import VOCABULARY, tiny_model
 
@@ -88,6 +89,25 @@ def test_saved_heads_come_back(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json", "medusa_lm_head.safetensors",
     ]  # fmt: skip
+
+
+def test_the_demo_models_heads_come_with_the_package(demo):
+    heads = load_heads("demo", demo.model)
+    assert heads.num_heads == 3
+    folder = Path(heads_files.__file__).parent / "demo_heads"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 * 2**20
+    firsts = [ranks[0] for ranks in heads.accuracies]
+    assert firsts == sorted(firsts, reverse=True)
+    prompt = demo.tokenizer("Count: one, two, three, one, two, three, " * 8, return_tensors="pt")
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    texts, medusa = [], Medusa(heads)
+    for custom in (None, medusa):
+        cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+        texts.append(
+            demo.model.generate(**prompt, past_key_values=cache, custom_generate=custom, **options)
+        )
+    assert torch.equal(*texts)
+    assert medusa.tally.accepted > 0
 
 
 def _changed(tensors, **changes):

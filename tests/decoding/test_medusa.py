@@ -188,6 +188,20 @@ def test_a_prompt_read_in_chunks(chunk):
     assert torch.equal(got, text)
 
 
+def test_only_the_new_tokens_of_a_text_are_not_enough():
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = new_cache(model, "dynamic")
+    text = generate(model, ids, cache)
+    with pytest.raises(CacheMismatchError, match=r"whole text.*99 tokens.*got 1"):
+        generate(
+            model,
+            text[:, -1:],
+            cache,
+            attention_mask=torch.ones_like(text),
+            custom_generate=Medusa(random_heads(model)),
+        )
+
+
 class _Recorder(TextStreamer):
     def __init__(self):
         self.tokens = []
@@ -205,6 +219,17 @@ def test_streaming_gives_the_same_tokens():
     medusa = Medusa(random_heads(model), BUSHY)
     text = generate(model, ids, cache, custom_generate=medusa, streamer=streamer)
     assert streamer.tokens == [*text[0].tolist(), "end"]
+
+
+def test_a_decoding_without_a_streamer_is_left_alone():
+    model, ids, streamer = tiny_model("llama"), random_ids(1, PROMPT), _Recorder()
+
+    def own(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        assert "streamer" not in kwargs
+        return input_ids
+
+    cache = new_cache(model, "dynamic")
+    assert torch.equal(generate(model, ids, cache, custom_generate=own, streamer=streamer), ids)
 
 
 def test_sampling_takes_only_plausible_tokens():

@@ -104,6 +104,7 @@ def write_tensors(
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=path.parent) as scratch:
         fresh = Path(scratch) / path.name
         save_file(tensors, fresh, metadata={"format": "pt"} | (notes or {}))
+        fresh.chmod(0o644)  # as any other file; safetensors lets nobody else read it
         os.replace(fresh, path)
 
 

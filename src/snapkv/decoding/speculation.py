@@ -77,8 +77,18 @@ class Request:
         return int(logits.argmax())
 
     def read_prompt(self, cache: Any) -> Tensor:
-        """Read what the cache has not seen of the prompt; (V,) logits behind its last token."""
-        unread = self.ids[:, cache.get_seq_length() :]
+        """Read what the cache has not seen of the prompt; (V,) logits behind its last token.
+
+        Raises:
+            CacheMismatchError: the cache has seen as much as that, or more.
+        """
+        seen = cache.get_seq_length()
+        if seen >= self.ids.shape[1]:
+            raise CacheMismatchError(
+                f"input_ids: expected the whole text where drafts are verified, longer than the "
+                f"{seen:,} tokens the cache has seen, got {self.ids.shape[1]:,}; pass all of it"
+            )
+        unread = self.ids[:, seen:]
         for piece in torch.split(unread, self.chunk_tokens or unread.shape[1], dim=1):
             output = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: Tensor = output.logits[0, -1]

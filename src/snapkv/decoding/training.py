@@ -75,8 +75,7 @@ def train(
     learnt = [place for place in range(len(exchanges)) if place % 10]
     heads = _Training(states, learnt, folder, plan).run(progress)
     heads.accuracies = measure(heads, states, held_out, progress)
-    notes = {"training": asdict(plan), "questions_answered": len(exchanges)}
-    save_heads(heads, folder, base_model=loaded.name, **notes)
+    save_heads(heads, folder, base_model=loaded.name, training=asdict(plan))
     return heads
 
 
