@@ -22,7 +22,7 @@ ROWS = (
     ("prefill",),
     ("plan", "conversion", "documents", "prompts"),
     ("models",),
-    ("answering", "measure"),
+    ("answering", "measure", "serving"),
     ("evaluate",),
     ("report", "study"),
     ("cli",),
