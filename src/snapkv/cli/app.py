@@ -12,6 +12,7 @@ from snapkv.cli import bench, evaluate, study
 from snapkv.cli.ask import ask
 from snapkv.cli.generate import generate
 from snapkv.cli.policies import policies
+from snapkv.cli.serve import serve
 from snapkv.errors import OutOfMemoryError, SnapKVError
 
 _FAILURE, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (ask, generate, policies):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)

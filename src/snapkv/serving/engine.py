@@ -36,20 +36,33 @@ def engine_args(
         MissingDependencyError: no vLLM, or one of another version.
     """
     settings = ServingSettings(policy=policy, budget=budget, parameters=dict(parameters or {}))
+    return {**options, **arguments(settings, options)}
+
+
+OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
+"""The arguments of vLLM through which the plugin works."""
+
+
+def arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`OWN` for these settings, beside what the user gives for them.
+
+    Raises:
+        InvalidArgumentError: an option that the plugin must set itself.
+        MissingDependencyError: no vLLM, or one of another version.
+    """
     require_supported_version()
     from snapkv.serving.requests import name_of_check
 
     for taken in ("worker_cls", "scheduler_cls"):
-        if options.get(taken) not in (None, "auto"):
+        if given.get(taken) not in (None, "auto"):
             raise InvalidArgumentError(
-                f"{taken}: expected none, since snapkv brings its own, got {options[taken]!r}; "
+                f"{taken}: expected none, since snapkv brings its own, got {given[taken]!r}; "
                 "leave it out"
             )
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return {
-        **options,
         "worker_cls": "snapkv.serving.worker.CompressingWorker",
         "scheduler_cls": "snapkv.serving.scheduler.scheduler",
-        "additional_config": {**(options.get("additional_config") or {}), **settings.to_config()},
-        "logits_processors": [*(options.get("logits_processors") or ()), name_of_check(settings)],
+        "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
+        "logits_processors": [*(given.get("logits_processors") or ()), name_of_check(settings)],
     }
