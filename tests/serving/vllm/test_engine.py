@@ -100,7 +100,7 @@ def test_a_budget_of_the_prompt_changes_nothing(engine, stock, text_ids):
 def test_wrong_settings_are_refused_before_the_engine_sees_them(engine, text_ids, own):
     from vllm.exceptions import VLLMValidationError
 
-    with pytest.raises(VLLMValidationError, match="snapkv_|budget|kernel_size"):
+    with pytest.raises(VLLMValidationError, match=r"snapkv_|budget|kernel_size"):
         engine.answers([text_ids[:50]], greedy(4, extra_args=own))
     assert len(engine.answers([text_ids[:50]], greedy(4))[0]) == 4
 
