@@ -16,6 +16,11 @@ def greedy(tokens, **options):
     return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=tokens, ignore_eos=True)
 
 
+def blocks_bytes(blocks, block_tokens):
+    """Memory of that many blocks of the demo model: 30 layers, 3 KV heads of 64, float32."""
+    return blocks * block_tokens * 30 * 3 * 64 * 2 * 4
+
+
 @dataclass
 class Watched:
     """What was kept while watching: per compressed prompt, by its length."""
@@ -58,11 +63,11 @@ class Engine:
         self.llm = LLM(folder, **(engine_args(**own, **arguments) if compressed else arguments))
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.all_blocks = self.free_blocks
-        self._started = self._preempted = 0
+        self._started = self.preempted = 0
         preempt = self.scheduler._preempt_request
 
         def count(*args: Any, **kwargs: Any) -> None:
-            self._preempted += 1
+            self.preempted += 1
             preempt(*args, **kwargs)
 
         self.scheduler._preempt_request = count
@@ -124,10 +129,6 @@ class Engine:
             runner._compressor.recorder.recorded,
         ]
         return [request for one in held for request in one]
-
-    def preemptions(self) -> int:
-        """How often a request was preempted so far."""
-        return self._preempted
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watched]:

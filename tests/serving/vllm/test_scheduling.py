@@ -2,18 +2,16 @@
 
 import pytest
 
-from tests.serving.vllm.engines import Engine, greedy
+from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
 
-BUDGET = 128
+BUDGET = 64
 PAGE = 32
-TOKENS = 150
+TOKENS = 60
+LENGTHS = (260, 50, 290, 130, 200)
 
 
 def prompts_of(text_ids):
-    return [
-        text_ids[n * 500 : n * 500 + length]
-        for n, length in enumerate((600, 90, 900, 300, 700, 450))
-    ]
+    return [text_ids[n * 300 : n * 300 + length] for n, length in enumerate(LENGTHS)]
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +21,23 @@ def alone(folder, text_ids):
         return [engine.answers([ids], greedy(TOKENS))[0] for ids in prompts_of(text_ids)]
 
 
-def blocks_bytes(blocks):
-    """Memory for that many blocks of the demo model: 30 layers, 3 KV heads of 64, float32."""
-    return blocks * PAGE * 30 * 3 * 64 * 2 * 4
-
-
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
 def test_preempted_requests_give_the_answers_of_undisturbed_ones(folder, text_ids, alone, caching):
-    """Six requests that grow to nine blocks each, in the 34 that a prompt of 1,024 tokens needs."""
+    """Five requests that grow to four blocks each, in the 12 that one prompt of 384 tokens needs."""
     with Engine(
         folder,
         budget=BUDGET,
-        max_model_len=1024,
-        kv_cache_memory_bytes=blocks_bytes(35),
-        max_num_batched_tokens=256,
+        max_model_len=384,
+        kv_cache_memory_bytes=blocks_bytes(13, PAGE),
+        max_num_batched_tokens=100,
         enable_prefix_caching=caching,
     ) as engine:
         with engine.watching() as kept:
             assert engine.answers(prompts_of(text_ids), greedy(TOKENS)) == alone
+        assert engine.preempted > 0
+        assert len(kept.blocks_held) > 4  # resumed requests are compressed again
         assert engine.free_blocks == engine.all_blocks
         assert engine.leftovers() == []
-        assert engine.preemptions() > 0
-        assert len(kept.blocks_held) > 5  # resumed requests are compressed again
 
 
 def test_shared_prefixes_are_reused_and_stay_intact(folder, text_ids):
@@ -58,7 +51,7 @@ def test_shared_prefixes_are_reused_and_stay_intact(folder, text_ids):
         for ids, answer in zip(prompts, expected, strict=True):
             (output,) = engine.outputs([ids], greedy(20))
             assert list(output.outputs[0].token_ids) == answer
-        assert output.num_cached_tokens == 800 // PAGE * PAGE  # 828 before the window, in blocks
+        assert output.num_cached_tokens == 800  # 860 - 32 = 828, in whole blocks
         assert engine.answers(prompts, greedy(20)) == expected  # all at once, sharing blocks
         whole = greedy(20, extra_args={"snapkv_budget": 0})
         assert engine.outputs([prompts[0]], whole)[0].num_cached_tokens == 832
@@ -68,18 +61,21 @@ def test_shared_prefixes_are_reused_and_stay_intact(folder, text_ids):
 
 
 def test_requests_that_come_while_others_generate(folder, text_ids, alone):
-    """Chunks of prompts and generated tokens share batches, one compressed and one not."""
+    """Chunks of prompts and generated tokens share batches; every second request is whole."""
     with Engine(folder, budget=BUDGET, max_num_batched_tokens=100) as engine:
-        answers = {}
-        names = []
-        for ids in prompts_of(text_ids):
-            names += engine.start([ids], greedy(TOKENS))
-            for _ in range(3):
-                for output in engine.step():
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-        while engine.scheduler.requests:
+        answers, names = {}, []
+
+        def step():
             for output in engine.step():
                 answers[output.request_id] = list(output.outputs[0].token_ids)
+
+        for ids in prompts_of(text_ids):
+            names += engine.start([ids], greedy(TOKENS))
+            engine.start([ids], greedy(TOKENS, extra_args={"snapkv_budget": 0}))
+            for _ in range(3):
+                step()
+        while engine.scheduler.requests:
+            step()
         assert [answers[name] for name in names] == alone
 
 
