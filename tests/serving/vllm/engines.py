@@ -117,6 +117,9 @@ class Engine:
     def abort_all(self) -> None:
         self.llm.llm_engine.abort_request(list(self.scheduler.requests), internal=True)
 
+    def abort(self, request: str) -> None:
+        self.llm.llm_engine.abort_request([request], internal=True)
+
     def leftovers(self) -> list[str]:
         """Requests that scheduler or worker still hold something for."""
         runner = self.runner

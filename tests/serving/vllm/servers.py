@@ -19,18 +19,22 @@ class Server:
     Args:
         folder: where its output goes.
         options: of `snapkv serve`, behind those that the tests share.
+        model: what to serve.
+        longest: of a prompt and its answer.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self, folder: Path | str, *options: str, model: str = "demo", longest: int = 2048
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._log = folder / "server.log"
-        shared = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32"]
+        self._log = Path(folder) / "server.log"
+        shared = ["--dtype", "float32", "--max-model-len", str(longest), "--block-size", "32"]
         shared += ["--kv-cache-memory-bytes", "300M", "--enforce-eager"]
         shared += ["--served-model-name", "demo", "--port", str(self.port)]
-        command = [sys.executable, "-m", "snapkv", "serve", "demo", *shared, *options]
+        command = [sys.executable, "-m", "snapkv", "serve", model, *shared, *options]
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -7,7 +7,7 @@ from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
 BUDGET = 64
 PAGE = 32
 TOKENS = 60
-LENGTHS = (260, 50, 290, 130, 200)
+LENGTHS = (260, 50, 130, 110, 125, 100)
 
 
 def prompts_of(text_ids):
@@ -23,7 +23,7 @@ def alone(folder, text_ids):
 
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
 def test_preempted_requests_give_the_answers_of_undisturbed_ones(folder, text_ids, alone, caching):
-    """Five requests that grow to four blocks each, in the 12 that one prompt of 384 tokens needs."""
+    """Six requests that grow to four blocks each, in the 12 that 384 tokens need."""
     with Engine(
         folder,
         budget=BUDGET,
