@@ -145,6 +145,9 @@ def require_supported_layers(layers: dict[str, Any], specs: dict[str, Any]) -> N
         elif layer.get_attn_backend().get_name() not in LAYOUTS:
             backend = layer.get_attn_backend().get_name()
             _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+    for name, layer in layers.items():
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            _refuse(name, "reads another layer's cache", "a cache for each layer")
     if not specs:
         _refuse("the model", "has no attention layers", "full attention")
 

@@ -73,7 +73,7 @@ def answer(tokens, generate):
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
     config, caching, ahead, seed
 ):
@@ -84,7 +84,7 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     openings = [[draw.randrange(1, 90) for _ in range(40)] for _ in range(3)]
     expected, aborted = {}, set()
-    for number in range(60):
+    for number in range(40):
         tokens = draw.choice(openings)[: draw.randrange(1, 40)]
         tokens = tokens + [draw.randrange(1, 90) for _ in range(draw.randrange(1, 20))]
         generate = draw.randrange(1, 30)
@@ -94,7 +94,7 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
         name = f"r{number}"
         scheduler.add_request(request(name, tokens, generate, extra_args))
         expected[name] = answer(tokens, generate)
-        for _ in range(draw.randrange(4)):
+        for _ in range(draw.randrange(2)):
             running.step()
         if draw.random() < 0.15 and scheduler.requests:
             abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
@@ -106,7 +106,7 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
     for name, tokens in expected.items():
         if name not in aborted:
             assert worker.tokens[name] == tokens
-    assert worker.compressed > 30
+    assert worker.compressed > 15
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     assert not scheduler._blocks.dropped_tokens
     assert not scheduler._policies

@@ -2,6 +2,7 @@
 
 import pytest
 
+from snapkv.models import load
 from tests.families import random_ids, tiny_config
 from tests.serving.vllm.servers import Server
 
@@ -14,20 +15,23 @@ def even_heads(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("even-heads")
     torch.manual_seed(0)
-    config = tiny_config("llama", hidden_size=256, head_dim=32, num_key_value_heads=4)
+    tokenizer = load("demo").tokenizer
+    sizes = {"hidden_size": 256, "num_key_value_heads": 4, "vocab_size": len(tokenizer)}
+    config = tiny_config("llama", **sizes)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2 and "embed" not in name:
                 weight.mul_(4.0)
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 def answers(folder, budget, *options):
     """Greedy answers of a few prompts, from a server with these options."""
     prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (70, 200, 350)]
-    common = ["--budget", str(budget), "--skip-tokenizer-init", "--max-num-batched-tokens", "256"]
+    common = ["--budget", str(budget), "--max-num-batched-tokens", "256"]
     with Server(folder, *common, *options, model=folder, longest=512) as server:
         completions = server.client().completions
         given = [
@@ -38,7 +42,6 @@ def answers(folder, budget, *options):
                 temperature=0,
                 extra_body={
                     "return_token_ids": True,
-                    "detokenize": False,
                     "ignore_eos": True,
                 },
             )

@@ -127,6 +127,10 @@ def test_layers_of_another_kind_are_refused():
     for words, (layers, specs) in refused.items():
         with pytest.raises(UnsupportedModelError, match=words):
             require_supported_layers(layers, specs)
+    layers, specs = layer_and_spec()
+    layers["model.later"] = SimpleNamespace(kv_sharing_target_layer_name="model.layer")
+    with pytest.raises(UnsupportedModelError, match=r"model.later reads another layer's cache"):
+        require_supported_layers(layers, specs)
 
 
 def test_a_scheduler_without_its_worker_is_refused():
