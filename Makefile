@@ -39,13 +39,15 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (about an hour and a half on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (some two hours on two cores)
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.studies
 	$(BIN)/python -m benchmarks.ragged
+	$(BIN)/python -m benchmarks.chunked
+	$(BIN)/python -m benchmarks.flat
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 
