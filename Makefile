@@ -53,7 +53,7 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (about three hours on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.methods
@@ -63,6 +63,8 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about three h
 	$(BIN)/python -m benchmarks.ragged
 	$(BIN)/python -m benchmarks.medusa
 	$(BIN)/python -m benchmarks.recall
+	$(BIN)/python -m benchmarks.chunked
+	$(BIN)/python -m benchmarks.flat
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 

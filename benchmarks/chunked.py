@@ -1,6 +1,6 @@
 """What is lost where a prompt is read in pieces under a cap, against reading it layer by layer.
 
-    python -m benchmarks.chunked            measure, write the rows, render the page (three minutes)
+    python -m benchmarks.chunked            measure, write the rows, render the page (two minutes)
     python -m benchmarks.chunked --render   render the page from the rows that are there
 
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
@@ -29,9 +29,9 @@ from snapkv.prefill import chunked, layer_by_layer
 ROWS = RESULTS / "chunked.jsonl"
 PAGE = RESULTS / "chunked.md"
 
-PROMPT_TOKENS, DOCUMENTS, CHUNK_TOKENS = 2048, 4, 256
-POLICY = SnapKV(256, window_size=16, kernel_size=13)
-CAPS = (None, 1536, 1024, 512)
+PROMPT_TOKENS, DOCUMENTS, CHUNK_TOKENS = 1024, 4, 128
+POLICY = SnapKV(128, window_size=16, kernel_size=13)
+CAPS = (None, 768, 512, 256)
 """None reads layer by layer, the exact result that the others are compared with."""
 
 

@@ -33,6 +33,7 @@ def kept_mask(selection: Selection | None, layer: PromptLayer) -> Tensor:
     if selection is None:
         return torch.ones(layer.num_kv_heads, tokens, dtype=torch.bool, device=layer.keys.device)
     kept = selection.keep_indices[0]
+    kept = kept.expand(max(kept.shape[0], layer.num_kv_heads), -1)  # some keep for all heads alike
     mask = torch.zeros(kept.shape[0], tokens + 1, dtype=torch.bool, device=kept.device)
     return mask.scatter(1, kept.where(kept >= 0, tokens), True)[:, :tokens]
 
@@ -42,8 +43,9 @@ def rating(
 ) -> Rating | None:
     """How a method rated one layer; None where it keeps by place, or does not show its scores."""
     votes, scores = _scored(policy, layer, selection)
-    if scores is None or scores.shape[1] != kept.shape[0] or not scores.shape[-1]:
+    if scores is None or scores.shape[1] not in (1, kept.shape[0]) or not scores.shape[-1]:
         return None
+    scores = scores.expand(-1, kept.shape[0], -1)
     chosen = kept[:, : scores.shape[-1]]
     lowest = scores[0].masked_fill(~chosen, float("inf")).amin(dim=-1)
     return Rating(
