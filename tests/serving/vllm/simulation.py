@@ -38,6 +38,7 @@ class SimulatedWorker:
         self.blocks: dict[str, list[int]] = {}
         self.held: dict[str, list[int] | None] = {}
         self.moved: dict[str, list[int]] = {}
+        self.queries: dict[str, int] = {}
         self.compressed = 0
 
     def run(self, output: Any) -> ModelRunnerOutput:
@@ -60,6 +61,7 @@ class SimulatedWorker:
         for name in (*output.finished_req_ids, *cached.resumed_req_ids):
             self.held.pop(name, None)
             self.moved.pop(name, None)
+            self.queries.pop(name, None)
         for name, blocks in self.moved.items():
             self.blocks[name] = list(blocks)
         self.moved = {}
@@ -99,7 +101,10 @@ class SimulatedWorker:
             assert self.memory[place] == self._state(name, position), (name, position, end)
 
     def _carry_out(self, orders: dict[str, Any]) -> None:
+        for name, order in orders.items():
+            self.queries[name] = self.queries.get(name, 0) + order.query_tokens
         ending = {name: order for name, order in orders.items() if order.compress}
+        assert all(self.queries[name] == one.policy.query_tokens for name, one in ending.items())
         kept = {}
         for name, order in ending.items():
             positions = kept_positions(order.prompt_tokens, order.kept_tokens)
@@ -138,14 +143,20 @@ class Simulation:
     def __init__(self, scheduler: Any, worker: SimulatedWorker, ahead: int) -> None:
         self.scheduler, self.worker, self.ahead = scheduler, worker, ahead
         self._under_way: deque[Any] = deque()
+        self.preempted = 0
+        preempt = scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = count
 
     def step(self) -> None:
         output = self.scheduler.schedule()
-        if output.total_num_scheduled_tokens or not self._under_way:
-            self._under_way.append(output)
-        else:
-            self.worker._take_over(output)
-        while len(self._under_way) > self.ahead:
+        self._under_way.append(output)
+        allowed = self.ahead if output.total_num_scheduled_tokens else 0
+        while len(self._under_way) > allowed:
             self._finish_one()
 
     def _finish_one(self) -> None:
