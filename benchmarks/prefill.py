@@ -5,27 +5,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from benchmarks.records import Row
-from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv import FullCache, SnapKV
+from snapkv.measure.contenders import Contender, compressed, full
 from snapkv.measure.timing import Spent, alternate, ratios, spent_on, spread
 
 PROMPT_TOKENS = 4096
 BUDGET = 512
 ROUNDS = 11
 
-CONTENDERS = ("transformers", "full", "snapkv")
+CONTENDERS = {
+    each.label: each
+    for each in (
+        full("transformers"),
+        compressed("full", FullCache()),
+        compressed("snapkv", SnapKV(BUDGET)),
+    )
+}
 """transformers' own cache and attention; every token kept through snapkv; compressed."""
-
-
-def make_cache(model: Any, contender: str) -> Any:
-    """An empty cache, and the model's attention set to what goes with it."""
-    if contender == "transformers":
-        name = model.config._attn_implementation.rpartition("|")[2]
-        model.set_attn_implementation(name)
-        return DynamicCache(config=model.config)
-    return CompressedCache(model, SnapKV(BUDGET) if contender == "snapkv" else FullCache())
 
 
 @torch.inference_mode()
@@ -33,7 +31,9 @@ def measure_prefill(model: Any, prompt_ids: list[int]) -> Iterator[Row]:
     """Rows of times, then rows of ratios of pairs."""
     ids = torch.tensor([prompt_ids], device=model.device)
     times = alternate(
-        {name: _reading(model, ids, name) for name in CONTENDERS}, rounds=ROUNDS, warmup_rounds=1
+        {name: reader(model, ids, each) for name, each in CONTENDERS.items()},
+        rounds=ROUNDS,
+        warmup_rounds=1,
     )
     settings = {"benchmark": "prefill", "prompt_tokens": len(prompt_ids), "budget": BUDGET}
     for name, runs in times.items():
@@ -64,11 +64,12 @@ def _cpu(runs: list[Spent]) -> list[float]:
     return [run.cpu_ms for run in runs]
 
 
-def _reading(model: Any, ids: Tensor, contender: str) -> Callable[[], Spent]:
+def reader(model: Any, ids: Tensor, contender: Contender) -> Callable[[], Spent]:
     """A function that reads the prompt into a new cache and says what that took."""
 
     def read() -> Spent:
-        cache = make_cache(model, contender)
+        contender.enter(model)
+        cache = contender.make(model, ids.shape[1])
         return spent_on(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
 
     return read

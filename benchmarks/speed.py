@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from benchmarks import decode, prefill
 from benchmarks.environment import describe_environment
-from benchmarks.magic_number import SEED, make_documents
+from benchmarks.magic_number import SEED
 from benchmarks.peak_memory import measure_peaks
+from benchmarks.prompts import prompt_of
 from benchmarks.records import (
     RESULTS,
     Row,
@@ -23,7 +24,6 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import load_haystack
 from snapkv.models import LoadedModel, load
 
 ROWS = RESULTS / "speed.jsonl"
@@ -47,16 +47,9 @@ def measure() -> Iterator[Row]:
 
 def _measurements(loaded: LoadedModel) -> Iterator[Row]:
     lengths = (decode.SHORT_TOKENS, decode.LONG_TOKENS)
-    yield from decode.measure_decode(loaded.model, {n: _prompt(loaded, n) for n in lengths})
-    yield from prefill.measure_prefill(loaded.model, _prompt(loaded, prefill.PROMPT_TOKENS))
+    yield from decode.measure_decode(loaded.model, {n: prompt_of(loaded, n) for n in lengths})
+    yield from prefill.measure_prefill(loaded.model, prompt_of(loaded, prefill.PROMPT_TOKENS))
     yield from measure_peaks()
-
-
-def _prompt(loaded: LoadedModel, prompt_tokens: int) -> list[int]:
-    document, *_ = make_documents(
-        loaded.tokenizer, load_haystack(), prompt_tokens=prompt_tokens, count=1
-    )
-    return document.prompt_ids
 
 
 def render(rows: list[Row]) -> str:

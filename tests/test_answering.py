@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import FullCache, Random, SnapKV
-from snapkv.answering import answer
+from snapkv.answering import _Stopwatch, answer
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.models import LoadedModel
 from snapkv.plan import (
@@ -299,3 +299,15 @@ def test_the_smallest_temperature_draws_the_likeliest_token(demo, prompt):
     assert answer(demo, prompt, FullCache(), settings).text == (
         answer(demo, prompt, FullCache(), SHORT).text
     )
+
+
+def test_time_per_token_where_several_come_together(demo, monkeypatch):
+    """Steps of 1, 3 and 2 tokens at 0, 1, 4 and 6 seconds: 6 s for the 6 behind the first."""
+    now = iter([0.0, 0.0, 1.0, 4.0, 6.0])
+    monkeypatch.setattr("snapkv.answering.time.perf_counter", lambda: next(now))
+    watch = _Stopwatch(demo.tokenizer, None, ())
+    watch.put(torch.zeros(1, 9, dtype=torch.long))
+    for count in (1, 1, 3, 2):
+        watch.put(torch.full((1, count), 100))
+    assert watch.first_token_ms == 0
+    assert watch.token_ms == 1000

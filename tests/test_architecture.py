@@ -18,13 +18,16 @@ ROWS = (
     ("policies", "rotary", "projections"),
     ("cache",),
     ("masks", "faithfulness"),
+    ("calls",),
     ("attention", "generation"),
-    ("prefill",),
     ("plan", "conversion", "documents", "prompts"),
+    ("prefill", "questions", "reconstruction"),
     ("models",),
-    ("answering", "measure"),
+    ("decoding",),
+    ("answering", "conversation", "measure", "serving"),
     ("evaluate",),
     ("report", "study"),
+    ("inspect",),
     ("cli",),
 )
 
@@ -75,7 +78,8 @@ def test_importing_the_package_and_its_command_line_loads_no_torch():
 
 
 def test_importing_the_cache_loads_nothing_optional():
-    optional = ("pypdf", "bs4", "gguf", "matplotlib", "vllm", "snapkv.ops.triton_ragged")
+    kernels = ("snapkv.ops.triton_ragged", "snapkv.ops.triton_votes")
+    optional = ("pypdf", "bs4", "gguf", "matplotlib", "vllm", *kernels)
     code = f"import sys, snapkv.cache; sys.exit(any(n in sys.modules for n in {optional!r}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

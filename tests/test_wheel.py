@@ -19,7 +19,7 @@ def test_the_wheel_has_every_file_of_the_package(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("snapkv/")}
-    kinds = (".py", ".html", ".typed")
+    kinds = (".py", ".html", ".typed", ".json", ".safetensors")
     here = {
         f"snapkv/{path.relative_to(SOURCE).as_posix()}"
         for path in SOURCE.rglob("*")

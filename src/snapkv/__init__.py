@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snapkv.cache import CacheReport, CompressedCache
     from snapkv.errors import (
+        CacheFileError,
         CacheMismatchError,
         DocumentError,
         InvalidArgumentError,
@@ -33,14 +34,17 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
+    from snapkv.questions import Document
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaKV",
+    "CacheFileError",
     "CacheMismatchError",
     "CacheReport",
     "CompressedCache",
     "CriticalKV",
+    "Document",
     "DocumentError",
     "ExpectedAttention",
     "FastGen",
@@ -82,6 +86,7 @@ _ROOMS = {
         "StreamingLLM",
         "TOVA",
     ),
+    "snapkv.questions": ("Document",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

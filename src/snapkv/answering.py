@@ -6,14 +6,15 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextStreamer
+from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from snapkv.cache import CacheReport, CompressedCache
+from snapkv.decoding.methods import DraftMethod
 from snapkv.errors import PromptTooLongError
 from snapkv.models import LoadedModel
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
@@ -40,8 +41,10 @@ class Answer:
         new_tokens: tokens generated, an end-of-turn token included.
         first_token_ms: from handing over the prompt to the first token: reading the prompt,
             compressing the cache, and one choice.
-        token_ms: per token after the first, the median; None where there is only one.
+        token_ms: per token after the first, the median, or the mean where some came together; None
+            where there is only one.
         cache: what the cache saw and held when the answer was complete.
+        drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
     """
 
     text: str
@@ -52,6 +55,7 @@ class Answer:
     first_token_ms: float
     token_ms: float | None
     cache: CacheReport
+    drafts: dict[str, Any] | None = None
 
 
 def answer(
@@ -60,6 +64,7 @@ def answer(
     policy: Policy,
     settings: GenerationSettings,
     *,
+    drafts: DraftMethod | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
 ) -> Answer:
@@ -70,6 +75,7 @@ def answer(
         prompt: what the model continues.
         policy: what the cache keeps of the prompt.
         settings: length and sampling.
+        drafts: where drafts come from, for several tokens per forward pass; None for none.
         on_text: called with every finished piece of the answer, `answer_start` first.
         on_layer: called each time a layer has begun to read the prompt.
 
@@ -78,33 +84,67 @@ def answer(
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
-    model, policy = loaded.model, policy.with_tokenizer(loaded.tokenizer)
-    ids = prompt_ids(loaded, prompt, settings)
+    cache = _WatchedCache(loaded.model, policy.with_tokenizer(loaded.tokenizer), on_layer)
+    found, _ = answer_ids(
+        loaded,
+        prompt_ids(loaded, prompt, settings),
+        cache,
+        settings,
+        answer_start=prompt.answer_start,
+        context_tokens=prompt.context_tokens(loaded.tokenizer),
+        drafts=drafts,
+        on_text=on_text,
+    )
+    if drafts is None:
+        return found
+    return replace(found, drafts=drafts.tally(found.new_tokens, cache.passes))
+
+
+def answer_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    answer_start: str = "",
+    context_tokens: int | None = None,
+    drafts: DraftMethod | None = None,
+    on_text: TextSink | None = None,
+) -> tuple[Answer, Tensor]:
+    """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
+
+    Returns:
+        The answer, and the (1, T + new) int64 ids of all that was read and generated.
+    """
     prompt_tokens = ids.shape[1]
-    context_tokens = prompt.context_tokens(loaded.tokenizer)
-    cache = _WatchedCache(model, policy, on_layer)
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
-        on_text(prompt.answer_start)
+        on_text(answer_start)
     output = continue_ids(
-        loaded, ids, cache, settings, context_tokens=context_tokens, streamer=watch
+        loaded,
+        ids,
+        cache,
+        settings,
+        context_tokens=context_tokens,
+        streamer=watch,
+        drafts=drafts,
     )
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
     before = _first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
-    return Answer(
-        text=prompt.answer_start + text[:before],
-        finish_reason="length"
-        if cut_off and new_ids[-1] not in _end_ids(model, settings)
-        else "stop",
-        policy=policy.describe(),
+    ended = ends_answer(loaded.model, settings, new_ids[-1])
+    found = Answer(
+        text=answer_start + text[:before],
+        finish_reason="length" if cut_off and not ended else "stop",
+        policy=cache.policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new_ids),
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
         cache=cache.report(),
     )
+    return found, output
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
@@ -114,15 +154,26 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
         PromptTooLongError: prompt and answer need more positions than the model has.
     """
     ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
+    require_positions(loaded, ids.shape[1], settings)
+    return ids
+
+
+def require_positions(
+    loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
+) -> None:
+    """Refuse a prompt behind which the model has no positions for the answer.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+    """
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
-    if max_tokens is not None and ids.shape[1] + new_tokens > max_tokens:
+    if max_tokens is not None and prompt_tokens + new_tokens > max_tokens:
         raise PromptTooLongError(
             f"prompt: expected at most {max_tokens - new_tokens:,} tokens, since the model has "
             f"{max_tokens:,} positions and the answer may take {new_tokens:,} of them, got "
-            f"{ids.shape[1]:,}; shorten the documents, lower max_new_tokens, or choose a model "
+            f"{prompt_tokens:,}; shorten the documents, lower max_new_tokens, or choose a model "
             "with more positions"
         )
-    return ids
 
 
 def continue_ids(
@@ -133,16 +184,18 @@ def continue_ids(
     *,
     context_tokens: int | None = None,
     streamer: TextStreamer | None = None,
+    drafts: DraftMethod | None = None,
 ) -> Tensor:
     """Read a prompt into a cache and generate the tokens behind it.
 
     Args:
         loaded: model and tokenizer.
         ids: (1, T) int64, the prompt.
-        cache: made for the model, empty.
+        cache: made for the model, empty, or one that has seen the beginning of `ids`.
         settings: length and sampling.
         context_tokens: compress behind that many tokens; None for all of the prompt.
         streamer: gets every token.
+        drafts: where drafts come from; None for none.
 
     Returns:
         (1, T + new) int64.
@@ -163,8 +216,9 @@ def continue_ids(
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             streamer=streamer,
-            tokenizer=loaded.tokenizer if settings.stop_strings else None,
+            stopping_criteria=_stopping(loaded, settings),
             **_generate_options(model, settings),
+            **({} if drafts is None else drafts.options),
         )
     return output
 
@@ -179,7 +233,7 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         sampling = {"do_sample": True, "temperature": settings.temperature}
     elif model.generation_config.do_sample:
         sampling |= {"top_p": None, "top_k": None}
-    end_ids = _end_ids(model, settings)
+    end_ids = end_token_ids(model, settings)
     if model.generation_config.pad_token_id is None:
         sampling["pad_token_id"] = next(iter(end_ids), 0)
     single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
@@ -188,12 +242,21 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
         limits["min_new_tokens"] = settings.min_new_tokens
     if settings.stop_token_ids:
         limits["eos_token_id"] = end_ids
-    if settings.stop_strings:
-        limits["stop_strings"] = list(settings.stop_strings)
     return limits | single | sampling
 
 
-def _end_ids(model: Any, settings: GenerationSettings) -> list[int]:
+def ends_answer(model: Any, settings: GenerationSettings, token_id: int) -> bool:
+    """Whether that token ends an answer."""
+    return token_id in end_token_ids(model, settings)
+
+
+def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
+    """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
+    stops = list(settings.stop_strings)
+    return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
+
+
+def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
     """Tokens that end an answer."""
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
@@ -214,15 +277,17 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class _WatchedCache(CompressedCache):
-    """Tells how far through the layers the prompt has come."""
+    """Tells how far through the layers the prompt has come, and counts forward passes."""
 
     def __init__(self, model: Any, policy: Policy, on_layer: LayerSink | None) -> None:
         super().__init__(model, policy)
         self._on_layer = on_layer
+        self.passes = 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        self.passes += layer_idx == self._first
         if self._on_layer:
             self._on_layer(layer_idx + 1, len(self.layers))
             if layer_idx + 1 == len(self.layers):
@@ -242,10 +307,12 @@ class _Stopwatch(TextStreamer):
         self._text, self._passed = "", 0
         self._start = time.perf_counter()
         self._arrivals: list[float] = []
+        self._counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self._arrivals.append(time.perf_counter())
+            self._counts.append(value.numel())
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -265,4 +332,8 @@ class _Stopwatch(TextStreamer):
     @property
     def token_ms(self) -> float | None:
         steps = [later - earlier for earlier, later in itertools.pairwise(self._arrivals)]
-        return statistics.median(steps) * 1000 if steps else None
+        if not steps:
+            return None
+        if max(self._counts) == 1:
+            return statistics.median(steps) * 1000
+        return sum(steps) / sum(self._counts[1:]) * 1000

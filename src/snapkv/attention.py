@@ -9,30 +9,27 @@ embedding, query norm and scaling: exactly what attention saw.
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from snapkv import ops
 from snapkv.cache import handoff
+from snapkv.cache.candidates import visible_candidates
 from snapkv.cache.keeping import keep_tokens
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.ragged import RaggedStates
+from snapkv.calls import Attended, AttentionCall, attend_stored
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import require_faithful_scores
-from snapkv.masks import leading_pads, mask_function, prompt_mask, stored_mask
+from snapkv.masks import leading_pads, mask_function, prompt_mask
 from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer
 from snapkv.projections import output_weight
 
 _PREFIX = "snapkv|"
-
-Attended = tuple[Tensor, Tensor | None]
 
 
 def wrap_attention(model: PreTrainedModel) -> None:
@@ -61,36 +58,6 @@ def wrap_attention(model: PreTrainedModel) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One attention call, as the model made it.
-
-    Attributes:
-        function: the wrapped attention; `implementation` is its name, such as "sdpa".
-        query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
-        options: the remaining keyword arguments (scaling, dropout, softcap, ...).
-    """
-
-    function: Callable[..., Any]
-    implementation: str
-    module: Any
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Any
-    options: dict[str, Any]
-
-    def attend(self) -> Attended:
-        """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
-        mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
-        if mask is None and self.implementation == "sdpa" and 1 < Q < S:
-            mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
-        output, weights = self.function(
-            self.module, self.query, self.key, self.value, mask, **self.options
-        )
-        return output, weights
-
-
 def _attention(
     implementation: str,
     module: Any,
@@ -101,7 +68,7 @@ def _attention(
     **options: Any,
 ) -> Attended:
     """The registered function: what to do depends on where in the prompt this pass lies."""
-    call = _Call(
+    call = AttentionCall(
         function=_wrapped_function(implementation, module),
         implementation=implementation,
         module=module,
@@ -110,44 +77,74 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
+        visible=visible_candidates(),
     )
     handed = _take_handoff(call)
     if handed is None:
         return call.attend()
     layer, end = handed.layer, handed.prompt_end
-    if layer.kept is not None or layer.cumulative_length - handed.new_tokens >= end:
-        output = _attend_stored(call, layer)
+    seen = layer.cumulative_length
+    behind = seen - handed.new_tokens >= end
+    compressed = layer.kept is not None and not layer.held
+    if layer.compresses_turns and compressed and seen >= end and not behind:
+        return _attend_turn_end(call, layer, seen - end)
+    if compressed or behind:
+        output = attend_stored(call, layer)
         _evict(call, layer)
+        _follow(call, layer)
+        layer.settle()
         return output
-    if layer.cumulative_length < end:
+    if seen < end:
+        output = _attend_prompt(call, layer)
+        _hold(call, layer, handed.cache.cap_tokens)
         layer.remember_queries(query)
-        return call.attend()
+        if layer.observer is not None:
+            prompt = _prompt_layer(call, layer, query.shape[2], seen, None)
+            layer.observer(replace(prompt, queries=query))
+        if not handed.cache.reads_piecewise:
+            layer.set_aside()
+        return output
     return _attend_prompt_end(call, layer, end)
 
 
-def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attended:
+def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
+    """Attend to the prompt as far as it has been read, or to what is held of it."""
+    return attend_stored(call, layer) if layer.held else call.attend()
+
+
+def _hold(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
+    """Drop what is over the cap of a prompt that is still coming in."""
+    slots = layer.stored_tokens
+    if cap_tokens is None or slots <= cap_tokens:
+        return
+    read = _prompt_layer(call, layer, call.query.shape[2], slots, None)
+    with torch.no_grad():
+        layer.hold(layer.policy.hold(read, cap_tokens))
+
+
+def _attend_prompt_end(call: AttentionCall, layer: CompressedLayer, end: int) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
 
     Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
     tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
     """
     drafts = layer.cumulative_length - end
-    own = call.query.shape[2] - drafts
-    pads = leading_pads(call.mask, own - 1, end, layer.policy.query_tokens)
-    prompt = _prompt_layer(call, layer, own, end, pads)
+    own, slots = call.query.shape[2] - drafts, layer.stored_tokens - drafts
+    pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
+    prompt = _prompt_layer(call, layer, own, slots, pads)
     with torch.no_grad():
         selection = layer.policy.select(prompt)
     if selection is None or not drafts:
-        output, weights = call.attend()
+        output, weights = _attend_prompt(call, layer)
         _check_scores(call, layer, prompt, output[:, own - 1])
         layer.end_prompt(selection, prompt)
         return output, weights
     read = replace(
         call,
         query=call.query[:, :, :own],
-        key=call.key[:, :, :end],
-        value=call.value[:, :, :end],
-        mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], end, pads),
+        key=call.key[:, :, :slots],
+        value=call.value[:, :, :slots],
+        mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], slots, pads),
     )
     output, _ = read.attend()
     _check_scores(call, layer, prompt, output[:, -1])
@@ -159,13 +156,76 @@ def _attend_prompt_end(call: _Call, layer: CompressedLayer, end: int) -> Attende
             key=keep_tokens(call.key, selection),
             value=keep_tokens(call.value, selection),
         )
-    verified, _ = _attend_stored(behind, layer, rebuild_mask=True)
+    verified, _ = attend_stored(behind, layer, rebuild_mask=True)
     _evict(behind, layer)
     return torch.cat([output, verified], dim=1), None
 
 
+def _attend_turn_end(call: AttentionCall, layer: CompressedLayer, drafts: int) -> Attended:
+    """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
+
+    Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
+    """
+    slots = call.key.shape[2] - drafts
+    read = replace(
+        call,
+        query=call.query[:, :, : call.query.shape[2] - drafts],
+        key=call.key[:, :, :slots],
+        value=call.value[:, :, :slots],
+    )
+    output, weights = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
+    prompt = _prompt_layer(read, layer, read.query.shape[2], slots, layer.filler_tokens)
+    with torch.no_grad():
+        selection = layer.policy.select(prompt)
+    if selection is not None:
+        layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
+    else:
+        layer.look_back(read.query)
+        layer.settle()
+    if not drafts:
+        return output, weights
+    behind = replace(call, query=call.query[:, :, -drafts:])
+    if selection is not None:
+        behind = replace(
+            behind,
+            key=keep_tokens(call.key, selection),
+            value=keep_tokens(call.value, selection),
+        )
+    verified, _ = attend_stored(behind, layer, rebuild_mask=True)
+    return torch.cat([output, verified], dim=1), None
+
+
+def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
+    """Hold the last queries for the next turn, or let them choose again where it is time."""
+    if not layer.compresses_turns:
+        return
+    queries = layer.look_back(call.query)
+    due = layer.refresh_every is not None and (
+        layer.cumulative_length - layer.chosen_at >= layer.refresh_every
+    )
+    if not due or layer.kept is None:
+        return
+    if layer.keys.shape[1] != call.key.shape[1]:
+        raise UnsupportedModelError(
+            f"refresh_every: expected attention to the keys as they are stored, got "
+            f"{type(call.module).__name__}, whose heads share one stored latent; leave it out"
+        )
+    layer.recall()
+    prompt = PromptLayer(
+        queries=queries.detach(),
+        keys=layer.keys,
+        values=layer.values,
+        pad_tokens=layer.pad_tokens,
+        rotation=layer.rotation,
+        output_weight=output_weight(layer.output_projection),
+        **_score_options(replace(call, key=layer.keys), layer),
+    )
+    with torch.no_grad():
+        layer.end_prompt(layer.policy.select(prompt), prompt)
+
+
 def _check_scores(
-    call: _Call, layer: CompressedLayer, prompt: PromptLayer, last_output: Tensor
+    call: AttentionCall, layer: CompressedLayer, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
     if layer.policy.query_tokens:
@@ -173,44 +233,7 @@ def _check_scores(
         require_faithful_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
 
 
-def _attend_stored(call: _Call, layer: CompressedLayer, rebuild_mask: bool = False) -> Attended:
-    """Attend to what a compressed layer stores, the queries' own tokens last.
-
-    The model makes one mask for all layers, as wide as the first one, or none where that one has
-    nothing to hide; a layer that stores another number of tokens, or hides other slots than the
-    padding mask does, needs its own.
-    """
-    if layer.ragged is not None:
-        return _attend_ragged(call, layer.ragged), None
-    mask = call.mask
-    other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
-    unmasked = mask is None and layer.holds_fillers
-    if rebuild_mask or other_width or unmasked or layer.hides_more_than_padding:
-        past = layer.visible_slots(layer.stored_tokens - call.query.shape[2])
-        call = replace(call, mask=stored_mask(call.implementation, past, call.query))
-    if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
-        call = replace(call, module=_Ungrouped(call.module))
-    return call.attend()
-
-
-def _attend_ragged(call: _Call, ragged: RaggedStates) -> Tensor:
-    """Attend to heads of different length and to the common tail behind the prompt."""
-    scaling = call.options.get("scaling")
-    output = ops.ragged_attention(
-        call.query,
-        ragged.keys,
-        ragged.values,
-        ragged.layout,
-        call.key,
-        call.value,
-        scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=call.options.get("softcap"),
-        sinks=call.options.get("s_aux"),
-    )
-    return output.transpose(1, 2).contiguous()
-
-
-def _evict(call: _Call, layer: CompressedLayer) -> None:
+def _evict(call: AttentionCall, layer: CompressedLayer) -> None:
     """Let a policy that evicts while generating see this step and drop what it will."""
     if not isinstance(layer.policy, EvictingPolicy):
         return
@@ -231,7 +254,7 @@ def _evict(call: _Call, layer: CompressedLayer) -> None:
         layer.note(layer.policy.evict(step))
 
 
-def _score_options(call: _Call, layer: CompressedLayer) -> dict[str, Any]:
+def _score_options(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
     """How attention turns products into scores, and which layer this is."""
     scaling = call.options.get("scaling")
     return {
@@ -246,9 +269,9 @@ def _score_options(call: _Call, layer: CompressedLayer) -> dict[str, Any]:
 
 
 def _prompt_layer(
-    call: _Call, layer: CompressedLayer, own: int, end: int, pads: Tensor | None
+    call: AttentionCall, layer: CompressedLayer, own: int, slots: int, pads: Tensor | None
 ) -> PromptLayer:
-    """The states of a layer at the prompt's end, for the policy."""
+    """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options = call.options
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(
@@ -263,17 +286,17 @@ def _prompt_layer(
         )
     return PromptLayer(
         queries=layer.with_remembered(call.query[:, :, :own]).detach(),
-        keys=call.key[:, :, :end],
-        values=call.value[:, :, :end],
+        keys=call.key[:, :, :slots],
+        values=call.value[:, :, :slots],
         pad_tokens=pads,
-        token_ids=None if layer.token_ids is None else layer.token_ids[:, :end],
+        token_ids=None if layer.token_ids is None else layer.token_ids[:, :slots],
         rotation=layer.rotation,
         output_weight=output_weight(layer.output_projection),
         **_score_options(call, layer),
     )
 
 
-def _take_handoff(call: _Call) -> handoff.Handoff | None:
+def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     handed = handoff.take()
     if handed is None or call.key.shape[2] != handed.layer.stored_tokens:
@@ -307,15 +330,3 @@ def _wrapped_function(implementation: str, module: Any) -> Callable[..., Any]:
     eager = getattr(family, "eager_attention_forward", None)
     function: Callable[..., Any] = interface.get_interface(implementation, eager)
     return function
-
-
-class _Ungrouped:
-    """An attention module whose keys are already stored once per query head."""
-
-    num_key_value_groups = 1
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

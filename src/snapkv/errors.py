@@ -5,6 +5,7 @@
     │   ├── PromptTooLongError              more tokens than the model has positions
     │   ├── ModelNotFoundError              no model under that name, folder or file
     │   ├── DocumentError                   a document is missing, empty or not text
+    │   ├── CacheFileError                  a saved cache is missing, damaged or cannot be written
     │   └── CacheMismatchError              the cache belongs to another model, batch or prompt
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
     ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
@@ -33,6 +34,10 @@ class ModelNotFoundError(InvalidArgumentError):
 
 class DocumentError(InvalidArgumentError):
     """A document is missing, empty, or not readable as text."""
+
+
+class CacheFileError(InvalidArgumentError):
+    """A saved cache is missing, altered, not one at all, or cannot be written."""
 
 
 class CacheMismatchError(InvalidArgumentError):

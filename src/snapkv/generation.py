@@ -9,6 +9,7 @@ of the cache's rows. Both then run unchanged. Other caches pass through.
 """
 
 import contextlib
+import functools
 import inspect
 import weakref
 from typing import Any, ClassVar
@@ -75,6 +76,7 @@ class AnnouncingGenerate(_Announcing):
             cache.require_room(_new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
                 announcement = cache.announced(prompt_tokens)
+            _pass_streamer_on(kwargs)
         with announcement:
             return self._own(model, *args, **kwargs)
 
@@ -122,6 +124,13 @@ def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: i
     if new_tokens is None and longest is not None:
         new_tokens = max(0, longest - prompt_tokens)
     return new_tokens or 0
+
+
+def _pass_streamer_on(kwargs: dict[str, Any]) -> None:
+    """Let a decoding method of one's own stream, if it can: transformers passes it no streamer."""
+    own, streamer = kwargs.get("custom_generate"), kwargs.get("streamer")
+    if streamer is not None and callable(own) and "streamer" in inspect.signature(own).parameters:
+        kwargs["custom_generate"] = functools.partial(own, streamer=streamer)
 
 
 def _require_ids(cache: CompressedCache, kwargs: dict[str, Any]) -> None:

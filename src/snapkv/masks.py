@@ -141,6 +141,46 @@ def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
     return torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
 
 
+def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, slots: int) -> Any:
+    """The mask for a tree of candidates, made of the one for as many tokens in a row.
+
+    A candidate stands at its depth in the text: it sees of the past, and of its ancestors, what the
+    token in that place would see. So sliding windows and hidden pads stay as they are.
+
+    Args:
+        implementation: name of the wrapped attention, such as "sdpa".
+        mask: what attention was given: None, boolean or additive 4-D.
+        visible: (Q, Q) bool, which of the candidates each of them sees.
+        query: (B, Hq, Q, D), the candidates' queries.
+        slots: columns of the mask, where `mask` is None; the candidates are then the last. Else
+            they begin with the last column that the first of them sees: static storage has empty
+            slots behind them.
+
+    Raises:
+        UnsupportedModelError: an implementation whose masks cannot say it.
+    """
+    if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
+        raise UnsupportedModelError(
+            f"attn_implementation: expected sdpa or eager where a tree of candidates is verified, "
+            f"got {implementation}; load the model so, or draft a chain"
+        )
+    B, _, Q, _ = query.shape
+    if mask is None:
+        past = torch.ones(B, slots - Q, dtype=torch.bool, device=query.device)
+        mask = stored_mask(implementation, past, query)
+    visible = visible.to(mask.device)
+    depths = visible.sum(dim=-1) - 1
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    start = columns.masked_fill(~_visible(mask, 0, 1, len(columns))[0, 0, 0], -1).amax()
+    own = (columns - start).clamp(0, Q - 1)
+    of_candidates = (columns >= start) & (columns < start + Q)
+    stands_at = torch.where(of_candidates, start + depths[own], columns)
+    apart = of_candidates & ~visible[:, own]
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    rows = mask.index_select(2, depths).index_select(3, stands_at)
+    return rows.masked_fill(apart, hidden)
+
+
 def prompt_mask(
     implementation: str, mask: Any, query: Tensor, prompt_tokens: int, pads: Tensor | None
 ) -> Any:

@@ -134,6 +134,36 @@ def load(
     )
 
 
+def load_outline(
+    name: str = DEMO,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """A model without its weights, on the meta device: from its configuration alone.
+
+    Args:
+        name: as in `load`.
+        dtype: "auto" is the one that `load` would give it.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        ModelNotFoundError: no such file, folder or hub id.
+        InvalidArgumentError: an unknown `dtype`.
+        UnsupportedModelError: the model's cache cannot be compressed.
+    """
+    options = _dtype_option(dtype)
+    source = _locate(name)
+    with _explained(name):
+        config = AutoConfig.from_pretrained(
+            source.place, revision=revision, trust_remote_code=trust_remote_code
+        )
+        own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
+        return _outline(config, trust_remote_code=trust_remote_code, **{"dtype": own, **options})
+
+
 def chosen_device(name: str) -> torch.device:
     """The device of that name; "auto" is the GPU where there is one.
 
@@ -198,6 +228,16 @@ def _locate(name: str) -> _Source:
             f"model: expected an existing file or folder, got {name!r}{nearest(name, _known())}"
         )
     return _Source(place=name, revision=None)
+
+
+def place_of(name: str) -> str:
+    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first.
+
+    Raises:
+        ModelNotFoundError: no such file or folder.
+        InvalidArgumentError: a damaged or foreign file.
+    """
+    return _locate(name).place
 
 
 def demo_file() -> Path:

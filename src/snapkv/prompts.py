@@ -104,3 +104,29 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
     return Prompt(text=turn + answer_start, answer_start=answer_start, has_special_tokens=True)
+
+
+def next_turn(tokenizer: Any, question: str) -> str:
+    """What stands between the end of an answer and the beginning of the next one.
+
+    Raises:
+        InvalidArgumentError: a chat template that does not repeat what was said before.
+    """
+    if not tokenizer.chat_template:
+        return f"\n\nQuestion: {question}\nAnswer:"
+    turns = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": _ANSWER},
+        {"role": "user", "content": question},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    _, found, behind = text.partition(_ANSWER)
+    if not found:
+        raise InvalidArgumentError(
+            "chat: expected a chat template that repeats earlier answers, got one that does not; "
+            "ask every question by itself"
+        )
+    return str(behind)
+
+
+_ANSWER = "the-answer-so-far"

@@ -1,7 +1,7 @@
-"""How to generate; importable without torch, so that the command line can show the defaults."""
+"""How to generate and to train; importable without torch, so that the command line can show it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from snapkv.errors import InvalidArgumentError
 
@@ -56,4 +56,48 @@ class GenerationSettings:
             raise InvalidArgumentError(
                 f"temperature: expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
                 f"{self.temperature}; pass 0 for the likeliest token each time, or 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaTraining:
+    """How heads are trained; the same plan and documents continue a run that was stopped.
+
+    Args:
+        num_heads: how many tokens behind the next one are guessed.
+        answers: how many answers to learn from; each tenth is held out and measured instead.
+        passage_tokens: length of the passage that an answer is about.
+        answer_tokens: where an answer is cut off.
+        batch: answers generated together.
+        step_answers: answers learnt from in one step.
+        epochs: how often every answer is learnt from.
+        learning_rate: at its highest; it rises over the first tenth and falls as a cosine.
+        seed: of the order of passages and answers.
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+    """
+
+    num_heads: int = 3
+    answers: int = 4096
+    passage_tokens: int = 256
+    answer_tokens: int = 256
+    batch: int = 16
+    step_answers: int = 4
+    epochs: int = 2
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every number once, here."""
+        minima = {"answers": 10, "answer_tokens": self.num_heads + 2, "seed": 0}
+        for name, value in asdict(self).items():
+            minimum = minima.get(name, 0 if name == "learning_rate" else 1)
+            if not value >= minimum:
+                raise InvalidArgumentError(
+                    f"{name}: expected at least {minimum}, got {value}; pass a larger number"
+                )
+        if not 0 < self.learning_rate < 1:
+            raise InvalidArgumentError(
+                f"learning_rate: expected between 0 and 1, got {self.learning_rate}; pass 0.001"
             )

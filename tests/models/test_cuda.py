@@ -128,3 +128,19 @@ def test_the_prompt_is_freed_while_it_is_read():
         del cache
     assert peaks[1] <= peaks[0] * 1.05
     assert held < peaks[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
+    """Copies run in a stream of their own; what they bring back must be whole when it is read."""
+    model = on_cuda(family, "sdpa", torch.float32)
+    turns = [random_ids(2, PROMPT).cuda(), random_ids(2, 40, seed=1).cuda()]
+    cache = CompressedCache(model, POLICY, recall="host")
+    with torch.no_grad():
+        for ids in turns:
+            cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
+            model(ids, past_key_values=cache)
+    fresh = read(model, torch.cat(turns, dim=1), POLICY)
+    for layer in fresh.compressed_layers:
+        assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
+        assert cache.layers[layer].parked.pieces[0].keys.is_pinned()

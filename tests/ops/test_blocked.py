@@ -65,20 +65,18 @@ def test_memory_is_bounded_by_the_block():
     assert peak(blocked.window_votes, block_tokens=256) < scores / 4
 
 
-def test_the_implementation_goes_by_name_and_by_length(monkeypatch):
+def test_the_implementation_goes_by_name(monkeypatch):
     queries, keys = states(1, 2, 1, 4, 50, 16)
-    monkeypatch.setattr(blocked, "BLOCK_TOKENS", 49)
     ran = []
     for name, module in (("reference", reference), ("blocked", blocked)):
         vote = module.window_votes
         monkeypatch.setitem(
-            ops.api._IMPLEMENTATIONS,
+            ops.api._VOTES,
             name,
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )
     for impl in ("auto", "reference", "blocked"):
         ops.window_votes(queries, keys, scaling=0.2, impl=impl)
-    ops.window_votes(queries, keys[:, :, :49], scaling=0.2)
-    assert ran == ["blocked", "reference", "blocked", "reference"]
+    assert ran == ["blocked", "reference", "blocked"]
     with pytest.raises(InvalidArgumentError, match="impl: expected auto or one of"):
         ops.window_votes(queries, keys, scaling=0.2, impl="cuda")

@@ -173,3 +173,26 @@ def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device):
             **{**arguments, "queries": arguments["queries"].requires_grad_()}, impl="triton"
         )
     assert ragged._fitting(arguments["queries"], arguments["keys"]) == "blocked"
+
+
+@pytest.mark.parametrize("queries", [3, 40])
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
+    """Every query's output is what it gets where only its ancestors and it are read."""
+    arguments = states(LENGTHS["tiny"], queries)
+    parents = [0, *(max(0, node - 1 - node % 3) for node in range(1, queries))]
+    visible = torch.eye(queries, dtype=torch.bool)
+    for node in range(1, queries):
+        visible[node] |= visible[parents[node]]
+    got = ragged_attention(**arguments, own_visible=visible, impl=impl)
+    past = arguments["tail_keys"].shape[2] - queries
+    for node in range(queries):
+        path = visible[node].nonzero()[:, 0]
+        tail = torch.cat([torch.arange(past), past + path])
+        alone = arguments | {
+            "queries": arguments["queries"][:, :, path],
+            "tail_keys": arguments["tail_keys"][:, :, tail],
+            "tail_values": arguments["tail_values"][:, :, tail],
+        }
+        expected = ragged_attention(**alone, impl="reference")[:, :, -1]
+        torch.testing.assert_close(got[:, :, node], expected, rtol=1e-4, atol=1e-5)

@@ -1,9 +1,8 @@
 """The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
 
-import contextlib
 import copy
 import weakref
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,16 +11,21 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache import handoff
+from snapkv.cache.announced import AnnouncedCache
+from snapkv.cache.codes import Bits
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
+from snapkv.cache.quantised import require_quantisable
 from snapkv.cache.report import CacheReport
+from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
+from snapkv.cache.token_ids import require_announced
+from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
-from snapkv.policies.base import require_int
 
 
-class CompressedCache(Cache):
+class CompressedCache(AnnouncedCache, SavedCache, Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
     Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
@@ -45,9 +49,20 @@ class CompressedCache(Cache):
             graphs on a GPU) once for all prompts of a batch size: call `reset()` and use the cache
             again. It needs a policy with a budget, the same for all heads and layers.
         room_tokens: for "static", how many tokens behind the prompt there is room for.
+        turns: what becomes of a later prompt. "append" stores it whole behind what was kept;
+            "compress" reads it over what was kept, lets its end vote on all of that, and brings the
+            cache back to its budget. "append" by default, "compress" with `recall`.
+        recall: where evicted keys and values go instead of being dropped: "host" for the memory of
+            the host, or a folder for files that are mapped into it. A later prompt is then read
+            over all that was seen, layer by layer, and its end votes on all of it again.
+        recall_bytes: how many bytes `recall` may take; no limit by default.
+        refresh_every: with `recall`, let the last queries vote again after as many generated
+            tokens.
+        quantize: hold what is kept of a prompt in few bits, "int8", "int4" or "fp8"; the model's
+            own dtype by default.
 
     Raises:
-        InvalidArgumentError: an unknown storage, or one that does not go with the policy.
+        InvalidArgumentError: an unknown option, or one that does not go with the policy.
         InvalidTypeError: `model` or `policy` is not one.
         InvalidArgumentError: `policy` has not been given the tokenizer it needs.
         UnsupportedModelError: the model cannot be compressed correctly; the message says why.
@@ -60,6 +75,11 @@ class CompressedCache(Cache):
         *,
         storage: Literal["dynamic", "static"] = "dynamic",
         room_tokens: int = 512,
+        turns: Turns | None = None,
+        recall: str | Path | None = None,
+        recall_bytes: int | None = None,
+        refresh_every: int | None = None,
+        quantize: Bits | None = None,
     ) -> None:
         from snapkv.attention import wrap_attention  # the seam imports this module
         from snapkv.generation import announce_prompts
@@ -70,16 +90,25 @@ class CompressedCache(Cache):
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
+        later = TurnOptions(
+            turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
+        )
         slots = slots_for(policy, storage, room_tokens)
-        super().__init__(layers=layers_for(model, policy, slots))
+        require_quantisable(quantize, policy, storage)
+        super().__init__(layers=layers_for(model, policy, slots, quantize))
+        later.apply(self.layers, policy)
         wrap_attention(model)
         announce_prompts(model)
         self.policy = policy
+        made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}
+        self.options: dict[str, Any] = made | vars(later)
+        self._model = weakref.ref(model)
         self._modules = weakref.WeakSet(model.modules())
         self._first = self.compressed_layers[0]
-        self._prompt_end: int | None = None
+        self.prompt_end: int | None = None
         self._records_past = False
-        self._piecewise = False
+        self.reads_piecewise = False
+        self.cap_tokens: int | None = None
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
 
@@ -91,11 +120,12 @@ class CompressedCache(Cache):
         """Append the new tokens of one layer; returns all its stored keys and values."""
         layer = self.layers[layer_idx]
         if self._looks_at_tokens and layer_idx <= self._first:
-            self._require_ids(key_states.shape[0], key_states.shape[-2])
+            seen, shape = self.get_seq_length(), (key_states.shape[0], key_states.shape[-2])
+            require_announced(self._coming, seen, shape, self.policy.name)
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
-        if isinstance(layer, StaticCompressedLayer) and layer.fixed:
+        if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 layer.require_room(layer.stored_tokens + key_states.shape[-2])
             return layer.update(key_states, value_states)
@@ -110,35 +140,11 @@ class CompressedCache(Cache):
         )
         return keys, values
 
-    def _open_prompt(self, seen_tokens: int) -> int:
-        """Where the prompt ends; without an announcement, with this very forward pass."""
-        if self._prompt_end is None:
-            if self._records_past:
-                raise CacheMismatchError(
-                    "past_key_values: expected to know where the prompt ends before drafts are "
-                    "verified, got a first forward pass that may hold drafts; call "
-                    "cache.expect_prompt(prompt_tokens) first"
-                )
-            self._prompt_end = seen_tokens
-        return self._prompt_end
-
-    def _require_ids(self, batch: int, new_tokens: int) -> None:
-        """Refuse tokens whose ids were not announced, where the policy looks at them."""
-        seen = self.get_seq_length()
-        begin, ids = (None, None) if self._coming is None else self._coming
-        if ids is None or begin != seen or ids.shape != (batch, new_tokens):
-            told = "none" if ids is None or begin != seen else f"those of {tuple(ids.shape)}"
-            raise CacheMismatchError(
-                f"token_ids: expected the ids of the next {batch} x {new_tokens} tokens, since "
-                f"{self.policy.name} looks at tokens, got {told}; call "
-                "cache.expect_tokens(input_ids) before model(input_ids, ...), or use model.generate"
-            )
-
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
         pending = handoff.peek()
         first = self.layers[self._first]
-        uneven = not (self._piecewise or layer is first) and (
+        uneven = not (self.reads_piecewise or layer is first) and (
             layer.cumulative_length + new_tokens != first.cumulative_length
         )
         unfinished = pending is not None and pending.cache is self
@@ -158,8 +164,8 @@ class CompressedCache(Cache):
             InvalidArgumentError: a positive number, or more than can be taken back.
         """
         super().crop(tokens_to_remove)
-        if self._prompt_end is not None and self.get_seq_length() < self._prompt_end:
-            self._prompt_end = None
+        if self.prompt_end is not None and self.get_seq_length() < self.prompt_end:
+            self.prompt_end = None
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
@@ -167,24 +173,46 @@ class CompressedCache(Cache):
         pending = handoff.peek()
         if pending is not None and pending.cache is self:
             handoff.take()
-        self._prompt_end = self._coming = None
+        self.prompt_end = self._coming = None
         self._records_past = False
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts.
 
         Raises:
-            InvalidArgumentError: the policy evicts while generating. Drafts verified together
-                would see tokens that plain decoding has dropped by then.
+            InvalidArgumentError: see `require_drafts`; or a part of the prompt was read already.
         """
-        if isinstance(self.policy, EvictingPolicy):
+        self.require_drafts()
+        if self.get_seq_length() and self.is_reading:
             raise InvalidArgumentError(
-                f"policy: expected one that only compresses the prompt where drafts are verified "
-                f"(assistant model, prompt lookup), got {self.policy.name}, which evicts after "
-                "every token; use SnapKV, or generate without drafts"
+                f"past_key_values: expected an empty cache where drafts are verified (assistant "
+                f"model, prompt lookup), since transformers reads the text from its start into it, "
+                f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
             )
         super().activate_past_recording()
         self._records_past = True
+
+    def require_drafts(self) -> None:
+        """Refuse to verify drafts where the policy evicts while generating, or chooses again.
+
+        Drafts verified together would see tokens that plain decoding has dropped by then.
+
+        Raises:
+            InvalidArgumentError: it does.
+        """
+        for name in ("refresh_every", "quantize"):
+            if self.options[name]:
+                raise InvalidArgumentError(
+                    f"{name}: expected none where drafts are verified (assistant model, prompt "
+                    f"lookup), got {self.options[name]}; generate without drafts"
+                )
+        if isinstance(self.policy, EvictingPolicy):
+            raise InvalidArgumentError(
+                f"policy: expected one that only compresses the prompt where drafts are verified "
+                f"(Medusa, self-speculation, assistant model, prompt lookup), got "
+                f"{self.policy.name}, which evicts after every token; use SnapKV, or generate "
+                "without drafts"
+            )
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
@@ -213,79 +241,11 @@ class CompressedCache(Cache):
                 "a larger room_tokens"
             )
 
-    # What users ask of a cache.
-
-    def expect_prompt(self, prompt_tokens: int) -> None:
-        """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
-
-        `model.generate` does this by itself. Call it before feeding a prompt in pieces through
-        ``model(...)``: nothing is dropped before the announced end has been read.
-
-        Raises:
-            CacheMismatchError: the cache has already seen that many tokens.
-        """
-        require_int("prompt_tokens", prompt_tokens, minimum=1)
-        seen = self.get_seq_length()
-        if prompt_tokens <= seen:
-            raise CacheMismatchError(
-                f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
-                f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
-            )
-        self._prompt_end = prompt_tokens
-
-    def expect_tokens(self, token_ids: Tensor) -> None:
-        """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
-
-        `model.generate` does this by itself. Needed before every ``model(token_ids, ...)`` where
-        the policy looks at tokens (`FastGen`); without effect where it does not.
-
-        Raises:
-            InvalidTypeError: not a tensor of that kind.
-        """
-        if not _are_ids(token_ids):
-            raise InvalidTypeError(
-                f"token_ids: expected a (batch, tokens) tensor of integers, got "
-                f"{_described(token_ids)}; pass the input_ids of the next forward pass"
-            )
-        if self._looks_at_tokens:
-            self._coming = (self.get_seq_length(), token_ids)
-
-    @contextlib.contextmanager
-    def announced(self, prompt_tokens: int) -> Iterator[None]:
-        """Announce a prompt, and take the announcement back if nothing of it could be read."""
-        before, seen = self._prompt_end, self.get_seq_length()
-        self.expect_prompt(prompt_tokens)
-        try:
-            yield
-        except BaseException:
-            if self.get_seq_length() == seen:
-                self._prompt_end = before
-            raise
-
-    @contextlib.contextmanager
-    def reading_in_pieces(self, layer_idx: int, tokens: int) -> Iterator[None]:
-        """Within this block one layer reads that many tokens in pieces, and no other does.
-
-        Raises:
-            InvalidArgumentError: the policy looks at tokens, which are announced all at once.
-        """
-        if self._looks_at_tokens:
-            raise InvalidArgumentError(
-                f"policy: expected one that does not look at tokens where a prompt is read layer "
-                f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
-            )
-        self._open_prompt(self.layers[layer_idx].get_seq_length() + tokens)
-        self._piecewise = True
-        try:
-            yield
-        finally:
-            self._piecewise = False
-
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
         layer.crop(-tokens)
-        if self._prompt_end is not None and layer.cumulative_length < self._prompt_end:
-            self._prompt_end = None
+        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
+            self.prompt_end = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
         """Copy what is stored; the model that it belongs to is shared."""
@@ -296,6 +256,23 @@ class CompressedCache(Cache):
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
         return copied
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model the cache was made for.
+
+        Raises:
+            CacheMismatchError: nobody holds that model any more.
+        """
+        model = self._model()
+        if model is None:
+            raise CacheMismatchError(
+                "past_key_values: expected the model the cache was made for to be there, got none; "
+                "keep the model as long as its cache"
+            )
+        return model
+
+    # What users ask of a cache.
 
     @property
     def compressed_layers(self) -> list[int]:
@@ -323,65 +300,8 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
-        rows = [_layer_report(i, layer) for i, layer in enumerate(self.layers)]
-        kept = [row["kept_tokens"] for row in rows if row["kind"] == "compressed"]
-        mean = sum(kept) / len(kept)
-        compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        return CacheReport(
-            policy=self.policy.name,
-            seen_tokens=self.get_seq_length(),
-            kept_tokens=int(mean) if mean == int(mean) else mean,
-            held_bytes=sum(row["held_bytes"] for row in rows),
-            index_bytes=sum(layer.noted_bytes for layer in compressed),
-            full_bytes=sum(row["full_bytes"] for row in rows),
-            layers=rows,
-        )
+        return CacheReport.of(self.policy.name, self.layers)
 
     def owns(self, module: Any) -> bool:
         """Whether `module` is part of the model this cache was made for."""
         return module in self._modules
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point()
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{value!r} of type {type(value).__name__}"
-
-
-def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
-    """One row of `CacheReport.layers`."""
-    if isinstance(layer, CompressedLayer):
-        return {
-            "layer": layer_idx,
-            "kind": "compressed",
-            "seen_tokens": layer.cumulative_length,
-            "kept_tokens": layer.kept_tokens,
-            "held_bytes": layer.held_bytes,
-            "full_bytes": layer.full_bytes,
-        }
-    held = sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_OTHER_LAYERS)
-    stored = getattr(layer, "keys", None)
-    return {
-        "layer": layer_idx,
-        "kind": type(layer).__name__,
-        "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
-        "kept_tokens": 0 if stored is None or stored.ndim < 4 else stored.shape[-2],
-        "held_bytes": held,
-        "full_bytes": held,
-    }
-
-
-_HELD_BY_OTHER_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
-
-
-def _bytes(held: Any) -> int:
-    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
-    if isinstance(held, Tensor):
-        return held.numel() * held.element_size()
-    if isinstance(held, dict):
-        held = list(held.values())
-    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0

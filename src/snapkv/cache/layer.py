@@ -8,11 +8,13 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.cache.keeping import keep_tokens, last_tokens
+from snapkv.cache.parked import ParkedTokens
 from snapkv.cache.ragged import RaggedStates
 from snapkv.cache.sinks import move_sinks
 from snapkv.cache.stored import StoredTokens
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
+from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.states import fillers_left
 from snapkv.rotary import Rotation
 
@@ -27,7 +29,18 @@ class CompressedLayer(StoredTokens):
     Attributes:
         depth, num_layers: which of how many compressed layers this is.
         rotation, output_projection: parts of the model's layer, where the policy needs them.
+        compresses_turns: whether every later prompt brings the layer back to its budget.
+        refresh_every: choose again after as many tokens behind the prompt; None for never.
+        recall_due: the next tokens are read over all that was seen, and vote on it.
+        chosen_at: tokens seen when the layer last chose what to keep.
+        observer: is shown every pass before the prompt ends, or None.
     """
+
+    compresses_turns = False
+    refresh_every: int | None = None
+    recall_due = False
+    chosen_at = 0
+    observer: Callable[[PromptLayer], None] | None = None
 
     def __init__(
         self,
@@ -54,6 +67,8 @@ class CompressedLayer(StoredTokens):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens; returns all stored keys and values, new ones last."""
+        if self.recall_due:
+            self.recall()
         self._require_batch(key_states.shape[0])
         self.cumulative_length += key_states.shape[-2]
         self._num_kv_heads = key_states.shape[1]
@@ -82,7 +97,7 @@ class CompressedLayer(StoredTokens):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): the stored slots stand for the last columns of the full mask."""
-        stored = self.stored_tokens
+        stored = self.cumulative_length if self.recall_due else self.stored_tokens
         return stored + query_length, self.cumulative_length - stored
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -100,10 +115,15 @@ class CompressedLayer(StoredTokens):
         if tokens_to_remove == 0:
             return
         count = -tokens_to_remove
+        if self.parked is not None and self.kept is not None and count > self._whole_tail():
+            self.recall()
         self._require_croppable(count)
         self.keys = self.keys[..., :-count, :]
         self.values = self.values[..., :-count, :]
         self.cumulative_length -= count
+        self.recall_due = False
+        if self.parked is not None:
+            self.parked.crop(self.cumulative_length)
         if self.kept is not None and self.ragged is None:
             self.kept = self.kept[..., : self.stored_tokens]
         if self.slot_scores is not None and self.ragged is None:
@@ -141,8 +161,12 @@ class CompressedLayer(StoredTokens):
         self.cumulative_length = 0
         self.hides_more_than_padding = False
         self.kept = self.pad_tokens = self.filler_tokens = None
+        self.held = False
         self.ragged = self.slot_scores = self._query_tail = self.sinks = None
         self.head_notes = self.token_ids = None
+        self.recall_due, self.chosen_at = False, 0
+        if self.parked is not None:
+            self.parked.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put the rows in the order of `beam_idx`."""
@@ -163,6 +187,8 @@ class CompressedLayer(StoredTokens):
             self.ragged = self.ragged.select_rows(change(torch.arange(self.keys.shape[0])))
         if self.sinks is not None:
             self.sinks = self.sinks.map_rows(change)
+        if self.parked is not None:
+            self.parked.map_rows(change)
         for name in (
             "keys",
             "values",
@@ -219,31 +245,55 @@ class CompressedLayer(StoredTokens):
         self._query_tail = last_tokens(queries, self._history_tokens)
         return self._query_tail
 
+    def hold(self, selection: Selection) -> None:
+        """Keep a part of a prompt that is still coming in."""
+        self.kept = self._selected_columns(selection)
+        self.keys = keep_tokens(self.keys, selection)
+        self.values = keep_tokens(self.values, selection)
+        self.held = True
+
+    def _selected_columns(self, selection: Selection) -> Tensor:
+        """(B, H, K) int32: the columns of the slots that a selection names, -1 where of none."""
+        indices = selection.keep_indices
+        heads = max(indices.shape[1], self.keys.shape[1])
+        indices = indices.expand(-1, heads, -1)
+        if self.kept is not None:
+            repeats = heads // self.keys.shape[1]
+            indices = _columns_of(indices, self.columns().repeat_interleave(repeats, dim=1))
+        return indices.to(torch.int32)
+
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and what of it to keep.
 
-        Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept.
+        Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
+        turns follow, it is all that was seen so far or, without recall, all that is stored.
         """
         self._query_tail = None
         if self._history_tokens:
             self._query_tail = last_tokens(prompt.queries, self._history_tokens).clone()
         self.pad_tokens = prompt.pad_tokens
+        self.held = False
         if selection is None:
             return
+        columns = self._selected_columns(selection)
         self.head_notes = selection.head_notes
         if self.token_ids is not None:
             self.token_ids = self.token_ids[:, selection.prompt_tokens :]
+        self.park(selection.prompt_tokens)
         if selection.head_tokens is not None:
             self._keep_ragged(selection)
         else:
             self.keys = keep_tokens(self.keys, selection)
             self.values = keep_tokens(self.values, selection)
-        kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
-        self.kept = kept.to(torch.int32)
+        self.kept = columns
         if selection.scores is not None:
+            kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
             self.slot_scores = selection.scores.gather(2, kept.clamp(min=0))
         self.filler_tokens = selection.filler_tokens
-        self.hides_more_than_padding = self._fillers_outnumber_padding(selection.prompt_tokens)
+        self.chosen_at = self.cumulative_length - self.stored_tokens
+        if self.ragged is None:
+            self.chosen_at += self.kept.shape[-1]
+        self.hides_more_than_padding = self._fillers_outnumber_padding(self.chosen_at)
         self._move_on(selection.sink_tokens)
 
     def _keep_ragged(self, selection: Selection) -> None:
@@ -252,6 +302,53 @@ class CompressedLayer(StoredTokens):
         for name in ("keys", "values"):
             behind = getattr(self, name)[..., selection.prompt_tokens :, :]
             setattr(self, name, behind.repeat_interleave(repeats, dim=1))  # a copy, no view
+
+    def expect_turns(self, parked: ParkedTokens | None, refresh_every: int | None) -> None:
+        """From now on every later prompt votes too, on what is stored or on all that is parked.
+
+        The window of a short prompt begins in the turn before it, so the last queries are held.
+        """
+        self.compresses_turns, self.parked, self.refresh_every = True, parked, refresh_every
+        if self.policy.query_tokens != ALL_QUERIES:
+            self._history_tokens = self.policy.query_tokens
+
+    def park(self, tokens: int) -> None:
+        """Put those of the first tokens off the device that are not yet; the layer is whole."""
+        if self.parked is not None:
+            done = self.parked.tokens
+            self.parked.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
+
+    def settle(self) -> None:
+        """Called after every step behind a prompt."""
+
+    def set_aside(self) -> None:
+        """Between two pieces of a prompt, hold nothing on the device."""
+        if self.parked is None:
+            return
+        self.park(self.cumulative_length)
+        self.keys, self.values = self.keys[:, :, :0].clone(), self.values[:, :, :0].clone()
+        self.kept = torch.empty(self.keys.shape[:3], dtype=torch.int32, device=self.keys.device)
+        self.recall_due = True
+
+    def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
+        """Have seen that many columns, nothing on the device: each row has pads, then tokens."""
+        assert self.parked is not None
+        self.parked.shift(pads, tokens)
+        self.cumulative_length = tokens
+        if forget_queries:
+            self._query_tail = None
+
+    def recall(self) -> None:
+        """Hold every token that was seen again, as before anything was dropped."""
+        self.recall_due = False
+        if self.kept is None or self.parked is None:
+            return
+        behind = self.stored_tokens - (self.cumulative_length - self.parked.tokens)
+        repeats = self.keys.shape[1] // self._num_kv_heads
+        tail = (states[:, ::repeats, behind:] for states in (self.keys, self.values))
+        self.keys, self.values = self.parked.with_tail(*tail)
+        self.kept = self.filler_tokens = self.ragged = None
+        self.hides_more_than_padding = False
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
@@ -268,8 +365,7 @@ class CompressedLayer(StoredTokens):
             return
         slots, fillers = self.stored_tokens, self.filler_tokens
         kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
-        columns = self.columns().gather(2, kept.clamp(min=0)).masked_fill(kept < 0, -1)
-        self.kept = columns.to(torch.int32)
+        self.kept = _columns_of(kept, self.columns()).to(torch.int32)
         if self.slot_scores is not None:
             self.slot_scores = self.slot_scores.gather(2, kept.clamp(min=0))
         if self.ragged is not None:
@@ -291,3 +387,8 @@ class CompressedLayer(StoredTokens):
         self.sinks = move_sinks(
             self.keys, sink_tokens, self._dropped_tokens(), self.rotation, self.sinks
         )
+
+
+def _columns_of(slots: Tensor, columns: Tensor) -> Tensor:
+    """The columns that slots stand for; -1 stays."""
+    return columns.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)

@@ -11,7 +11,9 @@ from transformers.cache_utils import (
     DynamicLayer,
 )
 
+from snapkv.cache.codes import Bits
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.quantised import QuantisedLayer
 from snapkv.cache.static import StaticCompressedLayer
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.policies import Policy
@@ -22,7 +24,10 @@ _KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "Dummy
 
 
 def layers_for(
-    model: PreTrainedModel, policy: Policy, slots: int | None = None
+    model: PreTrainedModel,
+    policy: Policy,
+    slots: int | None = None,
+    bits: Bits | None = None,
 ) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for the model, the full-attention ones compressed.
 
@@ -30,6 +35,7 @@ def layers_for(
         model: the model.
         policy: what the compressed layers keep.
         slots: size of each layer's buffer for static storage; None for layers that grow.
+        bits: of what is kept of a prompt; None for the model's own dtype.
 
     Raises:
         InvalidTypeError: `model` is not a transformers model.
@@ -74,6 +80,8 @@ def layers_for(
     if slots is not None:
         _require_only_full(name, layers)
         make = functools.partial(StaticCompressedLayer, slots=slots)
+    if bits is not None:
+        make = functools.partial(QuantisedLayer, bits=bits)
     for depth, index in enumerate(full):
         layers[index] = make(
             policy,

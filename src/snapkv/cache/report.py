@@ -1,10 +1,15 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
+from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+
+from snapkv.cache.amounts import format_bytes
+from snapkv.cache.layer import CompressedLayer
 
 
 class CacheReport(dict[str, Any]):
@@ -16,11 +21,29 @@ class CacheReport(dict[str, Any]):
         held_bytes: bytes of the stored keys and values of all layers.
         index_bytes: bytes of what is held beside them: the kept positions, and what a method that
             evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
+        host_bytes: bytes of the keys and values that `recall` has put off the device.
         full_bytes: bytes transformers' own cache would hold after the same tokens.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`. `kind` is "compressed", or the name of transformers'
             own layer where the layer is not full attention and stays as it is.
     """
+
+    @classmethod
+    def of(cls, policy: str, layers: Sequence[Any]) -> "CacheReport":
+        """Measure the layers of a cache whose method has that name."""
+        rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
+        compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
+        mean = sum(layer.kept_tokens for layer in compressed) / len(compressed)
+        return cls(
+            policy=policy,
+            seen_tokens=compressed[0].cumulative_length,
+            kept_tokens=int(mean) if mean == int(mean) else mean,
+            held_bytes=sum(row["held_bytes"] for row in rows),
+            index_bytes=sum(layer.noted_bytes for layer in compressed),
+            host_bytes=sum(layer.host_bytes for layer in compressed),
+            full_bytes=sum(row["full_bytes"] for row in rows),
+            layers=rows,
+        )
 
     @property
     def seen_tokens(self) -> int:
@@ -36,6 +59,11 @@ class CacheReport(dict[str, Any]):
     def held_bytes(self) -> int:
         """Bytes of the stored keys and values."""
         return int(self["held_bytes"])
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the keys and values that are off the device."""
+        return int(self["host_bytes"])
 
     @property
     def full_bytes(self) -> int:
@@ -60,6 +88,46 @@ class CacheReport(dict[str, Any]):
         return output.getvalue().rstrip()
 
 
+def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
+    """One row of `CacheReport.layers`."""
+    if isinstance(layer, CompressedLayer):
+        return {
+            "layer": layer_idx,
+            "kind": "compressed",
+            "seen_tokens": layer.cumulative_length,
+            "kept_tokens": layer.kept_tokens,
+            "held_bytes": layer.held_bytes,
+            "full_bytes": layer.full_bytes,
+        }
+    held = tensor_bytes(layer)
+    stored = getattr(layer, "keys", None)
+    return {
+        "layer": layer_idx,
+        "kind": type(layer).__name__,
+        "seen_tokens": layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0,
+        "kept_tokens": 0 if stored is None or stored.ndim < 4 else stored.shape[-2],
+        "held_bytes": held,
+        "full_bytes": held,
+    }
+
+
+_HELD_BY_LAYERS = ("keys", "values", "conv_states", "recurrent_states")
+
+
+def tensor_bytes(layer: Any) -> int:
+    """Bytes of what one of transformers' own cache layers holds."""
+    return sum(_bytes(getattr(layer, name, None)) for name in _HELD_BY_LAYERS)
+
+
+def _bytes(held: Any) -> int:
+    """Bytes of a tensor, or of all tensors of a dictionary or list; of None, none."""
+    if isinstance(held, Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        held = list(held.values())
+    return sum(_bytes(part) for part in held) if isinstance(held, list | tuple) else 0
+
+
 def _title(report: CacheReport) -> str:
     share = report.held_bytes / report.full_bytes if report.full_bytes else 1.0
     return (
@@ -77,12 +145,3 @@ def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]
         else:
             runs.append((row["layer"], row["layer"], row))
     return runs
-
-
-def format_bytes(count: float) -> str:
-    """Bytes with a binary unit, such as "22.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

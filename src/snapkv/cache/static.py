@@ -62,6 +62,8 @@ class StaticCompressedLayer(CompressedLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens; returns the whole buffer once the prompt has ended."""
+        if self.recall_due:
+            self.recall()
         if not self.fixed:
             return super().update(key_states, value_states, *args, **kwargs)
         assert self._filled is not None
@@ -80,6 +82,10 @@ class StaticCompressedLayer(CompressedLayer):
                 f"storage: expected one set of tokens per KV head and as many in each for "
                 f"storage='static', got policy {self.policy.name}; use storage='dynamic'"
             )
+        self.fix()
+
+    def fix(self) -> None:
+        """Store in the buffer from now on, beginning with what is stored now."""
         stored = self.keys.shape[-2]
         self.require_room(stored)
         self._dropped_at_end = self._seen_tokens - stored
@@ -135,7 +141,7 @@ class StaticCompressedLayer(CompressedLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): all slots, which stand for the columns behind those dropped."""
-        if not self.fixed:
+        if not self.fixed or self.recall_due:
             return super().get_mask_sizes(query_length)
         return self.slots, self._dropped_at_end
 
@@ -148,6 +154,15 @@ class StaticCompressedLayer(CompressedLayer):
             self.cumulative_length += tokens_to_remove
             if self.kept is not None:
                 self.kept = self.kept[..., : self.stored_tokens]
+
+    def recall(self) -> None:
+        """Hold every token that was seen again, outside of the buffer."""
+        seen, filled = self.cumulative_length, self.stored_tokens
+        if self.fixed:
+            self.fixed, self.cumulative_length = False, seen
+            self.keys, self.values = self.keys[:, :, :filled], self.values[:, :, :filled]
+            self._query_tail = None  # what was generated since did not pass by
+        super().recall()
 
     def reset(self) -> None:
         """Empty the layer; its buffers stay for the next prompt."""

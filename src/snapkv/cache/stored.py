@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from snapkv.cache.parked import ParkedTokens
 from snapkv.cache.ragged import RaggedStates
 from snapkv.cache.sinks import MovedSinks
 
@@ -19,6 +20,7 @@ class StoredTokens(DynamicLayer):
         cumulative_length: tokens seen since the last reset.
         kept: (B, H, K) int32, prompt columns of the first K slots, or None while nothing was
             dropped.
+        held: whether the prompt is still coming in and a part of it has been dropped already.
         pad_tokens: (B,) leading pads of each row of the prompt, or None.
         filler_tokens: (B,) leading slots that hold pads, or None.
         ragged: what the heads keep where each keeps a number of its own; `keys` and `values` then
@@ -29,6 +31,7 @@ class StoredTokens(DynamicLayer):
             None, for a policy that does not look at them.
         sinks: the keys of tokens that have been moved on as they were before, or None; `keys` holds
             them as they are now.
+        parked: all tokens of the turns so far, off the device; None where dropped is dropped.
         hides_more_than_padding: attention needs a mask of the layer's own.
     """
 
@@ -39,6 +42,7 @@ class StoredTokens(DynamicLayer):
         super().__init__()
         self.cumulative_length = 0
         self.kept: Tensor | None = None
+        self.held = False
         self.pad_tokens: Tensor | None = None
         self.filler_tokens: Tensor | None = None
         self.hides_more_than_padding = False
@@ -47,6 +51,7 @@ class StoredTokens(DynamicLayer):
         self.head_notes: Tensor | None = None
         self.token_ids: Tensor | None = None
         self.sinks: MovedSinks | None = None
+        self.parked: ParkedTokens | None = None
         self._query_tail: Tensor | None = None
         self._num_kv_heads = 0
 
@@ -119,6 +124,11 @@ class StoredTokens(DynamicLayer):
         ragged = 0 if self.ragged is None else self.ragged.held_bytes
         sinks = 0 if self.sinks is None else self.sinks.keys.nbytes
         return ragged + sinks + int(self.keys.nbytes + self.values.nbytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the keys and values that are off the device."""
+        return 0 if self.parked is None else self.parked.held_bytes
 
     @property
     def noted_bytes(self) -> int:

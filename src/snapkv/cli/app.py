@@ -8,10 +8,14 @@ from typing import Annotated
 import typer
 
 from snapkv import __version__
-from snapkv.cli import bench, evaluate, study
+from snapkv.cli import bench, evaluate, medusa, study
 from snapkv.cli.ask import ask
+from snapkv.cli.chat import chat
 from snapkv.cli.generate import generate
+from snapkv.cli.inspect import inspect
+from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
+from snapkv.cli.serve import serve
 from snapkv.errors import OutOfMemoryError, SnapKVError
 
 _FAILURE, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
@@ -26,11 +30,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ask, generate, policies):
+for command in (ask, generate, chat, inspect, plan, policies):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)
+app.add_typer(medusa.app)
 
 
 def _show_version(asked: bool) -> None:

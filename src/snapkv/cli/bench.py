@@ -71,6 +71,10 @@ class BenchOptions(ModelOptions):
     output: Annotated[
         str | None, typer.Option(help="File to add the rows to, as JSON", rich_help_panel=_output)
     ] = None
+    plot: Annotated[
+        str | None,
+        typer.Option(help="Draw the rows into a .png, .svg or .pdf file", rich_help_panel=_output),
+    ] = None
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object", rich_help_panel=_output)
     ] = False
@@ -110,11 +114,15 @@ def prefill(
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
     ] = None,
+    cap_tokens: Annotated[
+        int | None,
+        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
+    ] = None,
     *,
     options: BenchOptions,
 ) -> None:
     """Time to read a prompt."""
-    _run(options, lambda model: _prefill_bench(options, chunk_tokens, model).times())
+    _run(options, lambda model: _prefill_bench(options, chunk_tokens, cap_tokens, model).times())
 
 
 @app.command()
@@ -123,6 +131,10 @@ def memory(
     chunk_tokens: Annotated[
         int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
     ] = None,
+    cap_tokens: Annotated[
+        int | None,
+        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
+    ] = None,
     *,
     options: BenchOptions,
 ) -> None:
@@ -130,7 +142,8 @@ def memory(
 
     def rows(model: Any) -> Iterable[dict[str, Any]]:
         if model.device.type == "cuda" or os.environ.get(_ALONE):
-            peaks: Iterable[dict[str, Any]] = _prefill_bench(options, chunk_tokens, model).peaks()
+            bench = _prefill_bench(options, chunk_tokens, cap_tokens, model)
+            peaks: Iterable[dict[str, Any]] = bench.peaks()
             return peaks
         return _measured_alone(sys.argv[1:], [each.label for each in _contenders(options)])
 
@@ -153,8 +166,10 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
             env={**os.environ, **_HAND_BACK_FREED_MEMORY, _ALONE: label},
             stdout=subprocess.PIPE,
             text=True,
-            check=True,
+            check=False,
         )
+        if done.returncode:
+            raise typer.Exit(done.returncode)  # it has said why
         yield from json_format.loads(done.stdout)["rows"]
 
 
@@ -182,7 +197,9 @@ def throughput(
     _run(options, rows)
 
 
-def _prefill_bench(options: BenchOptions, chunk_tokens: int | None, model: Any) -> Any:
+def _prefill_bench(
+    options: BenchOptions, chunk_tokens: int | None, cap_tokens: int | None, model: Any
+) -> Any:
     from snapkv.measure.prefill import PrefillBench
 
     return PrefillBench(
@@ -192,6 +209,7 @@ def _prefill_bench(options: BenchOptions, chunk_tokens: int | None, model: Any) 
         batches=integers("batch", options.batch),
         rounds=options.rounds,
         chunk_tokens=chunk_tokens,
+        cap_tokens=cap_tokens,
     )
 
 
@@ -225,6 +243,11 @@ def _run(options: BenchOptions, bench: Callable[[Any], Iterable[dict[str, Any]]]
     from snapkv.measure.environment import describe
 
     console = Console(stderr=True)
+    alone = _ALONE in os.environ  # the process that asked for this one stores and draws
+    if options.plot is not None and not alone:
+        from snapkv.report.figures import require_drawable
+
+        require_drawable(options.plot)
     if options.shape is None:
         loaded = load_model(options, console)
         model, named = loaded.model, loaded.description()
@@ -236,8 +259,12 @@ def _run(options: BenchOptions, bench: Callable[[Any], Iterable[dict[str, Any]]]
         for row in bench(model):
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
-            if options.output is not None:
+            if options.output is not None and not alone:
                 _append(Path(options.output), row | block)
+    if options.plot is not None and not alone:
+        from snapkv.report import bench as figures
+
+        figures.save(figures.draw(rows), options.plot)
     if options.json:
         typer.echo(json_format.dumps(block | {"rows": rows}, indent=2))
     else:

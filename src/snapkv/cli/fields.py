@@ -71,6 +71,22 @@ def integers(name: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
+def byte_count(name: str, text: str) -> int:
+    """Bytes with a unit: GB is 10^9 of them, GiB 2^30.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", text, re.IGNORECASE)
+    if found is None:
+        raise InvalidArgumentError(
+            f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
+            f"instance --{name.replace('_', '-')} 80GB"
+        )
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+
+
 def documented_arguments(kind: type) -> dict[str, str]:
     """What docstrings say under ``Args:`` about each argument, on one line each.
 

@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from dataclasses import replace
 
 import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
@@ -27,6 +28,16 @@ def load_model(options: ModelOptions, console: Console) -> LoadedModel:
         given["name"] = options.model
     with console.status(f"loading {options.model or 'the demo model'}"):
         return load(**given)
+
+
+def load_other(name: str, options: ModelOptions, console: Console) -> LoadedModel:
+    """Load a second model, on the device and in the dtype of the first.
+
+    Raises:
+        SnapKVError: the name is of no model that works.
+    """
+    shared = replace(options, model=name, revision=None, attn_implementation=None)
+    return load_model(shared, console)
 
 
 def silence() -> None:

@@ -14,6 +14,7 @@ _model = functools.partial(typer.Option, rich_help_panel="Model")
 _policy = functools.partial(typer.Option, rich_help_panel="What to keep")
 _answer = functools.partial(typer.Option, rich_help_panel="Answer")
 _sweep = functools.partial(typer.Option, rich_help_panel="What to compare")
+_drafts = functools.partial(typer.Option, rich_help_panel="Drafts")
 _output = functools.partial(typer.Option, rich_help_panel="Output")
 
 
@@ -44,8 +45,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(ModelOptions):
-    """Everything but the prompt of `ask` and `generate`."""
+class MethodOptions(ModelOptions):
+    """One method, and how it answers."""
 
     policy: Annotated[str, _policy(help="Method; `snapkv policies` lists them")] = "snapkv"
     budget: Annotated[
@@ -82,11 +83,6 @@ class RunOptions(ModelOptions):
         int | None, _answer(help="Of the sampling, and of a method that draws at random")
     ] = None
 
-    compare: Annotated[
-        bool, _output("--compare", help="Answer from the full cache too, side by side")
-    ] = False
-    json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
-
     def settings(self) -> GenerationSettings:
         """How to generate.
 
@@ -98,6 +94,33 @@ class RunOptions(ModelOptions):
             temperature=self.temperature,
             seed=GenerationSettings.seed if self.seed is None else self.seed,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MethodOptions):
+    """Everything but the prompt of `ask` and `generate`."""
+
+    medusa: Annotated[
+        str | None,
+        _drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id"),
+    ] = None
+    assistant: Annotated[
+        str | None, _drafts(metavar="MODEL", help="A smaller model that drafts")
+    ] = None
+    prompt_lookup: Annotated[
+        int | None, _drafts(metavar="N", help="Draft N tokens out of the prompt")
+    ] = None
+    self_speculate: Annotated[
+        bool,
+        _drafts(
+            "--self-speculate",
+            help="The compressed cache drafts for a full one, whose text it is",
+        ),
+    ] = False
+    compare: Annotated[
+        bool, _output("--compare", help="Answer from the full cache too, side by side")
+    ] = False
+    json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from snapkv.cli.options import RunOptions
+from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy
 from snapkv.suggestions import nearest
@@ -13,7 +13,7 @@ from snapkv.suggestions import nearest
 _OWN_FLAGS = ("budget", "keep_ratio", "window_size", "kernel_size", "pooling", "group_reduce")
 
 
-def build_policy(options: RunOptions) -> Policy:
+def build_policy(options: MethodOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
     Raises:

@@ -12,11 +12,13 @@ from rich.console import Console
 
 from snapkv import __version__
 from snapkv.answering import Answer, answer
+from snapkv.cli.drafts import draft_method, require_one_way
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.cli.progress import ReadingProgress
 from snapkv.cli.tables import answers_table
+from snapkv.decoding.methods import DraftMethod
 from snapkv.policies import FullCache, Policy
 from snapkv.prompts import Prompt
 from snapkv.settings import GenerationSettings
@@ -35,9 +37,11 @@ class Session:
     def __init__(self, options: RunOptions, settings: GenerationSettings) -> None:
         self._options = options
         self._settings = settings
+        require_one_way(options)
         self._policy = build_policy(options)
         self._errors = Console(stderr=True)
         self._loaded = load_model(options, self._errors)
+        self._drafts = draft_method(options, self._loaded, self._errors)
 
     @property
     def tokenizer(self) -> Any:
@@ -53,16 +57,21 @@ class Session:
         """
         if self._options.compare:
             self._warm_up()
-            answers = [self._answer(prompt, self._policy), self._answer(prompt, FullCache())]
+            drafted = self._answer(prompt, self._policy, self._drafts)
+            answers = [drafted, self._answer(prompt, FullCache())]
         elif self._options.json:
-            answers = [self._answer(prompt, self._policy)]
+            answers = [self._answer(prompt, self._policy, self._drafts)]
         else:
-            answers = [self._answer(prompt, self._policy, on_text=_write)]
-            _write("\n")
+            answers = [self._answer(prompt, self._policy, self._drafts, on_text=write)]
+            write("\n")
         self._show(answers, request)
 
     def _answer(
-        self, prompt: Prompt, policy: Policy, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        drafts: DraftMethod | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Answer:
         with ReadingProgress(self._errors, policy.name) as progress:
             return answer(
@@ -70,6 +79,7 @@ class Session:
                 prompt,
                 policy,
                 self._settings,
+                drafts=drafts,
                 on_text=progress.ending_with(on_text),
                 on_layer=progress.advance,
             )
@@ -83,7 +93,7 @@ class Session:
 
     def _show(self, answers: list[Answer], request: dict[str, Any]) -> None:
         if self._options.json:
-            _write(json.dumps(self._record(answers, request), indent=2) + "\n")
+            write_json(self._record(answers, request))
         elif self._options.compare:
             Console().print(answers_table(answers, with_text=True))
         else:
@@ -102,8 +112,13 @@ class Session:
         }
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
     """Write to standard output; what its encoding cannot express is escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
+
+
+def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
+    """Write one JSON object to standard output."""
+    write(json.dumps(record, indent=indent) + "\n")

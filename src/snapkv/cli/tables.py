@@ -7,8 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from snapkv.answering import Answer
-from snapkv.cache import format_bytes
+from snapkv.cache import CacheReport, format_bytes
 from snapkv.evaluate.runner import Results
+from snapkv.plan import CacheNeeds, Plan
 from snapkv.report.tables import method_table
 from snapkv.study.base import Table as StudyTable
 
@@ -21,13 +22,13 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Table:
         table.add_row("answer", *texts, end_section=True)
     columns = [_costs(answer) for answer in answers]
     for name in columns[0]:
-        table.add_row(name, *[column[name] for column in columns])
+        table.add_row(name, *[column.get(name, "-") for column in columns])
     return table
 
 
 def _costs(answer: Answer) -> dict[str, str]:
     cache = answer.cache
-    return {
+    costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{cache.kept_tokens:,.0f} of {cache.seen_tokens:,}",
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
@@ -35,6 +36,21 @@ def _costs(answer: Answer) -> dict[str, str]:
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
     }
+    if drafts := answer.drafts:
+        length, passes = drafts["acceptance_length"], drafts["passes"]
+        costs["tokens per pass"] = f"{length:.2f}, {passes:,} passes ({drafts['method']})"
+        if "full_cache_bytes" in drafts:
+            costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
+    return costs
+
+
+def conversation_lines(cache: CacheReport) -> list[str]:
+    """What the cache of a conversation holds, where."""
+    return [
+        f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept",
+        f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}",
+        f"host: {format_bytes(cache.host_bytes)}",
+    ]
 
 
 def results_table(results: Results) -> Table:
@@ -94,6 +110,62 @@ def study_table(found: StudyTable) -> Table:
     for line in found.lines:
         table.add_row(*line)
     return table
+
+
+def plan_table(plan: Plan) -> Table:
+    """What a request comes to with a full and with a compressed cache."""
+    asked, model = plan.request, plan.footprint
+    table = Table("", "full cache", "compressed", title=_plan_title(plan))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("weights", *[format_bytes(model.weights_bytes)] * 2)
+    columns = [_plan_cells(plan, needs) for needs in (plan.full, plan.compressed)]
+    for name in columns[0]:
+        table.add_row(name, *[column[name] for column in columns])
+    table.add_row("decoding, at most", "1.0x", f"{plan.decode_speedup:.1f}x")
+    if asked.memory_bytes is not None:
+        gains = [needs.throughput for needs in (plan.full, plan.compressed)]
+        texts = ["-" if gain is None else f"{gain:.1f}x" for gain in gains]
+        table.add_row("tokens per second, largest batch", *texts)
+    return table
+
+
+def _plan_title(plan: Plan) -> str:
+    asked = plan.request
+    prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
+    return (
+        f"{plan.model}, {plan.footprint.dtype}: {prompts} of {asked.context_tokens:,} tokens, "
+        f"{plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
+    )
+
+
+def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
+    """A column of the plan's table."""
+    cells = {
+        "cache behind the prompt": format_bytes(needs.cache_bytes),
+        "beside the weights while reading, about": format_bytes(needs.prefill_peak_bytes),
+        "all together": format_bytes(needs.total_bytes),
+    }
+    if plan.request.memory_bytes is not None:
+        positions = plan.footprint.max_positions
+        limit = None if positions is None else positions - plan.request.new_tokens
+        for name, tokens in (
+            ("longest prompt, read in one pass", needs.longest_prompt_tokens),
+            ("longest prompt, read in pieces", needs.longest_prompt_in_pieces_tokens),
+        ):
+            cells[name] = _longest(tokens, limit)
+        cells["largest batch, read in pieces"] = f"{needs.largest_batch:,}"
+    cells["read for every token"] = format_bytes(needs.step_bytes)
+    if needs.step_ms is not None:
+        cells["per token, at least"] = f"{needs.step_ms:.1f} ms"
+    return cells
+
+
+def _longest(tokens: int | None, limit: int | None) -> str:
+    """Tokens that fit; where the model's positions end first, that is said."""
+    if not tokens:
+        return "none"
+    return f"{tokens:,} (all positions)" if tokens == limit else f"{tokens:,}"
 
 
 _MOST_HEADINGS = 12

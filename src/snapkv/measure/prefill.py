@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import OutOfMemoryError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.measure.contenders import Contender
 from snapkv.measure.memory import cache_bytes, peak_growth_bytes
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
 from snapkv.policies.base import require_int
-from snapkv.prefill import layer_by_layer
+from snapkv.prefill import chunked, layer_by_layer
 
 Row = dict[str, Any]
 
@@ -32,6 +32,7 @@ class PrefillBench:
         rounds: turns of every cache that count; one before them warms up.
         chunk_tokens: read layer by layer in pieces of that many tokens; None reads at once. Only
             what goes into a compressed cache is read so.
+        cap_tokens: read in pieces instead, with every layer held to that many tokens between them.
     """
 
     model: PreTrainedModel
@@ -40,10 +41,16 @@ class PrefillBench:
     batches: Sequence[int] = (1,)
     rounds: int = 5
     chunk_tokens: int | None = None
+    cap_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         require_int("rounds", self.rounds, minimum=2)
+        if self.cap_tokens is not None and self.chunk_tokens is None:
+            raise InvalidArgumentError(
+                f"chunk_tokens: expected the size of a piece with cap_tokens={self.cap_tokens}, "
+                "got none; pass both"
+            )
 
     def times(self) -> Iterator[Row]:
         """One row per batch, length and cache: the time to the logits behind the prompt."""
@@ -106,13 +113,17 @@ class PrefillBench:
             OutOfMemoryError: it did not fit.
         """
         contender.enter(self.model)
-        piecewise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.chunk_tokens is not None:
-            piecewise = layer_by_layer(self.model, chunk_tokens=self.chunk_tokens)
-        with out_of_memory_explained(lambda: contender.label), piecewise:
+        with out_of_memory_explained(lambda: contender.label), self._pieces():
             cache = contender.make(self.model, ids.shape[1])
             self.model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
+
+    def _pieces(self) -> contextlib.AbstractContextManager[None]:
+        if self.chunk_tokens is None:
+            return contextlib.nullcontext()
+        if self.cap_tokens is None:
+            return layer_by_layer(self.model, chunk_tokens=self.chunk_tokens)
+        return chunked(self.model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
 
     def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
         return {
@@ -121,6 +132,7 @@ class PrefillBench:
             "batch": batch,
             "length": length,
             "chunk_tokens": self.chunk_tokens if contender.policy is not None else None,
+            "cap_tokens": self.cap_tokens if contender.policy is not None else None,
         }
 
     def _ids(self, batch: int, length: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Models of the shapes that papers measure on, with random weights: speed does not ask for more."""
 
-import copy
 import functools
 from typing import Any
 
@@ -57,6 +56,32 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lwm-7b": ("llama", _LLAMA_2_7B),
+    "longchat-7b": ("llama", _LLAMA_2_7B),
+    "mixtral-8x7b": (
+        "mixtral",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "vocab_size": 32000,
+            "sliding_window": None,
+        },
+    ),
+    "command-r-35b": (
+        "cohere",
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 22528,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 64,
+            "vocab_size": 256000,
+        },
+    ),
     "qwen2.5-7b": (
         "qwen2",
         {
@@ -70,6 +95,31 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model type and configuration by name; the published sizes, with 2M positions."""
+
+
+def outline(
+    shape: str,
+    *,
+    dtype: torch.dtype,
+    layers: int | None = None,
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """A model of a published shape on the meta device, without weights; see `random_model`."""
+    config = _config(shape, layers)
+    options = {"attn_implementation": attn_implementation, "dtype": dtype}
+    with torch.device("meta"):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    return made
+
+
+def _config(shape: str, layers: int | None) -> Any:
+    if shape not in SHAPES:
+        raise InvalidArgumentError(
+            f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
+        )
+    family, sizes = SHAPES[shape]
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    return AutoConfig.for_model(family, **sizes | changes, max_position_embeddings=2**21)
 
 
 def random_model(
@@ -93,18 +143,11 @@ def random_model(
         InvalidArgumentError: an unknown shape.
         OutOfMemoryError: the weights do not fit.
     """
-    if shape not in SHAPES:
-        raise InvalidArgumentError(
-            f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
-        )
-    family, sizes = SHAPES[shape]
-    changes = {} if layers is None else {"num_hidden_layers": layers}
-    config = AutoConfig.for_model(family, **sizes | changes, max_position_embeddings=2**21)
-    options = {"attn_implementation": attn_implementation, "dtype": dtype}
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
-    explain = functools.partial(weights_advice, outline, device, free_bytes(device))
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
+    bare = outline(shape, layers=layers, **options)
+    explain = functools.partial(weights_advice, bare, device, free_bytes(device))
     with out_of_memory_explained(explain), torch.device(device):
         torch.manual_seed(0)
+        config = _config(shape, layers)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
     return model.eval()

@@ -1,6 +1,6 @@
 """Window votes, pooling, group reduce, top-k and gather."""
 
-from snapkv.ops.api import window_votes
+from snapkv.ops.api import gather_tokens, pool_votes, window_votes
 from snapkv.ops.ragged import ragged_attention
 from snapkv.ops.ragged_layout import RaggedLayout
 from snapkv.ops.reference import (
@@ -8,10 +8,8 @@ from snapkv.ops.reference import (
     attention_received_by_distance,
     attention_to_stored,
     attention_weights,
-    gather_tokens,
     keep_best,
     kept_indices,
-    pool_votes,
     reduce_group,
     times_above,
     window_visibility,

@@ -1,18 +1,18 @@
-"""Votes in bounded memory: the keys are read twice, block by block.
+"""Votes in bounded memory: the keys are read twice, block by block, or once where one block does.
 
-The reference holds the scores of every query head, window query and prompt position at once, and a
-float32 copy of all keys. Here there is only a block of either: the first pass finds the softmax's
-normaliser of every row, the second the weights. Axes as in `snapkv.ops.reference`.
+The reference holds the scores of every query head, window query and prompt position at once, its
+softmax beside them, and a float32 copy of all keys. Here there is only a block of each, which is
+changed in place: the first pass finds the highest score of every row and the sum of exponentials,
+the second adds up the weights. Axes as in `snapkv.ops.reference`.
 """
-
-import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from snapkv.ops.reference import reduce_group
+
 BLOCK_TOKENS = 8192
-"""Keys at a time; prompts no longer than that are voted on by the reference."""
+"""Keys at a time."""
 
 
 def window_votes(
@@ -23,48 +23,69 @@ def window_votes(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
     block_tokens: int = BLOCK_TOKENS,
 ) -> Tensor:
-    """As `snapkv.ops.reference.window_votes`, up to rounding: (B, Hq, P) float32."""
-    B, Hq, W, _ = queries.shape
-    prefix_tokens = keys.shape[2] - W
-    blocks = functools.partial(
-        _score_blocks, queries, keys, block_tokens, scaling, softcap, pad_tokens
-    )
-    total = queries.new_full((B, Hq, W, 1), float("-inf"), dtype=torch.float32)
+    """As `snapkv.ops.reference.window_votes`, up to rounding."""
+    B, Hq, W, D = queries.shape
+    Hkv, T = keys.shape[1], keys.shape[2]
+    grouped = queries.float().mul(scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
+
+    def scores_of(start: int, stop: int) -> Tensor:
+        scores = (grouped @ keys[:, :, start:stop].float().transpose(-1, -2)).view(B, Hq, W, -1)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        return _hide(scores, start, T, pad_tokens)
+
+    highest = queries.new_full((B, Hq, W, 1), float("-inf"), dtype=torch.float32)
+    total = torch.zeros_like(highest)
     if sinks is not None:
-        total = torch.maximum(total, sinks.float().view(1, Hq, 1, 1))
-    for _, scores in blocks(keys.shape[2]):
-        total = torch.logaddexp(total, scores.logsumexp(dim=-1, keepdim=True))
-    total = total.masked_fill(total.isneginf(), 0.0)  # the row of a pad, which sees nothing
-    votes = queries.new_empty((B, Hq, prefix_tokens), dtype=torch.float32)
-    for start, scores in blocks(prefix_tokens):
-        votes[..., start : start + scores.shape[-1]] = scores.sub_(total).exp_().sum(dim=-2)
+        highest, total = highest.maximum(sinks.float().view(1, Hq, 1, 1)), total + 1
+    whole = scores_of(0, T) if block_tokens >= T else None  # exponentials after the first pass
+    for start in range(0, T, block_tokens):
+        scores = scores_of(start, min(start + block_tokens, T)) if whole is None else whole
+        highest, total = _add_block(scores, highest, total)
+        del scores
+    shares = total.masked_fill(total == 0, 1.0).reciprocal_().transpose(-1, -2)
+    heads = Hq if group_reduce == "none" else Hkv
+    votes = queries.new_empty((B, heads, T - W), dtype=torch.float32)
+    for start in range(0, T - W, block_tokens):
+        stop = min(start + block_tokens, T - W)
+        if whole is None:
+            received = shares @ scores_of(start, stop).sub_(_shift(highest)).exp_()
+        else:
+            received = shares @ whole[..., :stop]
+        received = received.squeeze(-2)
+        votes[..., start:stop] = reduce_group(received, Hkv, group_reduce)
     return votes
 
 
-def _score_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    block_tokens: int,
-    scaling: float,
-    softcap: float | None,
-    pad_tokens: Tensor | None,
-    columns: int,
-) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of the first columns: where each begins and its scores, (B, Hq, W, N) float32."""
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1], keys.shape[2]
-    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    own = torch.arange(T - W, T, device=keys.device)[:, None]
-    for start in range(0, columns, block_tokens):
-        stop = min(start + block_tokens, columns)
-        block = keys[:, :, start:stop].float()
-        scores = (grouped @ block.transpose(-1, -2)).view(B, Hq, W, -1).mul_(scaling)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        position = torch.arange(start, stop, device=keys.device)
-        hidden = (position > own)[None, None]
-        if pad_tokens is not None:
-            hidden = hidden | (position < pad_tokens[:, None, None, None])
-        yield start, scores.masked_fill_(hidden, float("-inf"))
+def _add_block(scores: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Highest score and sum of exponentials of every row, a block later.
+
+    Turns the block's scores into exponentials.
+    """
+    higher = torch.maximum(scores.amax(dim=-1, keepdim=True), highest)
+    shift = _shift(higher)
+    of_block = scores.sub_(shift).exp_().sum(dim=-1, keepdim=True)
+    return higher, total * (highest - shift).exp_() + of_block
+
+
+def _shift(highest: Tensor) -> Tensor:
+    """What is subtracted before the exponential; rows that have seen nothing stay at zero."""
+    return highest.masked_fill(highest.isneginf(), 0.0)
+
+
+def _hide(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | None) -> Tensor:
+    """Put minus infinity where a query of the window comes before a key, and at pads."""
+    W, stop = scores.shape[2], start + scores.shape[3]
+    first = max(start, tokens - W)  # before it, the whole window sees every token
+    if first < stop:
+        own = torch.arange(tokens - W, tokens, device=scores.device)[:, None]
+        ahead = torch.arange(first, stop, device=scores.device) > own
+        scores[..., first - start :].masked_fill_(ahead, float("-inf"))
+    if pad_tokens is not None:
+        slots = torch.arange(start, stop, device=scores.device)
+        pads = slots < pad_tokens[:, None, None, None]
+        scores.masked_fill_(pads, float("-inf"))
+    return scores

@@ -1,15 +1,14 @@
 """Attention to heads that hold different numbers of tokens: which implementation runs."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.ops import ragged_blocked, ragged_grouped, ragged_reference
 from snapkv.ops.ragged_layout import RaggedLayout
+from snapkv.ops.triton_support import obstacle, say_once
 
 RaggedImplementation = Literal["auto", "reference", "grouped", "blocked", "triton"]
 
@@ -34,6 +33,7 @@ def ragged_attention(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    own_visible: Tensor | None = None,
     impl: RaggedImplementation = "auto",
 ) -> Tensor:
     """Attention of the last Q tokens to what their head keeps and to the common tail.
@@ -49,6 +49,8 @@ def ragged_attention(
         scaling: factor on the scores.
         softcap: cap on the scaled scores, or None.
         sinks: (Hq,) extra logits of the softmax, or None.
+        own_visible: (Q, Q) bool, lower triangular: which of the queries' own tokens each of them
+            sees, where they are a tree of candidates; None for itself and those before it.
         impl: "reference", the plain definition; "grouped", one matrix product per head; "blocked",
             a few products for all heads; "triton", a kernel for CUDA. "auto" takes the kernel where
             it can run, else "grouped" for small layers on a CPU and "blocked" for the others.
@@ -59,7 +61,7 @@ def ragged_attention(
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    return _implementation(impl, queries, keys)(
+    return _implementation(impl, queries, keys, own_visible)(
         queries,
         keys,
         values,
@@ -69,19 +71,23 @@ def ragged_attention(
         scaling=scaling,
         softcap=softcap,
         sinks=sinks,
+        **({} if own_visible is None else {"own_visible": own_visible}),
     )
 
 
-def _implementation(impl: str, queries: Tensor, keys: Tensor) -> Callable[..., Tensor]:
+def _implementation(
+    impl: str, queries: Tensor, keys: Tensor, own_visible: Tensor | None
+) -> Callable[..., Tensor]:
     if impl == "auto":
-        impl = _fitting(queries, keys)
+        impl = _fitting(queries, keys, own_visible)
+        say_once("ragged_attention", impl, queries.device.type)
     if impl in _IN_TORCH:
         return _IN_TORCH[impl]
     if impl != "triton":
         raise InvalidArgumentError(
             f"impl: expected auto, {', '.join(_IN_TORCH)} or triton, got {impl!r}; auto picks one"
         )
-    obstacle = _obstacle(queries)
+    obstacle = _obstacle(queries, own_visible)
     if obstacle is not None:
         raise InvalidArgumentError(
             f"impl: expected one that can run here, got 'triton' {obstacle}; pass impl='auto'"
@@ -91,22 +97,16 @@ def _implementation(impl: str, queries: Tensor, keys: Tensor) -> Callable[..., T
     return triton_ragged.ragged_attention
 
 
-def _fitting(queries: Tensor, keys: Tensor) -> str:
-    if queries.is_cuda and _obstacle(queries) is None:
+def _fitting(queries: Tensor, keys: Tensor, own_visible: Tensor | None) -> str:
+    if queries.is_cuda and _obstacle(queries, own_visible) is None:
         return "triton"
     # Several queries make scores that "blocked" holds for some of them at a time.
     small = keys.numel() <= GROUPED_ELEMENTS and queries.shape[2] <= 32
     return "grouped" if small and queries.device.type == "cpu" else "blocked"
 
 
-def _obstacle(queries: Tensor) -> str | None:
+def _obstacle(queries: Tensor, own_visible: Tensor | None) -> str | None:
     """Why the kernel cannot run, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "without the package triton"
-    from snapkv.ops import triton_ragged
-
-    if not queries.is_cuda and not triton_ragged.INTERPRETED:
-        return f"with tensors on {queries.device.type}, where it does not run"
-    if queries.requires_grad and torch.is_grad_enabled():
-        return "with gradients, which it does not compute"
-    return None
+    if own_visible is not None:
+        return "for a tree of candidates, whose branches it cannot hide from each other"
+    return obstacle(queries)

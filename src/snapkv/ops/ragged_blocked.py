@@ -24,6 +24,7 @@ def ragged_attention(
     layout: RaggedLayout,
     tail_keys: Tensor,
     tail_values: Tensor,
+    own_visible: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
@@ -34,7 +35,8 @@ def ragged_attention(
     for start in range(0, Q, QUERY_BLOCK_TOKENS):
         stop = min(start + QUERY_BLOCK_TOKENS, Q)
         tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
-        outputs.append(_attend(queries[:, :, start:stop], *cut, *tail, **options))
+        seen = None if own_visible is None else own_visible[start:stop, :stop]
+        outputs.append(_attend(queries[:, :, start:stop], *cut, *tail, own_visible=seen, **options))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -49,8 +51,12 @@ def _attend(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    own_visible: Tensor | None,
 ) -> Tensor:
-    """Some queries, the last of the tail; R = G * Q rows of queries per head, P pieces."""
+    """Some queries, the last of the tail; R = G * Q rows of queries per head, P pieces.
+
+    `own_visible` is (Q, N) bool: which of the last N tokens of the tail each of them sees.
+    """
     B, Hq, Q, D = queries.shape
     H, S = tail_keys.shape[1], tail_keys.shape[2]
     heads, blocks = pieces.heads, len(keys[0])
@@ -58,6 +64,8 @@ def _attend(
     of_tail = _capped(torch.bmm(rows, tail_keys.flatten(0, 1).mT), scaling, softcap)
     if Q > 1:
         ahead = torch.ones(Q, S, dtype=torch.bool, device=rows.device).triu(S - Q + 1)
+        if own_visible is not None:
+            ahead[:, S - own_visible.shape[1] :] |= ~own_visible
         of_tail = of_tail.masked_fill(ahead.repeat(Hq // H, 1), float("-inf"))
     asked = rows.index_select(0, heads)
     of_kept = torch.cat(

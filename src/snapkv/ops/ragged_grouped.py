@@ -22,6 +22,7 @@ def ragged_attention(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    own_visible: Tensor | None = None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     B, Hq, Q, D = queries.shape
@@ -42,8 +43,10 @@ def ragged_attention(
         )
     if Q > 1:
         ahead = torch.ones(Q, longest + S, dtype=torch.bool, device=rows.device)
-        ahead = ahead.triu(longest + S - Q + 1).repeat(Hq // H, 1)
-        scores = scores.masked_fill(ahead, float("-inf"))
+        ahead = ahead.triu(longest + S - Q + 1)
+        if own_visible is not None:
+            ahead[:, longest + S - Q :] |= ~own_visible
+        scores = scores.masked_fill(ahead.repeat(Hq // H, 1), float("-inf"))
     if sinks is not None:
         logits = sinks.float().repeat_interleave(Q).repeat(B).view(*rows.shape[:2], 1)
         scores = torch.cat([scores, logits], dim=-1)

@@ -17,6 +17,7 @@ def ragged_attention(
     scaling: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    own_visible: Tensor | None = None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`, one query head after the other, in float32 or wider."""
     B, Hq, Q, _ = queries.shape
@@ -31,6 +32,8 @@ def ragged_attention(
             own_values = torch.cat([values[start:stop], tail_values[row, head]]).to(wide)
             seen = own_keys.shape[0] - Q + torch.arange(1, Q + 1, device=keys.device)
             hidden = torch.arange(stop - start + S, device=keys.device) >= seen[:, None]
+            if own_visible is not None:
+                hidden[:, hidden.shape[1] - Q :] |= ~own_visible
             start = stop
             for member in range(head * Hq // H, (head + 1) * Hq // H):
                 scores = queries[row, member].to(wide) @ own_keys.T * scaling

@@ -20,19 +20,22 @@ def window_votes(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
+    group_reduce: str = "none",
 ) -> Tensor:
     """How much attention each prefix position receives from the observation window (Eq. 2).
 
     The softmax runs over the whole prompt, causal inside the window, exactly as the model's own
-    attention does; the rows of the window are then summed. Arguments as in `attention_weights`.
+    attention does; the rows of the window are then summed. Arguments as in `attention_weights`, and
+    `group_reduce` as in `reduce_group`.
 
     Returns:
-        (B, Hq, P) float32.
+        (B, Hkv, P) float32; (B, Hq, P) for "none".
     """
     weights = attention_weights(
         queries, keys, scaling=scaling, softcap=softcap, sinks=sinks, pad_tokens=pad_tokens
     )
-    return weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
+    votes = weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
+    return reduce_group(votes, keys.shape[1], group_reduce)
 
 
 def attention_weights(
@@ -292,7 +295,8 @@ def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
     """
     if how == "none":
         return votes
-    grouped = votes.view(votes.shape[0], num_kv_heads, -1, votes.shape[-1])
+    B, Hq, P = votes.shape
+    grouped = votes.view(B, num_kv_heads, Hq // num_kv_heads, P)
     if how == "max":
         return grouped.amax(dim=2)
     return grouped.mean(dim=2) if how == "mean" else grouped.sum(dim=2)

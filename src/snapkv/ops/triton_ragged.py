@@ -8,7 +8,6 @@ second kernel puts a head's splits together. All sums are float32.
 Importing this module imports triton; `snapkv.ops.ragged` does so only where the kernel is to run.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from snapkv.ops.ragged_layout import RaggedLayout
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether triton runs kernels in its interpreter, on any device, slowly: for tests."""
 
 _SPLIT_TOKENS = 64, 1024  # the smallest and the largest split
 _PROGRAMS = 1024  # splits to aim at: a few for each multiprocessor of a large device

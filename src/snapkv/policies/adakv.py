@@ -80,6 +80,14 @@ class AdaKV(Policy):
         ]
         return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))
 
+    def require_cap(self, cap_tokens: int) -> None:
+        """Raise unless the scoring policy can hold to the cap."""
+        self.policy.require_cap(cap_tokens)
+
+    def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+        """What the scoring policy holds: as many tokens in every head."""
+        return self.policy.hold(layer, cap_tokens)
+
     def _row_shares(self, scores: Tensor, mean: int, pads: int) -> list[int]:
         """How many prefix positions each head of a row keeps, `mean` on average.
 

@@ -55,6 +55,30 @@ class Policy(ABC):
     def select(self, layer: PromptLayer) -> Selection | None:
         """Choose the positions to keep; None keeps everything, untouched."""
 
+    def require_cap(self, cap_tokens: int) -> None:
+        """Raise unless `hold` can keep to that many tokens.
+
+        Raises:
+            InvalidArgumentError: fewer than the method keeps in the end, or a method that has to
+                see the whole prompt at once.
+        """
+        del cap_tokens
+        raise InvalidArgumentError(
+            f"policy: expected a method with a budget that can rate a part of what was read, such "
+            f"as SnapKV(budget=1024), where a prompt is held to a cap while it is read, got "
+            f"{self!r}; use one of them, or snapkv.prefill.layer_by_layer"
+        )
+
+    def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+        """Choose what stays, for now, of a prompt that is still coming in.
+
+        Args:
+            layer: the states of all that is held and what has just been read, as if the prompt
+                ended here; tokens between them have been dropped before.
+            cap_tokens: how many to keep, fewer than there are.
+        """
+        raise NotImplementedError(f"{self.name} passes no require_cap")
+
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
         parameters = {
@@ -138,6 +162,9 @@ class PrefixPolicy(Policy):
         InvalidTypeError: a value of the wrong type.
     """
 
+    rates_what_is_held: ClassVar[bool] = False
+    """Whether `score` is right where tokens between those of the prefix have been dropped."""
+
     budget: int | None = None
     _: KW_ONLY
     keep_ratio: float | None = None
@@ -177,18 +204,38 @@ class PrefixPolicy(Policy):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the best of the prefix and the window, or everything where it fits the budget."""
-        prompt_tokens = layer.keys.shape[2]
-        prefix_tokens = prompt_tokens - self.window_size
-        rows = layer.row_tokens
+        prefix_tokens = layer.keys.shape[2] - self.window_size
         keep_tokens = self.kept_prefix_tokens(layer)
         if prefix_tokens <= 0 or prefix_tokens <= int(keep_tokens.max()):
             return None
+        return self._best_and_window(layer, keep_tokens)
+
+    def require_cap(self, cap_tokens: int) -> None:
+        """Raise unless the cap has room for the budget."""
+        if not self.rates_what_is_held or self.most_tokens is None:
+            super().require_cap(cap_tokens)
+            return
+        if cap_tokens < self.most_tokens:
+            raise InvalidArgumentError(
+                f"cap_tokens: expected at least {self.most_tokens}, what a layer may keep in the "
+                f"end with {self!r}, got {cap_tokens}; raise cap_tokens or lower the budget"
+            )
+
+    def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+        """Keep the last tokens and the best before them, the same number in every layer."""
+        prefix = torch.full_like(layer.row_tokens, cap_tokens - self.window_size)
+        return self._best_and_window(layer, prefix)
+
+    def _best_and_window(self, layer: PromptLayer, keep_tokens: Tensor) -> Selection:
+        """The best of the prefix, (B,) of them in every row, and the window."""
+        prompt_tokens = layer.keys.shape[2]
+        prefix_tokens = prompt_tokens - self.window_size
         best = ops.keep_best(self.score(layer), keep_tokens, layer.pad_tokens)
         window = torch.arange(prefix_tokens, prompt_tokens, device=best.device)
         keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
         if layer.pad_tokens is None:
             return Selection(keep_indices=keep_indices, prompt_tokens=prompt_tokens)
-        kept_tokens = keep_tokens + rows.clamp(max=self.window_size)
+        kept_tokens = keep_tokens + layer.row_tokens.clamp(max=self.window_size)
         return Selection(
             keep_indices=keep_indices,
             prompt_tokens=prompt_tokens,

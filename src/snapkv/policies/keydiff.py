@@ -26,6 +26,7 @@ class KeyDiff(PrefixPolicy):
     """
 
     name: ClassVar[str] = "keydiff"
+    rates_what_is_held: ClassVar[bool] = True
 
     @property
     def query_tokens(self) -> int:

@@ -32,6 +32,7 @@ class SnapKV(PrefixPolicy):
     """
 
     name: ClassVar[str] = "snapkv"
+    rates_what_is_held: ClassVar[bool] = True
 
     _: KW_ONLY
     kernel_size: int = 7
@@ -66,12 +67,15 @@ class SnapKV(PrefixPolicy):
                 "group_reduce: expected mean, max or sum for a model with latent attention, whose "
                 "heads share one stored latent, got 'none'; leave group_reduce at 'mean'"
             )
+        own_keys = layer.stored_heads is None  # or heads of several keys share what is stored
         votes = ops.window_votes(
             layer.queries,
             layer.keys,
             pad_tokens=layer.pad_tokens,
+            group_reduce=self.group_reduce if own_keys else "none",
             **layer.score_options,
         )
+        if not own_keys:
+            votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
-        votes = ops.reduce_group(votes[..., :prefix_tokens], layer.num_kv_heads, self.group_reduce)
-        return ops.pool_votes(votes, self.kernel_size, self.pooling)
+        return ops.pool_votes(votes[..., :prefix_tokens], self.kernel_size, self.pooling)

@@ -59,12 +59,15 @@ class PromptLayer(LayerStates):
         output_weight: (hidden, Hq * Dv), what maps the heads' outputs to the model's width; for
             `Policy.needs`.
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
+        received: (B, heads of the cache, T) float32, the most attention every position received
+            while the text was read again; None where it was read once.
     """
 
     values: Tensor
     rotation: Callable[[Tensor, Tensor], Tensor] | None = None
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
+    received: Tensor | None = None
 
     @property
     def row_tokens(self) -> Tensor:

@@ -21,7 +21,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 # Labels are other people's text: no dollar sign begins a formula. Ids in an SVG must not be random,
 # or the same rows would give another file.
-_STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
+STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
 
 _COLOURS = ("#F0496E", "#EBB839", "#0CD79F")
 _MOST_PANELS_IN_A_ROW = 3
@@ -72,7 +72,7 @@ def draw(results: Results) -> dict[str, "Figure"]:
     import matplotlib
 
     lines = score_lines(results.rows, results.task.axes[0])
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         many = len(results.task.axes) > 1
         figures = {"scores": _heat_maps(results, lines) if many else _columns(results, lines)}
         families = _families(lines)
@@ -98,7 +98,7 @@ def encoded(figure: "Figure", suffix: str) -> bytes:
 
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
     target = io.BytesIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure.savefig(target, format=suffix.removeprefix("."), dpi=150, metadata=undated)
     return target.getvalue()
 
@@ -116,7 +116,7 @@ def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     for panel in panels[len(lines) :]:
         panel.set_axis_off()
     if _trained_border(results, columns) is not None:
-        positions = _tokens(results.run["model"]["max_tokens"])
+        positions = shown_tokens(results.run["model"]["max_tokens"])
         figure.supxlabel(f"dashed line: the model's {positions} positions end")
     scale = figure.colorbar(panels[0].images[0], ax=panels, shrink=0.8, ticks=[0, 0.5, 1])
     scale.ax.set_yticklabels(["0", "50", "100"])
@@ -187,7 +187,7 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
         panel = figure.subplots()
         for index, line in enumerate(lines):
             scores = [line.scores.get(column, float("nan")) for column in columns]
-            panel.plot([100 * score for score in scores], label=_name(line), **_line_style(index))
+            panel.plot([100 * score for score in scores], label=_name(line), **line_style(index))
         _label_axis(panel.xaxis, axis, columns)
     else:
         figure = _figure(results, max(5.0, 0.16 * len(lines) * (len(columns) + 1) + 2), 4.0)
@@ -235,7 +235,7 @@ def _budgets(
     panel = figure.subplots()
     for index, (name, by_budget) in enumerate(families.items()):
         points = [(budget, 100 * (line.mean or 0.0)) for budget, line in sorted(by_budget.items())]
-        panel.plot(*zip(*points, strict=True), label=name, **_line_style(index))
+        panel.plot(*zip(*points, strict=True), label=name, **line_style(index))
     swept = [line for by_budget in families.values() for line in by_budget.values()]
     others = [line for line in lines if line not in swept and line.scores]
     for index, line in enumerate(others, len(families)):
@@ -244,7 +244,7 @@ def _budgets(
     budgets = sorted({budget for by_budget in families.values() for budget in by_budget})
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
-    panel.set_xticks(budgets, [_tokens(budget) for budget in budgets])
+    panel.set_xticks(budgets, [shown_tokens(budget) for budget in budgets])
     panel.set_xlabel("budget (tokens per head and layer)")
     _finish(panel, results, legend=len(families) + len(others))
     return figure
@@ -267,7 +267,8 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, 3), frameon=False)
 
 
-def _line_style(index: int) -> dict[str, Any]:
+def line_style(index: int) -> dict[str, Any]:
+    """Colour and marker of the curve of that number."""
     return {
         "color": _LINES[index % len(_LINES)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -279,7 +280,7 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
     """Ticks at the cells, not at all of them where they are many."""
     step = -(-len(values) // _MOST_TICKS) if _numeric(values) else 1
     places = range(0, len(values), step)
-    texts = [_tokens(values[i]) if name == "length" else str(values[i]) for i in places]
+    texts = [shown_tokens(values[i]) if name == "length" else str(values[i]) for i in places]
     axis.set_ticks(list(places), texts)
     unit = _UNITS.get(name) if _numeric(values) else None
     axis.set_label_text(f"{name} ({unit})" if unit else name)
@@ -295,7 +296,7 @@ def _short(reason: str) -> str:
     return _SHORT_REASONS.get(reason, reason)
 
 
-def _tokens(count: Any) -> str:
+def shown_tokens(count: Any) -> str:
     """Tokens as people write them: 512, 4k, 31.5k."""
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 

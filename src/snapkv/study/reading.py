@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from snapkv.cache import CompressedCache
 from snapkv.evaluate.sample import Sample, Template
 from snapkv.models import LoadedModel
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection
+from snapkv.policies.base import Need
 
 Seen = TypeVar("Seen")
 
@@ -52,10 +53,15 @@ class _Observer(Policy):
 
     look: Callable[[PromptLayer], None]
     query_count: int
+    parts: frozenset[Need] = frozenset()
 
     @property
     def query_tokens(self) -> int:
         return self.query_count
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.parts
 
     def select(self, layer: PromptLayer) -> Selection | None:
         self.look(layer)
@@ -77,9 +83,28 @@ def read(loaded: LoadedModel, sample: Sample, template: Template) -> Reading:
     return Reading(ids=output, prompt_tokens=ids.shape[1], answer=answer)
 
 
-def observe(
-    loaded: LoadedModel, ids: Tensor, query_tokens: int, look: Callable[[PromptLayer], Seen]
-) -> dict[int, Seen]:
+@dataclass(frozen=True, kw_only=True)
+class Observed(Generic[Seen]):
+    """Tokens that were read in one pass while every layer was looked at.
+
+    Attributes:
+        seen: what was seen, by the layer's index in the model.
+        cache: the full cache of all tokens.
+        last_logits: (V,), behind the last of them.
+    """
+
+    seen: dict[int, Seen]
+    cache: CompressedCache
+    last_logits: Tensor
+
+
+def observed(
+    loaded: LoadedModel,
+    ids: Tensor,
+    query_tokens: int,
+    look: Callable[[PromptLayer], Seen],
+    needs: frozenset[Need] = frozenset(),
+) -> Observed[Seen]:
     """Read tokens in one pass and look at every layer, whose states are as attention saw them.
 
     Args:
@@ -87,16 +112,23 @@ def observe(
         ids: (1, S) int64.
         query_tokens: how many of the last queries `look` needs.
         look: called with one layer at a time.
-
-    Returns:
-        What `look` gave, by the layer's index in the model.
+        needs: what else of the model's layers `look` needs.
     """
     seen: dict[int, Seen] = {}
 
     def note(layer: PromptLayer) -> None:
         seen[layer.layer_idx] = look(layer)
 
-    cache = CompressedCache(loaded.model, _Observer(note, query_tokens))
+    ids = ids.to(loaded.model.device)
+    cache = CompressedCache(loaded.model, _Observer(note, query_tokens, needs))
+    cache.expect_tokens(ids)
     with torch.inference_mode():
-        loaded.model(ids.to(loaded.model.device), past_key_values=cache, logits_to_keep=1)
-    return seen
+        logits = loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
+
+
+def observe(
+    loaded: LoadedModel, ids: Tensor, query_tokens: int, look: Callable[[PromptLayer], Seen]
+) -> dict[int, Seen]:
+    """What `look` gave of every layer, by its index in the model; see `observed`."""
+    return observed(loaded, ids, query_tokens, look).seen

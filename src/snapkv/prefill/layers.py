@@ -19,7 +19,9 @@ from transformers.cache_utils import Cache
 
 from snapkv.cache import CompressedCache
 from snapkv.errors import UnsupportedModelError
+from snapkv.plan import layerwise_advice
 from snapkv.policies.base import require_int
+from snapkv.prefill.memory import Reading, out_of_memory_told
 
 
 @contextlib.contextmanager
@@ -40,6 +42,8 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         InvalidArgumentError: `chunk_tokens` is not positive.
         InvalidTypeError: `chunk_tokens` is not an integer.
         UnsupportedModelError: the model's layers cannot be found.
+        OutOfMemoryError: from within the block; the message says what would fit. The cache has been
+            emptied, the model is as it was.
     """
     require_int("chunk_tokens", chunk_tokens, minimum=1)
     layers, norms = _layers(model), _norms(model)
@@ -48,13 +52,19 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
             "model: expected layers with their own forward, got some that are wrapped already (an "
             "outer layer_by_layer, or a library that offloads layers); leave one of them out"
         )
+    reading = Reading(model)
     for index, layer in enumerate(layers):
-        read = functools.partial(_read_layer, layer.forward, index, chunk_tokens)
+        read = functools.partial(_read_layer, reading, layer.forward, index, chunk_tokens)
         vars(layer)["forward"] = read
     for norm in norms:
         vars(norm)["forward"] = functools.partial(_read_norm, norm.forward, chunk_tokens)
+
+    def advice() -> str:
+        return layerwise_advice(model, reading.tokens, chunk_tokens, reading.available_bytes)
+
     try:
-        yield
+        with out_of_memory_told(reading, advice):
+            yield
     finally:
         for module in (*layers, *norms):
             vars(module).pop("forward", None)
@@ -83,6 +93,7 @@ def _norms(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _read_layer(
+    reading: Reading,
     forward: Callable[..., Any],
     layer_idx: int,
     chunk_tokens: int,
@@ -101,6 +112,7 @@ def _read_layer(
     ):
         return forward(hidden_states, *args, **kwargs)
     _require_splittable(args, kwargs, tokens)
+    reading.note(cache, tokens)
     with cache.reading_in_pieces(layer_idx, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)

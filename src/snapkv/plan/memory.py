@@ -38,6 +38,30 @@ def prompt_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     return int(activations) + _layer_cache_bytes(text, dtype)
 
 
+def layerwise_bytes(model: Any, prompt_tokens: int, chunk_tokens: int) -> int:
+    """Bytes that reading layer by layer takes beside the weights, about: `prefill.layer_by_layer`.
+
+    The hidden states of all tokens, and twice one layer's keys and values, which grow by copying;
+    of the rest what one piece needs.
+    """
+    text = model.config.get_text_config(decoder=True)
+    per_token = int(text.hidden_size) * model.dtype.itemsize + 2 * _layer_cache_bytes(
+        text, model.dtype
+    )
+    return prompt_tokens * int(per_token) + _piece_bytes(model, chunk_tokens)
+
+
+def chunked_bytes(model: Any, chunk_tokens: int, cap_tokens: int) -> int:
+    """Bytes that reading in pieces under a cap takes beside the weights: `prefill.chunked`."""
+    held = cap_tokens * cache_bytes_per_token(model.config, model.dtype)
+    mask = chunk_tokens * (cap_tokens + chunk_tokens)  # one bool for each pair
+    return held + mask + _piece_bytes(model, chunk_tokens)
+
+
+def _piece_bytes(model: Any, chunk_tokens: int) -> int:
+    return chunk_tokens * prompt_bytes_per_token(model.config, model.dtype)
+
+
 def prompt_bytes(model: Any, prompt_tokens: int) -> int:
     """Bytes that reading a prompt takes beside the weights, about.
 
@@ -166,6 +190,42 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
         f"{_free(available_bytes)}{_fits(model, prompt_tokens, available_bytes)}; "
         f"{'choose sdpa attention, ' if _is_eager(text) else ''}shorten the prompt, or choose "
         f"{'dtype bfloat16 or ' if model.dtype.itemsize > 2 else ''}a smaller model"
+    )
+
+
+def layerwise_advice(
+    model: Any, prompt_tokens: int, chunk_tokens: int, available_bytes: int | None
+) -> str:
+    """What to say when a prompt does not fit layer by layer."""
+    needed = layerwise_bytes(model, prompt_tokens, chunk_tokens)
+    fits = ""
+    if available_bytes is not None:
+        fixed = layerwise_bytes(model, 0, chunk_tokens)
+        tokens = (available_bytes - fixed) * prompt_tokens // (needed - fixed)
+        fits = f"; about {tokens:,} tokens would fit" if 0 < tokens < prompt_tokens else ""
+    return (
+        f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {model.device} layer "
+        f"by layer, in pieces of {chunk_tokens:,}, got out of memory; reading them takes about "
+        f"{format_bytes(needed)} beside the weights{_free(available_bytes)}{fits}; lower "
+        "chunk_tokens, or use snapkv.prefill.chunked, which takes the same for every length"
+    )
+
+
+def chunked_advice(
+    model: Any, chunk_tokens: int, cap_tokens: int, available_bytes: int | None
+) -> str:
+    """What to say when reading in pieces under a cap does not fit."""
+    fits = ""
+    if available_bytes is not None:
+        fixed = chunked_bytes(model, chunk_tokens, 0)
+        per_token = chunked_bytes(model, chunk_tokens, 1) - fixed
+        tokens = (available_bytes - fixed) // per_token
+        fits = f"; a cap of about {tokens:,} tokens would fit" if 0 < tokens < cap_tokens else ""
+    return (
+        f"prompt: expected pieces of {chunk_tokens:,} tokens and a cap of {cap_tokens:,} to fit in "
+        f"the memory of {model.device}, got out of memory; they take about "
+        f"{format_bytes(chunked_bytes(model, chunk_tokens, cap_tokens))} beside the weights"
+        f"{_free(available_bytes)}{fits}; lower cap_tokens or chunk_tokens"
     )
 
 

@@ -1,0 +1,260 @@
+"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
+
+    python -m benchmarks.medusa            measure, write the rows, render the page
+    python -m benchmarks.medusa --render   render the page from the rows that are there
+    python -m benchmarks.medusa --small    a minute's worth, printed and not written
+
+Rows: `docs/results/medusa.jsonl`. Page: `docs/results/medusa.md`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import TextStreamer
+
+from benchmarks.environment import describe_environment
+from benchmarks.records import (
+    RESULTS,
+    Row,
+    environment_line,
+    markdown_table,
+    read_rows,
+    write_rows,
+)
+from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.answering import continue_ids
+from snapkv.decoding import methods
+from snapkv.decoding.methods import DraftMethod
+from snapkv.evaluate.haystack import load_haystack
+from snapkv.measure.timing import alternate, ratios, spread
+from snapkv.models import LoadedModel, load
+from snapkv.policies import Policy
+from snapkv.prompts import question_prompt
+from snapkv.settings import GenerationSettings
+
+ROWS = RESULTS / "medusa.jsonl"
+PAGE = RESULTS / "medusa.md"
+
+QUESTION = "Summarize the text above."
+BASELINES = ("plain, full cache", "Medusa, full cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured."""
+
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 6144)
+    budget: int = 512
+    tokens: int = 64
+    rounds: int = 3
+
+
+SMALL = Sizes(lengths=(256,), budget=64, tokens=12, rounds=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """One text, and what it took behind its first token."""
+
+    tokens: tuple[int, ...]
+    ms_per_token: float
+    acceptance_length: float
+    held_bytes: int
+
+
+class Clock(TextStreamer):
+    """Notes when the first and the last tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        """Tokens have come."""
+        self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        """No more will come."""
+
+    def ms_per_token(self) -> float:
+        """Of the tokens behind the first step; the prompt itself is put first."""
+        return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A cache and a way to decode on it.
+
+    Attributes:
+        like: the contender whose text it must give, token for token.
+    """
+
+    name: str
+    policy: Policy
+    like: str
+    drafts: DraftMethod | None = field(default=None)
+
+
+def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
+    """Figure 9's three, what SnapKV alone does, and self-speculation."""
+    full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
+    medusa = methods.medusa(loaded, heads)
+    plain, compressed = "plain, full cache", "plain, SnapKV"
+    return [
+        Contender(name=plain, policy=full, like=plain),
+        Contender(name="Medusa, full cache", policy=full, like=plain, drafts=medusa),
+        Contender(name=compressed, policy=kept, like=compressed),
+        Contender(name="Medusa, SnapKV", policy=kept, like=compressed, drafts=medusa),
+        Contender(
+            name="self-speculation, SnapKV drafts",
+            policy=kept,
+            like=plain,
+            drafts=methods.self_speculation(),
+        ),
+    ]
+
+
+def measure(sizes: Sizes, heads: str) -> Iterator[Row]:
+    """A row per contender and length, and one per pair."""
+    environment, loaded = describe_environment(), load("demo")
+    common = {"model": loaded.description(), "environment": environment}
+    everyone = contenders(loaded, sizes.budget, heads)
+    for length in sizes.lengths:
+        ids = _prompt(loaded, length)
+        runs = alternate(
+            {one.name: _run(loaded, one, ids, sizes) for one in everyone},
+            rounds=sizes.rounds,
+            warmup_rounds=0 if sizes.rounds > 2 else 1,
+        )
+        _require_same_texts(everyone, runs)
+        for row in _rows(everyone, runs, ids.shape[1], sizes):
+            print(row, file=sys.stderr)
+            yield {**row, **common}
+
+
+def _prompt(loaded: LoadedModel, length: int) -> Tensor:
+    """(1, length) int64: essays and a question behind them."""
+    tokenizer = loaded.tokenizer
+    frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
+    words = tokenizer(load_haystack().text, add_special_tokens=False, verbose=False)["input_ids"]
+    text = tokenizer.decode(words[: length - frame])
+    ids: Tensor = question_prompt(tokenizer, text, QUESTION).token_ids(tokenizer)
+    return ids
+
+
+def _run(loaded: LoadedModel, one: Contender, ids: Tensor, sizes: Sizes) -> Callable[[], Decoded]:
+    settings = GenerationSettings(max_new_tokens=sizes.tokens, min_new_tokens=sizes.tokens)
+
+    def run() -> Decoded:
+        cache, clock = CompressedCache(loaded.model, one.policy), Clock()
+        text = continue_ids(loaded, ids, cache, settings, streamer=clock, drafts=one.drafts)
+        tally: dict[str, Any] = {} if one.drafts is None else one.drafts.tally(sizes.tokens, 1)
+        return Decoded(
+            tokens=tuple(text[0, ids.shape[1] :].tolist()),
+            ms_per_token=clock.ms_per_token(),
+            acceptance_length=tally.get("acceptance_length", 1.0),
+            held_bytes=cache.report().held_bytes + tally.get("full_cache_bytes", 0),
+        )
+
+    return run
+
+
+def _require_same_texts(everyone: Sequence[Contender], runs: dict[str, list[Decoded]]) -> None:
+    """No time counts of a decoding that gives another text."""
+    for one in everyone:
+        if {run.tokens for run in runs[one.name]} != {runs[one.like][0].tokens}:
+            raise AssertionError(f"expected {one.name} to give the text of {one.like}")
+
+
+def _rows(
+    everyone: Sequence[Contender], runs: dict[str, list[Decoded]], length: int, sizes: Sizes
+) -> Iterator[Row]:
+    times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
+    for one in everyone:
+        found = runs[one.name][0]
+        yield {
+            "benchmark": "medusa",
+            "contender": one.name,
+            "prompt_tokens": length,
+            "budget": sizes.budget,
+            "tokens": sizes.tokens,
+            "ms_per_token": spread(times[one.name], 2),
+            "samples_ms": [round(ms, 2) for ms in times[one.name]],
+            "faster_than": {
+                base: spread(ratios(times[base], times[one.name]), 3)
+                for base in BASELINES
+                if base != one.name
+            },
+            "acceptance_length": round(found.acceptance_length, 3),
+            "held_bytes": found.held_bytes,
+        }
+
+
+def render(rows: list[Row]) -> str:
+    """The page that these rows make."""
+    first = rows[0]
+    lengths = sorted({row["prompt_tokens"] for row in rows})
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    cells = {(row["contender"], row["prompt_tokens"]): row for row in rows}
+    header = ["decoding", *(f"{length:,}" for length in lengths)]
+
+    def table(cell: Callable[[Row], str]) -> str:
+        return markdown_table(
+            header, [[name, *(cell(cells[name, n]) for n in lengths)] for name in names]
+        )
+
+    return (
+        "\n\n".join(
+            [
+                "# Drafts on compressed caches",
+                f"The paper's case study (Fig. 9). The demo model summarizes essays in "
+                f"{first['tokens']} tokens; SnapKV keeps {first['budget']}. Contenders take turns; "
+                f"times are medians of {len(first['samples_ms'])} rounds, per token behind the "
+                "first step. Every text is checked to be that of plain decoding on the same cache, "
+                "token for token; for self-speculation, on the full cache.",
+                environment_line(rows) + ".",
+                "## Milliseconds per token, by prompt tokens",
+                table(lambda row: f"{row['ms_per_token']['p50']:.1f}"),
+                "## How many times faster than plain decoding on the full cache",
+                table(lambda row: _faster(row, BASELINES[0])),
+                "## How many times faster than Medusa on the full cache",
+                table(lambda row: _faster(row, BASELINES[1])),
+                "## Tokens per verifying pass",
+                table(lambda row: f"{row['acceptance_length']:.2f}"),
+                "Rendered from `medusa.jsonl` by `python -m benchmarks.medusa`; each row has all "
+                "settings.",
+            ]
+        )
+        + "\n"
+    )
+
+
+def _faster(row: Row, base: str) -> str:
+    found = row["faster_than"].get(base)
+    return "" if found is None else f"{found['p50']:.2f}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure unless told only to render."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
+    parser.add_argument("--small", action="store_true", help="small sizes, printed, not written")
+    parser.add_argument("--heads", default="demo", help="folder of the heads")
+    given = parser.parse_args(arguments)
+    if given.small:
+        print(render(list(measure(SMALL, given.heads))))
+        return
+    if not given.render:
+        write_rows(ROWS, measure(Sizes(), given.heads))
+    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

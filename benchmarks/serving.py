@@ -1,0 +1,372 @@
+"""vLLM with compressed prompts beside stock vLLM, in turns, in one process.
+
+    .venv-vllm/bin/python -m benchmarks.serving            measure, write the rows, render the page
+    .venv-vllm/bin/python -m benchmarks.serving --small    small sizes, printed only
+    .venv-vllm/bin/python -m benchmarks.serving --render   render the page from the rows
+
+Needs `make .venv-vllm/.installed`. Rows: `docs/results/serving.jsonl`. Page:
+`docs/results/serving.md`.
+"""
+
+import os
+
+# One engine after the other in this process, threads as the system gives them.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.environment import describe_environment
+from benchmarks.magic_number import Document, make_documents
+from benchmarks.records import (
+    RESULTS,
+    Row,
+    environment_line,
+    markdown_table,
+    read_rows,
+    write_rows,
+)
+from snapkv import CompressedCache, SnapKV
+from snapkv.evaluate.haystack import load_haystack
+from snapkv.models import LoadedModel, load, place_of
+from snapkv.serving import engine_args
+from snapkv.serving.versions import installed
+
+ROWS = RESULTS / "serving.jsonl"
+PAGE = RESULTS / "serving.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        equal_prompts: prompts of the comparison with stock vLLM, of `equal_tokens` and fewer.
+        library_prompts: prompts of the comparison with the library.
+        requests: sent at once in the comparison of speed, `rounds` times.
+        blocks: what the pool holds, of 128 tokens.
+    """
+
+    equal_prompts: int = 64
+    equal_tokens: int = 1000
+    library_prompts: int = 16
+    library_tokens: int = 1500
+    requests: int = 16
+    prompt_tokens: int = 4000
+    new_tokens: int = 256
+    blocks: int = 112
+    rounds: int = 2
+    budget: int = 512
+
+
+SMALL = Sizes(
+    equal_prompts=3,
+    equal_tokens=200,
+    library_prompts=2,
+    library_tokens=300,
+    requests=3,
+    prompt_tokens=600,
+    new_tokens=16,
+    blocks=12,
+    rounds=1,
+    budget=128,
+)
+BLOCK_TOKENS = 128
+ANSWER_TOKENS = 32
+VOTES = {"kernel_size": 13}
+
+
+@dataclass
+class Steps:
+    """What the steps of a batch took.
+
+    Attributes:
+        prefill: seconds of steps with prompt tokens.
+        decode: seconds of steps with none.
+        running: requests in each step.
+    """
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """vLLM over the demo model, stock or with compressed prompts."""
+
+    def __init__(self, *, budget: int | None, dtype: str, blocks: int, most_tokens: int) -> None:
+        from vllm import LLM
+
+        bytes_each = torch.finfo(getattr(torch, dtype)).bits // 8
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "max_model_len": most_tokens,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * 30 * 3 * 64 * 2 * bytes_each,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": 2048,
+            "disable_log_stats": True,
+        }
+        if budget is not None:
+            options = engine_args(budget=budget, parameters=VOTES, **options)
+        self._llm = LLM(place_of("demo"), **options)
+        self._core = self._llm.llm_engine.engine_core.engine_core
+
+    def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Steps]:
+        """Greedy answers of all prompts sent at once, and what the steps took."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        for number, ids in enumerate(prompts):
+            self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        found: dict[int, list[int]] = {}
+        steps = Steps()
+        while self._llm.llm_engine.has_unfinished_requests():
+            start = time.perf_counter()
+            outputs = self._llm.llm_engine.step()
+            self._note(steps, time.perf_counter() - start)
+            for one in outputs:
+                found[int(one.request_id)] = list(one.outputs[0].token_ids)
+        return [found[number] for number in range(len(prompts))], steps
+
+    def watch_steps(self) -> None:
+        """Keep the numbers of tokens that each step computes."""
+        schedule = self._core.scheduler.schedule
+
+        def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
+            self._scheduled = schedule(*args, **kwargs)
+            return self._scheduled
+
+        self._core.scheduler.schedule = schedule_and_note
+
+    def _note(self, steps: Steps, seconds: float) -> None:
+        scheduled = getattr(self, "_scheduled", None)
+        if scheduled is None:
+            return
+        tokens = scheduled.num_scheduled_tokens
+        prefill = any(count > 1 for count in tokens.values())
+        (steps.prefill if prefill else steps.decode).append(seconds)
+        steps.running.append(len(tokens))
+
+    def kept_sets(self) -> dict[int, list[torch.Tensor]]:
+        """From now on, what every layer keeps, by the length of the prompt."""
+        compressor = self._core.model_executor.driver_worker.worker.model_runner._compressor
+        keep, noted = compressor._keep_indices, {}
+
+        def keep_and_note(*args: Any) -> torch.Tensor:
+            indices: torch.Tensor = keep(*args)
+            noted.setdefault(args[3].prompt_tokens, []).append(indices)
+            return indices
+
+        compressor._keep_indices = keep_and_note
+        return noted
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._core.shutdown()
+        del self._llm, self._core
+        gc.collect()
+
+
+def equal_to_stock(sizes: Sizes, documents: list[Document]) -> Row:
+    """Share of prompts within the budget whose tokens are stock vLLM's."""
+    most = sizes.equal_tokens
+    prompts = [d.prompt_ids[-(most - 7 * n) :] for n, d in enumerate(documents)]
+    room = {"dtype": "float32", "blocks": 40, "most_tokens": 2048}
+    answers = []
+    for budget in (None, most):
+        engine = Engine(budget=budget, **room)
+        answers.append(engine.answers(prompts, ANSWER_TOKENS)[0])
+        engine.close()
+    same = sum(mine == stock for stock, mine in zip(*answers, strict=True))
+    return {"part": "budget of the prompt", "prompts": len(prompts), "same_answers": same}
+
+
+def like_the_library(sizes: Sizes, documents: list[Document], loaded: LoadedModel) -> Row:
+    """Share of kept sets that are the library's, and of answers, beside stock and transformers."""
+    prompts = [d.prompt_ids[-(sizes.library_tokens + n) :] for n, d in enumerate(documents)]
+    room = {"dtype": "float32", "blocks": 60, "most_tokens": 2048}
+    engine = Engine(budget=sizes.budget, **room)
+    kept = engine.kept_sets()
+    mine = engine.answers(prompts, ANSWER_TOKENS)[0]
+    engine.close()
+    engine = Engine(budget=None, **room)
+    stock = engine.answers(prompts, ANSWER_TOKENS)[0]
+    engine.close()
+    sets = same_sets = same = same_stock = 0
+    for ids, answer, whole in zip(prompts, mine, stock, strict=True):
+        cache = CompressedCache(loaded.model, SnapKV(sizes.budget, **VOTES))
+        same += answer == _generate(loaded, ids, cache)
+        same_stock += whole == _generate(loaded, ids, None)
+        for layer, keep in enumerate(kept[len(ids)]):
+            theirs = cache.kept_positions(layer)[..., : sizes.budget]
+            sets += keep.shape[1]
+            same_sets += int((keep == theirs).all(dim=-1).sum())
+    return {
+        "part": "library",
+        "prompts": len(prompts),
+        "budget": sizes.budget,
+        "sets": sets,
+        "same_sets": same_sets,
+        "same_answers": same,
+        "stock_like_transformers": same_stock,
+    }
+
+
+def _generate(loaded: LoadedModel, ids: list[int], cache: CompressedCache | None) -> list[int]:
+    prompt = torch.tensor([ids])
+    output = loaded.model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=ANSWER_TOKENS,
+        min_new_tokens=ANSWER_TOKENS,
+        do_sample=False,
+    )
+    answer: list[int] = output[0, len(ids) :].tolist()
+    return answer
+
+
+def speed(sizes: Sizes, documents: list[Document], loaded: LoadedModel) -> Iterator[Row]:
+    """The same requests by either engine in turns, both ready all the time."""
+    room = {
+        "dtype": "bfloat16",
+        "blocks": sizes.blocks,
+        "most_tokens": sizes.prompt_tokens + sizes.new_tokens,
+    }
+    engines = {"stock": Engine(budget=None, **room), "snapkv": Engine(budget=sizes.budget, **room)}
+    prompts = [document.prompt_ids for document in documents]
+    for engine in engines.values():
+        engine.watch_steps()
+        engine.answers(prompts[:1], 2)  # warm
+    for number in range(sizes.rounds):
+        for name, engine in engines.items():
+            start = time.perf_counter()
+            answers, steps = engine.answers(prompts, sizes.new_tokens)
+            seconds = time.perf_counter() - start
+            print(f"round {number}, {name}: {seconds:.1f} s", file=sys.stderr)
+            yield {
+                "part": "speed",
+                "engine": name,
+                "round": number,
+                "requests": len(prompts),
+                "prompt_tokens": sizes.prompt_tokens,
+                "new_tokens": sizes.new_tokens,
+                "blocks": sizes.blocks,
+                "budget": sizes.budget if name == "snapkv" else None,
+                "seconds": round(seconds, 2),
+                "prefill_seconds": round(sum(steps.prefill), 2),
+                "decode_seconds": round(sum(steps.decode), 2),
+                "decode_steps": len(steps.decode),
+                "most_running": max(steps.running),
+                "needles": _found(documents, answers),
+            }
+    for engine in engines.values():
+        engine.close()
+
+
+def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
+    return sum(
+        answer[: len(document.answer_ids)] == document.answer_ids
+        for document, answer in zip(documents, answers, strict=True)
+    )
+
+
+def measure(sizes: Sizes) -> Iterator[Row]:
+    """All parts; every row says with what it was measured."""
+    loaded, haystack = load("demo"), load_haystack()
+    environment = describe_environment() | {"vllm": installed()}
+
+    def documents(count: int, tokens: int) -> list[Document]:
+        return make_documents(loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)
+
+    parts: list[Callable[[], Iterator[Row]]] = [
+        lambda: iter([equal_to_stock(sizes, documents(sizes.equal_prompts, sizes.equal_tokens))]),
+        lambda: iter(
+            [
+                like_the_library(
+                    sizes,
+                    documents(sizes.library_prompts, sizes.library_tokens + sizes.library_prompts),
+                    loaded,
+                )
+            ]
+        ),
+        lambda: speed(sizes, documents(sizes.requests, sizes.prompt_tokens), loaded),
+    ]
+    description = loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"}
+    for part in parts:
+        for row in part():
+            yield {**row, "votes": VOTES, "model": description, "environment": environment}
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page, out of nothing but rows."""
+    equal = next(row for row in rows if row["part"] == "budget of the prompt")
+    library = next(row for row in rows if row["part"] == "library")
+    table = [_line(name, rows) for name in ("stock", "snapkv")]
+    first = next(row for row in rows if row["part"] == "speed")
+    header = ("engine", "seconds", "prefill s", "decode s", "decode steps", "most at once", "found")
+    return f"""# Serving: stock vLLM and compressed prompts
+
+{environment_line(rows)}, vLLM {rows[0]["environment"]["vllm"]}.
+Made by `python -m benchmarks.serving`; rows in `serving.jsonl`.
+
+With a budget of the prompt's length, {equal["same_answers"]} of {equal["prompts"]} greedy answers
+of {ANSWER_TOKENS} tokens are stock vLLM's (float32).
+
+At budget {library["budget"]}, {library["same_sets"]} of {library["sets"]} kept sets (one a prompt,
+layer and KV head) are those of `CompressedCache`, and {library["same_answers"]} of
+{library["prompts"]} answers. Of stock vLLM's answers {library["stock_like_transformers"]} are those
+of transformers.
+
+{first["requests"]} requests of {first["prompt_tokens"]:,} prompt and {first["new_tokens"]} new
+tokens at once, in {first["blocks"]} blocks of {BLOCK_TOKENS} tokens, bfloat16; kernel
+{VOTES["kernel_size"]}, max pooling. Either engine in turns, median of the rounds. "Found" are the
+magic numbers in the answers.
+
+{markdown_table(header, table)}
+"""
+
+
+def _line(name: str, rows: Sequence[Row]) -> list[str]:
+    mine = [row for row in rows if row.get("engine") == name]
+
+    def median(key: str) -> float:
+        return statistics.median(row[key] for row in mine)
+
+    label = name if mine[0]["budget"] is None else f"{name}, budget {mine[0]['budget']}"
+    seconds = [f"{median(f'{part}seconds'):.1f}" for part in ("", "prefill_", "decode_")]
+    counts = [f"{median(key):.0f}" for key in ("decode_steps", "most_running")]
+    return [label, *seconds, *counts, f"{median('needles'):.0f}/{mine[0]['requests']}"]
+
+
+def main() -> None:
+    """Measure or render."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="small sizes, printed only")
+    parser.add_argument("--render", action="store_true", help="only render the page")
+    given = parser.parse_args()
+    if given.small:
+        rows = list(measure(SMALL))
+        print("\n".join(json.dumps(row) for row in rows))
+        print(page(rows))
+        return
+    if not given.render:
+        write_rows(ROWS, measure(Sizes()))
+    PAGE.write_text(page(read_rows(ROWS)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

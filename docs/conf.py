@@ -1,0 +1,20 @@
+"""How Sphinx builds these pages; `make docs` does."""
+
+import snapkv
+
+project = "snapkv"
+author = "the snapkv contributors"
+release = snapkv.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"snapkv {release}"
+html_copy_source = False
+exclude_patterns = ["results/*.jsonl"]
+default_role = "code"  # docstrings write `names` with single quotes, as Markdown does
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Keys", "params_style")]

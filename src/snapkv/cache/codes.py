@@ -1,0 +1,122 @@
+"""Keys and values in few bits.
+
+Integers are asymmetric, in groups of up to 32 numbers with a scale and a least value each, as in
+KIVI (Liu et al., ICML 2024): keys along the tokens, where a channel's numbers are alike, values
+along the channels. fp8 is e4m3 with a scale per token. transformers' quantised layers are not used:
+their codes have no bytes to report, no rows to reorder and no form on disk, and they quantise again
+what they have quantised before.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Bits = Literal["int8", "int4", "fp8"]
+
+GROUP = 32
+_LARGEST_FP8 = 448.0
+_LEVELS = {"int8": 255, "int4": 15}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codes:
+    """Quantised (B, H, N, D) states.
+
+    Attributes:
+        codes: uint8 or float8, (B, H, N, D), or (B, H, N, D / 2) with two numbers a byte; N and D
+            are padded to whole groups along the grouped axis.
+        scale: float32 for fp8, else float16; what a step is worth.
+        least: float16, what zero stands for; None for fp8.
+        bits: "int8", "int4" or "fp8".
+        along: axis of the groups, -2 for tokens or -1 for channels.
+        shape: of the states.
+        dtype: of the states, by name.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    least: Tensor | None
+    bits: Bits
+    along: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of codes, scales and least values."""
+        return sum(part.nbytes for part in (self.codes, self.scale, self.least) if part is not None)
+
+    def rows(self, chosen: Tensor) -> "Codes":
+        """The rows in that order."""
+        codes, scale, least = (
+            None if part is None else part.index_select(0, chosen.to(part.device))
+            for part in (self.codes, self.scale, self.least)
+        )
+        assert codes is not None
+        assert scale is not None
+        shape = (len(chosen), *self.shape[1:])
+        return replace(self, codes=codes, scale=scale, least=least, shape=shape)
+
+    def states(self) -> Tensor:
+        """What they stand for, (B, H, N, D) in the dtype of the original."""
+        dtype = getattr(torch, self.dtype)
+        if self.least is None:
+            fp8 = self.codes.view(torch.float8_e4m3fn).float()
+            return (fp8 * self.scale).to(dtype)
+        codes = self.codes
+        if self.bits == "int4":
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        grouped = _grouped(codes, self.along, self.shape[self.along]).float()
+        whole = grouped * self.scale.float() + self.least.float()
+        N, D = self.shape[-2:]
+        return _ungrouped(whole, self.along)[..., :N, :D].to(dtype)
+
+
+def quantise(states: Tensor, bits: Bits, *, along: int) -> Codes:
+    """(B, H, N, D) states in few bits.
+
+    Args:
+        states: any floating dtype.
+        bits: "int8", "int4" or "fp8".
+        along: axis of the groups of integers, -2 or -1.
+    """
+    options = {
+        "bits": bits,
+        "along": along,
+        "shape": tuple(states.shape),
+        "dtype": str(states.dtype).removeprefix("torch."),
+    }
+    if bits == "fp8":
+        scale = states.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / _LARGEST_FP8
+        codes = (states.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        return Codes(codes=codes, scale=scale, least=None, **options)  # type: ignore[arg-type] # a dict of several kinds
+    size = states.shape[along]
+    grouped = _grouped(_whole_groups(states.float(), along), along, size)
+    axis = -1 if along == -1 else -2
+    lowest, highest = grouped.amin(dim=axis, keepdim=True), grouped.amax(dim=axis, keepdim=True)
+    least = lowest.half()
+    scale = ((highest - least.float()) / _LEVELS[bits]).clamp(min=1e-7).half()
+    steps = (grouped - least.float()) / scale.float()
+    codes = _ungrouped(steps.round().clamp(0, _LEVELS[bits]).to(torch.uint8), along)
+    if bits == "int4":
+        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return Codes(codes=codes, scale=scale, least=least, **options)  # type: ignore[arg-type] # the same
+
+
+def _whole_groups(states: Tensor, along: int) -> Tensor:
+    """The last number again and again, up to a whole group."""
+    missing = -states.shape[along] % min(GROUP, states.shape[along])
+    padding = (0, missing, 0, 0) if along == -1 else (0, 0, 0, missing)
+    return F.pad(states, padding, mode="replicate") if missing else states
+
+
+def _grouped(states: Tensor, along: int, size: int) -> Tensor:
+    """(B, H, N, D) as (B, H, N, groups, 32) or (B, H, groups, 32, D); smaller than 32 is one."""
+    return torch.unflatten(states, along, (-1, min(GROUP, size)))
+
+
+def _ungrouped(grouped: Tensor, along: int) -> Tensor:
+    return grouped.flatten(-2) if along == -1 else grouped.flatten(-3, -2)

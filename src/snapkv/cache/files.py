@@ -1,0 +1,161 @@
+"""Sealed safetensors files: whole or not there, and refused if a single byte has changed."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from snapkv.errors import CacheFileError
+
+_FORMAT = "snapkv cache 1"
+_UNSEALED = "0" * 64
+_SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+_MOST_HEADER_BYTES = 100_000_000  # what safetensors itself allows
+_BLOCK_BYTES = 1 << 22
+
+
+def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any]) -> None:
+    """Write tensors and notes to a file, which appears under its name when it is complete.
+
+    The file's header holds the SHA-256 of all its bytes, with zeros in the digest's own place.
+
+    Args:
+        path: the file; one that is there is replaced at the end.
+        tensors: what to write, from any device.
+        notes: JSON.
+
+    Raises:
+        CacheFileError: the file cannot be written; what stood under its name still does.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    metadata = {"format": _FORMAT, "notes": json.dumps(notes), "sha256": _UNSEALED}
+    whole = {name: _alone(tensor) for name, tensor in tensors.items()}
+    try:
+        try:
+            save_file(whole, partial, metadata)
+            _seal(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        _flush_folder(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise CacheFileError(
+            f"path: expected to write a cache to {str(path)!r}, got: {error}; choose another place"
+        ) from error
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and notes of a file that `write_sealed` has written, in the host's memory.
+
+    Args:
+        path: the file.
+
+    Raises:
+        CacheFileError: no such file, not such a file, or one that has changed since.
+    """
+    try:
+        with path.open("rb") as file:
+            _require_seal(file, path)
+            checked = _identity(os.fstat(file.fileno()))
+            with safe_open(path, framework="pt") as content:
+                metadata = content.metadata()
+                notes: dict[str, Any] = json.loads(metadata["notes"])
+                tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 - no mapping
+            if _identity(path.stat()) != checked:
+                raise _damaged(path, "it was replaced while it was read")
+    except FileNotFoundError as error:
+        raise CacheFileError(
+            f"path: expected a cache that was saved before, got no file at {str(path)!r}; save one "
+            "with cache.save(path)"
+        ) from error
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        if isinstance(error, CacheFileError):
+            raise
+        raise _damaged(path, str(error)) from error
+    if metadata.get("format") != _FORMAT:
+        raise _damaged(path, f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
+    return tensors, notes
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """On the host, in memory of its own: safetensors writes no views."""
+    here = tensor.detach().cpu().contiguous()
+    shared = here.data_ptr() == tensor.data_ptr() or here.untyped_storage().nbytes() != here.nbytes
+    return here.clone() if shared else here
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _seal(path: Path) -> None:
+    """Put the digest of the file into its place, and the file onto the disk."""
+    with path.open("r+b") as file:
+        _, start = _find_seal(file, path)
+        digest = _digest(file, start)
+        file.seek(start)
+        file.write(digest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Let the new name survive a loss of power; not every system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _require_seal(file: BinaryIO, path: Path) -> None:
+    """Refuse a file whose bytes are not those that were sealed."""
+    sealed, start = _find_seal(file, path)
+    if _digest(file, start) != sealed:
+        raise _damaged(path, "its bytes are not those that were saved")
+
+
+def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:
+    """The digest in the file's header, and where it begins."""
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    if size > min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+        raise _damaged(path, "its header is not one of a saved cache")
+    found = list(_SEAL.finditer(file.read(size)))
+    if len(found) != 1:
+        raise _damaged(path, "its header is not one of a saved cache")
+    return found[0].group(1).decode(), 8 + found[0].start(1)
+
+
+def _digest(file: BinaryIO, start: int) -> str:
+    """SHA-256 of the file, read with zeros from `start` in the place of the digest."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    digest.update(file.read(start))
+    file.seek(len(_UNSEALED), os.SEEK_CUR)
+    digest.update(_UNSEALED.encode())
+    for block in _blocks(file):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(_BLOCK_BYTES):
+        yield block
+
+
+def _damaged(path: Path, why: str) -> CacheFileError:
+    return CacheFileError(
+        f"path: expected a cache that cache.save has written, whole and unchanged, got "
+        f"{str(path)!r}: {why}; save it again"
+    )

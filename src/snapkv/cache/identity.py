@@ -1,0 +1,80 @@
+"""Which model a saved cache belongs to."""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.errors import CacheMismatchError
+
+_SAMPLES = 16
+_SETTINGS = (
+    "model_type",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+)
+
+
+def identity_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells a model from others, ready for JSON.
+
+    The weights are told by name, shape and sixteen values of each: any training changes some of
+    them, and reading all of a large model would take longer than reading most prompts.
+    """
+    config = model.config.get_text_config(decoder=True)
+    settings = {name: getattr(config, name, None) for name in _SETTINGS}
+    return {
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "settings": repr(sorted(settings.items())),
+        "weights": _weights(model),
+    }
+
+
+def require_identity(model: PreTrainedModel, saved: Any) -> None:
+    """Refuse a model other than the one that filled a cache.
+
+    Raises:
+        CacheMismatchError: it is another one; the message says in what.
+    """
+    own = identity_of(model)
+    for part, value in own.items():
+        other = saved.get(part) if isinstance(saved, dict) else None
+        if other != value:
+            shown = part in ("class", "dtype")
+            expected = (
+                f"the model that filled the cache ({part} {other})"
+                if shown
+                else (f"the model that filled the cache, with its {part}")
+            )
+            got = f"{part} {value}" if shown else f"a {own['class']} with other {part}"
+            raise CacheMismatchError(
+                f"model: expected {expected}, got {got}; load the model the cache was saved with"
+            )
+
+
+@torch.no_grad()
+def _weights(model: PreTrainedModel) -> str:
+    """SHA-256 over all parameters' names and shapes and some of their bytes."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(_sample(parameter.detach()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some values, evenly spread, as bytes on the host."""
+    last = max(parameter.numel() - 1, 0)
+    count = min(_SAMPLES, parameter.numel())
+    places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)
+    return parameter.reshape(-1)[places].cpu().contiguous().view(torch.uint8)

@@ -1,0 +1,102 @@
+"""One attention call of the model: as it was made, and over what a layer stores."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from snapkv import ops
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.ragged import RaggedStates
+from snapkv.masks import stored_mask, tree_mask
+
+Attended = tuple[Tensor, Tensor | None]
+"""Output (B, Q, Hq, D), and weights where the implementation gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One attention call, as the model made it.
+
+    Attributes:
+        function: the wrapped attention; `implementation` is its name, such as "sdpa".
+        query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
+        options: the remaining keyword arguments (scaling, dropout, softcap, ...).
+        visible: (Q, Q) bool, who sees whom where the queries are a tree of candidates, or None.
+    """
+
+    function: Callable[..., Any]
+    implementation: str
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: dict[str, Any]
+    visible: Tensor | None
+
+    def attend(self) -> Attended:
+        """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
+        mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
+        if self.visible is not None:
+            mask = tree_mask(self.implementation, mask, self.visible, self.query, S)
+        elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
+            mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
+        output, weights = self.function(
+            self.module, self.query, self.key, self.value, mask, **self.options
+        )
+        return output, weights
+
+
+def attend_stored(
+    call: AttentionCall, layer: CompressedLayer, rebuild_mask: bool = False, drafts: int = 0
+) -> Attended:
+    """Attend to what a compressed layer stores, the queries' own tokens last.
+
+    The model makes one mask for all layers, as wide as the first one, or none where that one has
+    nothing to hide; a layer that stores another number of tokens, or hides other slots than the
+    padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
+    """
+    if layer.ragged is not None:
+        return _attend_ragged(call, layer.ragged), None
+    mask = call.mask
+    other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
+    unmasked = mask is None and layer.holds_fillers
+    if rebuild_mask or other_width or unmasked or layer.hides_more_than_padding:
+        past = layer.visible_slots(layer.stored_tokens - drafts - call.query.shape[2])
+        call = replace(call, mask=stored_mask(call.implementation, past, call.query))
+    if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
+        call = replace(call, module=_Ungrouped(call.module))
+    return call.attend()
+
+
+def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
+    """Attend to heads of different length and to the common tail behind the prompt."""
+    scaling = call.options.get("scaling")
+    output = ops.ragged_attention(
+        call.query,
+        ragged.keys,
+        ragged.values,
+        ragged.layout,
+        call.key,
+        call.value,
+        scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=call.options.get("softcap"),
+        sinks=call.options.get("s_aux"),
+        own_visible=call.visible,
+    )
+    return output.transpose(1, 2).contiguous()
+
+
+class _Ungrouped:
+    """An attention module whose keys are already stored once per query head."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -1,0 +1,165 @@
+"""`snapkv chat`: a conversation about documents."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snapkv import documents
+from snapkv.cli.options import RunOptions, with_options
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
+from snapkv.suggestions import nearest
+
+if TYPE_CHECKING:
+    from snapkv.conversation import Conversation
+
+
+@with_options(RunOptions)
+def chat(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE...]", help="Text, source code, HTML, PDF or a folder"),
+    ] = None,
+    recall: Annotated[
+        str | None,
+        typer.Option(
+            help="Where evicted tokens wait for the next question: host, a folder, or none",
+            show_default="host, or none for methods that evict while generating",
+        ),
+    ] = None,
+    *,
+    options: RunOptions,
+) -> None:
+    """Answer questions about documents, one after another, in one small cache.
+
+    Questions are read from standard input, a line each. /stats shows what the cache holds, /save
+    FILE writes the conversation, /load FILE goes on with a saved one, /quit ends.
+    """
+    if options.compare:
+        raise InvalidArgumentError("compare: expected it with ask, got it with chat; leave it out")
+    if options.answer_start:
+        raise InvalidArgumentError(
+            "answer_start: expected it with ask, got it with chat; leave it out"
+        )
+    settings = options.settings()
+    if files and documents.STDIN in files:
+        raise InvalidArgumentError(
+            "files: expected files or folders, since the questions come from standard input, got "
+            "-; pass a file"
+        )
+    text = documents.join(documents.read(files)) if files else ""
+
+    from rich.console import Console
+
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.policy import build_policy
+    from snapkv.conversation import Conversation
+
+    policy = build_policy(options)
+    loaded = load_model(options, Console(stderr=True))
+    Chat(
+        Conversation(loaded, policy, settings, document=text, recall=recall),
+        load=lambda path: Conversation.load(path, loaded, settings, policy),
+        as_json=options.json,
+    ).run()
+
+
+class Chat:
+    """Reads lines and answers or obeys them.
+
+    Args:
+        conversation: what the questions belong to.
+        load: brings back a saved conversation.
+        as_json: write one JSON object a line instead of text.
+    """
+
+    def __init__(
+        self,
+        conversation: "Conversation",
+        *,
+        load: Callable[[str], "Conversation"],
+        as_json: bool,
+    ) -> None:
+        self._conversation = conversation
+        self._load = load
+        self._as_json = as_json
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/stats": self._stats,
+            "/save": self._save,
+            "/load": self._replace,
+            "/help": self._help,
+        }
+
+    def run(self) -> None:
+        """Go on until the input ends or says /quit; what goes wrong ends a turn only."""
+        while (line := self._next()) not in (None, "/quit"):
+            try:
+                self._obey(line) if line.startswith("/") else self._answer(line)
+            except OutOfMemoryError:
+                raise
+            except SnapKVError as error:
+                self._note(f"snapkv: error: {error}")
+
+    def _next(self) -> str | None:
+        """The next line with something in it; None where there is none."""
+        while True:
+            if sys.stdin.isatty():
+                self._note("> ", end="")
+            line = sys.stdin.readline()
+            if not line:
+                return None
+            if line.strip():
+                return line.strip()
+
+    def _obey(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if name not in self._commands:
+            known = [*self._commands, "/quit"]
+            raise InvalidArgumentError(
+                f"command: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+            )
+        self._commands[name](argument.strip())
+
+    def _answer(self, question: str) -> None:
+        from snapkv.cli.session import write, write_json
+
+        if self._as_json:
+            answer = self._conversation.ask(question)
+            write_json({"question": question, **asdict(answer)}, indent=None)
+        else:
+            self._conversation.ask(question, on_text=write)
+            write("\n")
+
+    def _stats(self, _: str) -> None:
+        from snapkv.cli.session import write, write_json
+        from snapkv.cli.tables import conversation_lines
+
+        report = self._conversation.report()
+        if self._as_json:
+            write_json({"stats": report}, indent=None)
+        else:
+            write("\n".join(conversation_lines(report)) + "\n")
+
+    def _save(self, path: str) -> None:
+        self._conversation.save(_named(path))
+        self._note(f"saved {path}")
+
+    def _replace(self, path: str) -> None:
+        self._conversation = self._load(_named(path))
+        self._note(f"loaded {path}: {self._conversation.tokens:,} tokens")
+
+    def _help(self, _: str) -> None:
+        self._note("/stats  /save FILE  /load FILE  /quit; anything else is a question")
+
+    def _note(self, text: str, end: str = "\n") -> None:
+        """To standard error, which carries no answers."""
+        sys.stderr.write(" ".join(text.split()) + end if end else text)
+        sys.stderr.flush()
+
+
+def _named(path: str) -> str:
+    if not path:
+        raise InvalidArgumentError("path: expected the name of a file, got none; add it")
+    return path

@@ -1,0 +1,107 @@
+"""`snapkv inspect`: a page that shows what was kept of a document, and why."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from snapkv import documents
+from snapkv.cli.options import MethodOptions, with_options
+from snapkv.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(MethodOptions):
+    """Everything but the documents and the question."""
+
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another method on the same page, with parameters: streaming-llm, "
+            "snapkv:kernel_size=1; again for more",
+            rich_help_panel="What to keep",
+        ),
+    ] = None
+    checks: Annotated[
+        int,
+        typer.Option(
+            help="Parts of the prompt to hide from the answer, one by one; 0 for none",
+            rich_help_panel="Answer",
+        ),
+    ] = 64
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The page to write", rich_help_panel="Output")
+    ] = "inspection.html"
+
+
+@with_options(InspectOptions)
+def inspect(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="Text, source code, HTML, PDF, a folder, or - for stdin"
+        ),
+    ],
+    question: Annotated[str, typer.Option("--question", "-q", help="What to answer")],
+    options: InspectOptions,
+) -> None:
+    """Show on one page which tokens of documents were kept for a question, and why."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    if options.checks < 0:
+        raise InvalidArgumentError(
+            f"checks: expected at least 0, got {options.checks}; pass 0 to leave the check out"
+        )
+    target = _writable(options.output)
+    settings = options.settings()
+    read = documents.read(files)
+
+    import torch  # what is wrong above is said before
+    import transformers
+    from rich.console import Console
+
+    from snapkv import __version__
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.policy import build_policy
+    from snapkv.cli.progress import AnswersProgress
+    from snapkv.cli.sweep import methods
+    from snapkv.evaluate.store import replace_file
+    from snapkv.inspect import as_page, inspect_prompt
+    from snapkv.prompts import question_prompt
+
+    policy = build_policy(options)
+    beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
+    policies = [(policy.name, policy), *[(method.label, method.policy) for method in beside]]
+    console = Console(stderr=True)
+    loaded = load_model(options, console)
+    prompt = question_prompt(
+        loaded.tokenizer, documents.join(read), question, answer_start=options.answer_start
+    )
+    with AnswersProgress(console, "inspecting") as progress:
+        found = inspect_prompt(
+            loaded, prompt, policies, settings, checks=options.checks, on_step=progress.advance
+        )
+    request = {
+        "documents": [document.name for document in read],
+        "question": question,
+        "model": loaded.description(),
+        "settings": asdict(settings),
+        "checks": options.checks,
+        "snapkv": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    replace_file(target, as_page(found, request))
+    typer.echo(f"{target}: {target.stat().st_size:,} bytes, open it in a browser")
+
+
+def _writable(name: str) -> Path:
+    """The page's path, if it can be written when all is done."""
+    target = Path(name)
+    if target.is_dir() or not target.parent.is_dir():
+        raise InvalidArgumentError(
+            f"output: expected a file in an existing folder, got {name!r}; pass for instance "
+            "--output report.html"
+        )
+    return target

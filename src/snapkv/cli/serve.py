@@ -1,0 +1,42 @@
+"""`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
+
+from typing import Annotated
+
+import typer
+
+from snapkv.errors import InvalidArgumentError
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
+    ],
+    policy: Annotated[str, typer.Option(help="snapkv, streaming-llm or tova")] = "snapkv",
+    budget: Annotated[
+        int, typer.Option(help="Tokens kept per head and layer; 0: only where a request asks")
+    ] = 1024,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
+        ),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP with vLLM, from a compressed cache.
+
+    Behind MODEL goes any option of `vllm serve`, such as --max-model-len 32768.
+    """
+    if model.startswith("-"):
+        raise InvalidArgumentError(
+            f"model: expected the model before all options, got {model}; write for instance "
+            "snapkv serve demo --budget 1024"
+        )
+    from snapkv.cli.policy import typed_assignments  # imports torch
+    from snapkv.models import place_of
+    from snapkv.serving import ServingSettings
+    from snapkv.serving.server import serve as run_server
+
+    parameters = typed_assignments(policy, set_ or [])
+    settings = ServingSettings(policy=policy, budget=budget, parameters=parameters)
+    run_server(place_of(model), settings, context.args)

@@ -1,0 +1,170 @@
+"""Medusa: heads guess several tokens ahead, one forward pass verifies a tree of guesses.
+
+Cai et al. (2024), https://arxiv.org/abs/2401.10774. On a compressed cache two counters matter: how
+many tokens the text has, which positions are counted from, and how many slots a layer stores, which
+is the layer's business alone.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.cache import keep_path, verifying
+from snapkv.decoding.acceptance import DELTA, EPSILON, accept_greedily, accept_typically
+from snapkv.decoding.heads import MedusaHeads
+from snapkv.decoding.hidden import LastStates, last_states
+from snapkv.decoding.speculation import (
+    Drafting,
+    Request,
+    Speculation,
+    Verified,
+    begin_verifying,
+)
+from snapkv.decoding.tree import CandidateTree
+from snapkv.errors import InvalidTypeError
+
+NODES_ON_CPU, NODES_ON_GPU = 6, 63
+"""Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
+
+
+class Medusa(Speculation):
+    """Generate with Medusa heads: ``model.generate(..., custom_generate=Medusa(heads))``.
+
+    Greedy text is that of plain decoding on the same cache. With ``do_sample`` drafts are accepted
+    where they are plausible (`accept_typically`), and the text is no sample of the model's
+    distribution.
+
+    Args:
+        heads: of the model, see `load_heads`.
+        tree: which candidates to try; by default the ones most likely to be right, 6 on a CPU and
+            63 on a GPU. It is cut to as many heads as there are.
+        epsilon, delta: see `accept_typically`.
+
+    Raises:
+        InvalidTypeError: `heads` or `tree` is something else.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        tree: CandidateTree | None = None,
+        *,
+        epsilon: float = EPSILON,
+        delta: float = DELTA,
+    ) -> None:
+        super().__init__()
+        if not isinstance(heads, MedusaHeads):
+            raise InvalidTypeError(
+                f"heads: expected MedusaHeads, got {type(heads).__name__}; read them with "
+                "load_heads(folder, model)"
+            )
+        if not isinstance(tree, CandidateTree | None):
+            raise InvalidTypeError(
+                f"tree: expected a CandidateTree or None, got {type(tree).__name__}; pass "
+                "CandidateTree(paths)"
+            )
+        if tree is None:
+            on_cpu = heads.weights.device.type == "cpu"
+            nodes = NODES_ON_CPU if on_cpu else NODES_ON_GPU
+            tree = CandidateTree.likeliest(heads.accuracies, nodes)
+        self.heads = heads
+        self.tree = tree.pruned(heads.num_heads)
+        self.epsilon, self.delta = epsilon, delta
+
+    def accept(
+        self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
+    ) -> list[int]:
+        """The accepted nodes, root first, of tokens (nodes,) and the logits (nodes, V) behind."""
+        if not samples:
+            return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
+        return accept_typically(
+            tree.paths.to(tokens.device),
+            tokens,
+            logits.float().softmax(dim=-1),
+            epsilon=self.epsilon,
+            delta=self.delta,
+        )
+
+    @contextlib.contextmanager
+    def drafting(self, request: Request) -> Iterator[Drafting]:
+        """The candidates for one text."""
+        with last_states(request.model) as states:
+            yield _Candidates(request, self, states)
+
+
+class _Candidates(Drafting):
+    """The candidates of every step.
+
+    Attributes:
+        path: nodes that the last step accepted, root first.
+    """
+
+    def __init__(self, request: Request, medusa: Medusa, states: LastStates) -> None:
+        super().__init__(request)
+        self._medusa, self._states = medusa, states
+        self._path: list[int] = []
+        self._nodes = 0
+        self._hidden: Tensor
+
+    def start(self) -> Tensor:
+        self.request.cache.require_room(
+            self.request.limit - self.request.ids.shape[1] + len(self._medusa.tree.choices)
+        )
+        logits = self.request.read_prompt(self.request.cache)
+        self._hidden = self._states.value[0, -1]
+        begin_verifying(self.request.cache)
+        return logits
+
+    def verify(self, text: Tensor, most_drafts: int) -> Verified:
+        tree = self._medusa.tree.pruned(min(most_drafts, self._medusa.tree.depth))
+        tokens = self._candidates(text, tree)
+        logits = self._read(tokens, tree, len(text) - 1)
+        if len(self.request.processors):
+            logits = self._processed(text, tokens, tree, logits)
+        self._nodes = len(tokens)
+        self._path = self._medusa.accept(tree, tokens, logits, samples=self.request.samples)
+        last = self._path[-1]
+        self._hidden = self._states.value[0, last]
+        accepted = tokens[self._path[1:]].tolist()
+        following = self.request.choose(logits[last].float())
+        return Verified(tokens=[*accepted, following], drafted=len(tokens) - 1)
+
+    def keep(self, tokens: int) -> None:
+        keep_path(self.request.cache, torch.tensor(self._path[:tokens]), self._nodes)
+
+    def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
+        """(nodes,) int64: the token in every node; the text's last one in the root."""
+        if not tree.choices:
+            return text[-1:]
+        guesses = self._medusa.heads.guesses(self._hidden)
+        flat = torch.cat([text[-1:], guesses.flatten().to(text.device)])
+        return flat[tree.picks.to(text.device)]
+
+    def _read(self, tokens: Tensor, tree: CandidateTree, seen_tokens: int) -> Tensor:
+        """(nodes, V): the model's logits behind every node."""
+        device = tokens.device
+        branches: Any = contextlib.nullcontext()
+        if not tree.is_chain:
+            branches = verifying(tree.visible.to(device))
+        with branches:
+            output = self.request.model(
+                tokens[None],
+                position_ids=(seen_tokens + tree.depths.to(device))[None],
+                past_key_values=self.request.cache,
+                use_cache=True,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _processed(
+        self, text: Tensor, tokens: Tensor, tree: CandidateTree, logits: Tensor
+    ) -> Tensor:
+        """The logits as `generate` changes them, given the text and the path to every node."""
+        rows = []
+        for node, seen in enumerate(tree.visible):
+            path = tokens[seen.nonzero()[1:, 0].to(tokens.device)]
+            rows.append(self.request.processed(torch.cat([text, path]), logits[node]))
+        return torch.stack(rows)

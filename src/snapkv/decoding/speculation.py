@@ -1,0 +1,263 @@
+"""The loop that all drafting shares: propose, verify, accept, roll back.
+
+It runs inside transformers' `generate`, as its `custom_generate`, so prompts, limits, stopping,
+logits processors and streaming are those of `generate`. What is drafted, and by whom it is
+verified, is a subclass's business.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
+from transformers.cache_utils import Cache
+
+from snapkv.cache import CompressedCache
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What one text took.
+
+    Attributes:
+        new_tokens: generated, the first included.
+        passes: forward passes of the model behind the prompt that verified drafts.
+        drafted: candidates that were verified.
+        accepted: those of them that are in the text.
+        draft_passes: forward passes that only drafted; 0 for Medusa.
+    """
+
+    new_tokens: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_passes: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verifying pass: 1 where nothing is ever accepted, as in plain decoding."""
+        return (self.new_tokens - 1) / self.passes if self.passes else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `generate` asks for.
+
+    Attributes:
+        model: the model.
+        cache: the cache that the user passed.
+        ids: (1, T) int64, the prompt.
+        samples: whether tokens are drawn.
+        processors: change the logits of a token, given the text before it.
+        limit: most tokens of prompt and text together.
+    """
+
+    model: PreTrainedModel
+    cache: CompressedCache
+    ids: Tensor
+    samples: bool
+    processors: LogitsProcessorList
+    limit: int
+    chunk_tokens: int | None
+
+    def processed(self, text: Tensor, logits: Tensor) -> Tensor:
+        """(V,) float32: the logits of the token behind a text (N,), as `generate` changes them."""
+        changed: Tensor = self.processors(text[None], logits[None].float())
+        return changed[0]
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token, of processed logits (V,)."""
+        if self.samples:
+            return int(torch.multinomial(logits.softmax(dim=-1), 1))
+        return int(logits.argmax())
+
+    def read_prompt(self, cache: Any) -> Tensor:
+        """Read what the cache has not seen of the prompt; (V,) logits behind its last token.
+
+        Raises:
+            CacheMismatchError: the cache has seen as much as that, or more.
+        """
+        seen = cache.get_seq_length()
+        if seen >= self.ids.shape[1]:
+            raise CacheMismatchError(
+                f"input_ids: expected the whole text where drafts are verified, longer than the "
+                f"{seen:,} tokens the cache has seen, got {self.ids.shape[1]:,}; pass all of it"
+            )
+        unread = self.ids[:, seen:]
+        for piece in torch.split(unread, self.chunk_tokens or unread.shape[1], dim=1):
+            output = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What verifying the drafts of one step has shown.
+
+    Attributes:
+        tokens: the accepted drafts and the token that the model takes behind them.
+        drafted: how many drafts there were.
+    """
+
+    tokens: list[int]
+    drafted: int
+
+
+class Drafting(ABC):
+    """The drafts for one text, from the prompt to the last token."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    @abstractmethod
+    def start(self) -> Tensor:
+        """Read the prompt; (V,) logits behind it."""
+
+    @abstractmethod
+    def verify(self, text: Tensor, most_drafts: int) -> Verified:
+        """Draft behind a text (N,), whose last token no cache has seen, and verify.
+
+        At most `most_drafts` tokens one behind the other.
+        """
+
+    @abstractmethod
+    def keep(self, tokens: int) -> None:
+        """Roll the caches back to the text, of which `tokens` of the last step's have come."""
+
+
+class Speculation(ABC):
+    """A way to generate several tokens per forward pass; pass it as ``custom_generate``.
+
+    Attributes:
+        tally: what the last text took.
+    """
+
+    tally: Tally
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    @abstractmethod
+    def drafting(self, request: Request) -> contextlib.AbstractContextManager[Drafting]:
+        """The drafts for one text."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        streamer: TextStreamer | None = None,
+        **model_inputs: Any,
+    ) -> Tensor:
+        """Generate behind a prompt: called by `model.generate`.
+
+        Raises:
+            InvalidArgumentError: more than one sequence, padding, beams, or an output that only
+                plain decoding gives.
+            CacheMismatchError: no `CompressedCache`.
+        """
+        _require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
+        cache = _require_cache(model_inputs.get("past_key_values"))
+        cache.require_drafts()
+        request = Request(
+            model=model,
+            cache=cache,
+            ids=input_ids,
+            samples=generation_config.do_sample,
+            processors=logits_processor,
+            limit=generation_config.max_length,
+            chunk_tokens=generation_config.prefill_chunk_size,
+        )
+        text = input_ids
+        for tokens in self._steps(request, stopping_criteria):
+            text = torch.cat([text, tokens[None]], dim=1)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+        if streamer is not None:
+            streamer.end()
+        return text
+
+    def _steps(self, request: Request, stopping_criteria: Any) -> Iterator[Tensor]:
+        """The tokens that every step adds, until a criterion stops the text."""
+        self.tally = tally = Tally()
+        with self.drafting(request) as drafting:
+            text = request.ids[0]
+            first = request.choose(request.processed(text, drafting.start()))
+            tokens, done = _until_stop(text, [first], stopping_criteria)
+            tally.new_tokens = 1
+            yield tokens
+            text = torch.cat([text, tokens])
+            while not done:
+                step = drafting.verify(text, request.limit - len(text) - 1)
+                tokens, done = _until_stop(text, step.tokens, stopping_criteria)
+                drafting.keep(len(tokens))
+                text = torch.cat([text, tokens])
+                tally.passes += 1
+                tally.new_tokens += len(tokens)
+                tally.drafted += step.drafted
+                tally.accepted += min(len(tokens), len(step.tokens) - 1)
+                yield tokens
+
+
+def _until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
+    """The tokens up to the first that ends the text, and whether one does."""
+    added = torch.tensor(tokens, device=text.device)
+    for count in range(1, len(tokens) + 1):
+        if bool(stopping_criteria(torch.cat([text, added[:count]])[None], None).all()):
+            return added[:count], True
+    return added, False
+
+
+def _require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
+    if ids.shape[0] != 1 or (config.num_beams or 1) > 1:
+        raise InvalidArgumentError(
+            f"input_ids: expected one sequence without beams where drafts are verified, got "
+            f"{ids.shape[0]} with num_beams={config.num_beams}; generate them one by one"
+        )
+    if not ids.shape[1]:
+        raise InvalidArgumentError(
+            "input_ids: expected the prompt as token ids where drafts are verified, got none; "
+            "pass input_ids, not embeddings"
+        )
+    if mask is not None and not bool(mask.all()):
+        raise InvalidArgumentError(
+            "attention_mask: expected no padding where drafts are verified, got a masked position; "
+            "pass the one sequence without pads"
+        )
+    if config.return_dict_in_generate:
+        raise InvalidArgumentError(
+            "return_dict_in_generate: expected False where drafts are verified, got True; leave it "
+            "out"
+        )
+
+
+def _require_cache(cache: Any) -> CompressedCache:
+    if not isinstance(cache, CompressedCache):
+        raise CacheMismatchError(
+            f"past_key_values: expected a CompressedCache where drafts are verified, got "
+            f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep everything"
+        )
+    return cache
+
+
+def begin_verifying(cache: Cache) -> None:
+    """From now on every forward pass holds drafts, some of which are forgotten behind it.
+
+    Raises:
+        UnsupportedModelError: layers that cannot forget; those with a sliding window can.
+    """
+    stuck = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+    if stuck:
+        raise UnsupportedModelError(
+            f"model: expected layers that can forget rejected drafts, got {', '.join(stuck)}; "
+            "generate without drafts"
+        )
+    cache.activate_past_recording()

@@ -1,0 +1,168 @@
+"""Which parts of a prompt the answer needs: hide each from it in turn, and ask again."""
+
+import copy
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.cache import CompressedCache
+
+SINK_TOKENS = 4
+"""Never hidden: heads with nothing to say look at the first tokens, whatever these are."""
+
+_FIRST_SPANS = 24
+_SMALLEST_SPAN = 16
+_PARTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Neighbouring tokens of a prompt that were hidden from the answer.
+
+    Attributes:
+        start: the first of them.
+        stop: behind the last.
+        loss: nats per token of the answer that it became less likely by; negative where more.
+        changed: whether another token would have been chosen anywhere in the answer.
+    """
+
+    start: int
+    stop: int
+    loss: float
+    changed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOut:
+    """The outcome.
+
+    Attributes:
+        answer_ids: what the full cache answers, greedily.
+        spans: from the first to the last, each token in one of them at most; empty where the answer
+            has a single token, which no cache can change.
+    """
+
+    answer_ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+@torch.inference_mode()
+def leave_out(
+    model: Any,
+    cache: CompressedCache,
+    last_logits: Tensor,
+    *,
+    checks: int,
+    answer_tokens: int,
+    keep_last_tokens: int,
+    end_ids: Sequence[int] = (),
+) -> LeaveOut:
+    """Hide parts of a prompt from the answer, not from the prompt, as a compressed cache does.
+
+    The prompt has been read whole. The answer that the full cache gives is fed again while a span
+    of keys and values is hidden from it in all heads and layers. Spans are split where the answer
+    suffered most, until the checks are used up or the spans are small.
+
+    Args:
+        model: the model.
+        cache: what `last_logits` came from: a full cache of the prompt; stays as it is.
+        last_logits: (V,), behind the prompt.
+        checks: how many spans to hide; 0 for none.
+        answer_tokens: of the answer that are looked at.
+        keep_last_tokens: at the end of the prompt, never hidden, since methods keep them.
+        end_ids: tokens that end an answer.
+    """
+    prompt_tokens = cache.get_seq_length()
+    answer = _greedy(model, _branch(cache), last_logits, answer_tokens, end_ids)
+    first, last = SINK_TOKENS, prompt_tokens - keep_last_tokens
+    if checks < 1 or len(answer) < 2 or last - first < _SMALLEST_SPAN:
+        return LeaveOut(answer_ids=tuple(answer), spans=())
+    ids = torch.tensor([answer], device=model.device)
+    baseline, _ = _read_again(model, _branch(cache), ids, prompt_tokens, None)
+
+    def hide(start: int, stop: int) -> Span:
+        score, changed = _read_again(model, _branch(cache), ids, prompt_tokens, (start, stop))
+        return Span(start=start, stop=stop, loss=baseline - score, changed=changed)
+
+    beginnings = _split(first, last, min(_FIRST_SPANS, checks))
+    spans = [hide(start, stop) for start, stop in beginnings]
+    left = checks - len(spans)
+    worst = [(-span.loss, span.start, span) for span in spans]
+    heapq.heapify(worst)
+    done: list[Span] = []
+    while worst:
+        _, _, span = heapq.heappop(worst)
+        parts = _split(span.start, span.stop, _PARTS)
+        if left < len(parts) or span.stop - span.start < 2 * _SMALLEST_SPAN:
+            done.append(span)
+            continue
+        left -= len(parts)
+        for start, stop in parts:
+            part = hide(start, stop)
+            heapq.heappush(worst, (-part.loss, part.start, part))
+    return LeaveOut(
+        answer_ids=tuple(answer), spans=tuple(sorted(done, key=lambda span: span.start))
+    )
+
+
+def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """As many neighbouring spans of about the same length, none shorter than a token."""
+    parts = max(1, min(parts, (stop - start) // _SMALLEST_SPAN))
+    edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _branch(cache: CompressedCache) -> CompressedCache:
+    """A cache that can be fed while the one that it starts from stays as it is.
+
+    Layers append by making new tensors, so theirs are shared; states that are overwritten in place
+    are copied.
+    """
+    branch = copy.copy(cache)
+    branch.layers = [
+        copy.deepcopy(layer) if hasattr(layer, "recurrent_states") else copy.copy(layer)
+        for layer in cache.layers
+    ]
+    return branch
+
+
+def _greedy(
+    model: Any,
+    cache: CompressedCache,
+    last_logits: Tensor,
+    most_tokens: int,
+    end_ids: Sequence[int],
+) -> list[int]:
+    """The likeliest tokens, one by one; an end token is the last."""
+    answer = [int(last_logits.argmax())]
+    while len(answer) < most_tokens and answer[-1] not in end_ids:
+        ids = torch.tensor([answer[-1:]], device=model.device)
+        cache.expect_tokens(ids)
+        answer.append(int(model(ids, past_key_values=cache).logits[0, -1].argmax()))
+    return answer
+
+
+def _read_again(
+    model: Any,
+    cache: CompressedCache,
+    answer: Tensor,
+    prompt_tokens: int,
+    hidden: tuple[int, int] | None,
+) -> tuple[float, bool]:
+    """Mean log-likelihood of the answer behind its first token, and whether a choice changed."""
+    mask = torch.ones(1, prompt_tokens + answer.shape[1] - 1, dtype=torch.int64)
+    if hidden is not None:
+        mask[:, slice(*hidden)] = 0
+    cache.expect_tokens(answer[:, :-1])
+    logits = model(
+        answer[:, :-1], past_key_values=cache, attention_mask=mask.to(model.device)
+    ).logits[0]
+    likely = logits.float().log_softmax(dim=-1)
+    wanted = answer[0, 1:]
+    chosen = likely.gather(1, wanted[:, None]).mean()
+    return float(chosen), bool((likely.argmax(dim=-1) != wanted).any())

@@ -1,0 +1,58 @@
+"""KVzip (Kim et al., NeurIPS 2025): keep what the model needs to say the text again."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies.base import PrefixPolicy, require_int
+from snapkv.policies.states import PromptLayer
+
+
+@dataclass(frozen=True)
+class KVzip(PrefixPolicy):
+    """The model repeats the text piece by piece; what its queries attend to most is kept.
+
+    A position's score is the highest attention that any query of the repetition pays it, in any
+    head of the group. No question takes part, so the choice serves questions that are not known
+    yet; `snapkv.reconstruction.read_context` does the second reading. It costs about as much as the
+    first one, and attention over the whole text besides: two to three times one prefill. Here the
+    softmax runs over the whole text, where the published code takes each piece's own part of it.
+    `AdaKV(KVzip(...))` lets heads keep different numbers, as published.
+
+    Args:
+        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
+        window_size: the last tokens of the text, always kept.
+        chunk_tokens: tokens of a piece.
+    """
+
+    name: ClassVar[str] = "kvzip"
+
+    _: KW_ONLY
+    chunk_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        super().__post_init__()
+        require_int("chunk_tokens", self.chunk_tokens, minimum=1)
+
+    @property
+    def query_tokens(self) -> int:
+        """None of the first reading's."""
+        return 0
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """The most attention received in the second reading: (B, Hkv, P) float32.
+
+        Raises:
+            InvalidArgumentError: there was no second reading.
+        """
+        if layer.received is None:
+            raise InvalidArgumentError(
+                "policy: expected one that chooses when the prompt has been read once, got kvzip, "
+                "which needs a second reading; fill the cache with "
+                "snapkv.reconstruction.read_context(model, input_ids, policy)"
+            )
+        return layer.received[..., : layer.keys.shape[2] - self.window_size]

@@ -1,0 +1,156 @@
+"""Reading a prompt in pieces while every layer holds no more of it than a cap.
+
+Layer by layer, a prompt still needs the keys and values of one whole layer and the hidden states of
+all tokens. Here the model reads one piece after the other, and after every piece each layer keeps
+at most `cap_tokens`: its policy is asked as if the prompt ended there, so the last queries of the
+piece vote on what is held and on the piece, and the last tokens stay in any case. What is kept of a
+piece can be dropped after a later one; what was dropped is gone. At the end of the prompt the
+policy chooses its budget from what is held. So memory does not depend on the prompt's length, and
+neither does the time per token. This is not exact once something is dropped: tokens behind it are
+read without it, and the prompt's last queries, which would have voted for it, come too late.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.cache import CompressedCache
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.plan import chunked_advice
+from snapkv.policies.base import require_int
+from snapkv.prefill.memory import Reading, out_of_memory_told
+
+_PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
+
+
+@contextlib.contextmanager
+def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096) -> Iterator[None]:
+    """Within this block a `CompressedCache` never holds more than a cap of the prompt.
+
+        with chunked(model, cap_tokens=16384):
+            model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
+
+    Between two pieces every layer stores at most `cap_tokens`; while a layer reads a piece, that
+    and the piece. A prompt no longer than the cap is read exactly. Inputs without a
+    `CompressedCache` are read as ever. Of a longer prompt only the logits of the last piece are
+    returned.
+
+    Args:
+        model: a decoder-only transformers model.
+        cap_tokens: the most that each head of a layer holds between pieces; at least the budget.
+        chunk_tokens: tokens of a piece.
+
+    Raises:
+        InvalidArgumentError: a number that is not positive; from within the block, a cap below the
+            budget, a policy that cannot hold to one, or a padded prompt.
+        InvalidTypeError: a number that is not an integer.
+        UnsupportedModelError: the model's forward is wrapped already.
+        OutOfMemoryError: from within the block; the message says what would fit. The cache has been
+            emptied, the model is as it was.
+    """
+    require_int("cap_tokens", cap_tokens, minimum=1)
+    require_int("chunk_tokens", chunk_tokens, minimum=1)
+    if "forward" in vars(model):
+        raise UnsupportedModelError(
+            f"model: expected a forward of its own, got one of {type(model).__name__} that is "
+            "wrapped already (by an outer chunked, or a library that offloads); leave one of them "
+            "out"
+        )
+    forward, reading = model.forward, Reading(model)
+
+    @functools.wraps(forward)  # generate looks at its parameters
+    def read(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, CompressedCache) or not cache.is_reading:
+            return forward(*args, **kwargs)
+        kwargs = _named(args, kwargs)
+        tokens = _require_plain_prompt(kwargs, cache)
+        reading.note(cache, tokens)
+        with cache.held_to(cap_tokens, tokens):
+            return _read(forward, kwargs, tokens, chunk_tokens, cache)
+
+    def advice() -> str:
+        return chunked_advice(model, chunk_tokens, cap_tokens, reading.available_bytes)
+
+    vars(model)["forward"] = read
+    try:
+        with out_of_memory_told(reading, advice):
+            yield
+    finally:
+        vars(model).pop("forward", None)
+
+
+def _read(
+    forward: Callable[..., Any],
+    kwargs: dict[str, Any],
+    tokens: int,
+    chunk_tokens: int,
+    cache: CompressedCache,
+) -> Any:
+    """The model's output for the last piece, all of them read."""
+    earlier = dict(kwargs)
+    if "logits_to_keep" in inspect.signature(forward).parameters:
+        earlier["logits_to_keep"] = 1  # nobody sees them
+    seen = cache.get_seq_length()
+    for start in range(0, tokens, chunk_tokens):
+        stop = min(start + chunk_tokens, tokens)
+        piece = {
+            name: _part(name, value, start, stop, seen)
+            for name, value in (kwargs if stop == tokens else earlier).items()
+        }
+        output = forward(**piece)
+    return output
+
+
+def _part(name: str, value: Any, start: int, stop: int, seen: int) -> Any:
+    if name == "attention_mask" and value is not None:
+        return value[:, : seen + stop]
+    if name in _PER_TOKEN and value is not None and value.shape[1] > 1:
+        return value[:, start:stop]
+    return value
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name; ids may come first without one."""
+    if len(args) > 1:
+        raise InvalidArgumentError(
+            f"model: expected at most the ids without a name where a prompt is read in pieces, got "
+            f"{len(args)} arguments; name the others"
+        )
+    return {**kwargs, **dict(zip(("input_ids",), args, strict=False))}
+
+
+def _require_plain_prompt(kwargs: dict[str, Any], cache: CompressedCache) -> int:
+    """How many tokens are to be read.
+
+    Raises:
+        InvalidArgumentError: pads, or arguments that are not known to belong to tokens one by one.
+    """
+    ids = kwargs.get("input_ids")
+    prompt = kwargs.get("inputs_embeds") if ids is None else ids
+    if prompt is None:
+        raise InvalidArgumentError(
+            "input_ids: expected the prompt's ids or inputs_embeds, got neither; pass one of them"
+        )
+    mask = kwargs.get("attention_mask")
+    seen, tokens = cache.get_seq_length(), int(prompt.shape[1])
+    plain = mask is None or (isinstance(mask, Tensor) and mask.shape[1:] == (seen + tokens,))
+    if not plain or (mask is not None and not bool(mask.all())):
+        raise InvalidArgumentError(
+            "attention_mask: expected rows without padding where a prompt is read in pieces, got a "
+            "mask that hides something; read rows of different length one by one, or use "
+            "snapkv.prefill.layer_by_layer"
+        )
+    others = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    odd = sorted(set(others) - {*_PER_TOKEN, "attention_mask"})
+    if odd:
+        raise InvalidArgumentError(
+            f"{odd[0]}: expected nothing but ids, positions and a mask where a prompt is read in "
+            "pieces, got a tensor; leave it out"
+        )
+    return tokens

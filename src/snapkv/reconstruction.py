@@ -1,0 +1,146 @@
+"""Reading a context twice: what saying it again takes is what questions will need.
+
+The first reading fills the cache. In the second the model reads the text again, piece by piece,
+each behind the whole of it, as if it repeated it; its queries show which keys that takes. Then the
+policy chooses, and the cache is as after any compressed prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv import ops
+from snapkv.cache import CompressedCache
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.policies import Policy, PromptLayer
+from snapkv.policies.kvzip import KVzip
+
+__all__ = ["KVzip", "read_context"]
+
+_QUERIES_AT_ONCE = 64
+
+
+@torch.no_grad()
+def read_context(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    policy: Policy,
+    *,
+    instruction_ids: Sequence[int] = (),
+) -> CompressedCache:
+    """Read a context whose questions are not known, and keep what rebuilding it takes.
+
+        cache = read_context(model, ids, AdaKV(KVzip(1024)))
+        model.generate(torch.cat([ids, question], dim=1), past_key_values=cache, ...)
+
+    Args:
+        model: a decoder-only transformers model, of full attention in every layer.
+        input_ids: (B, T) int64, without padding.
+        policy: `KVzip`, or one around it.
+        instruction_ids: what stands before every piece, such as the tokens of "Repeat the text:".
+
+    Returns:
+        A cache that has seen the context and keeps its budget of it.
+
+    Raises:
+        InvalidArgumentError: a policy that needs no second reading.
+        UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
+    """
+    scorer = getattr(policy, "policy", policy)
+    if not isinstance(scorer, KVzip):
+        raise InvalidArgumentError(
+            f"policy: expected KVzip, or AdaKV(KVzip(...)), for a second reading, got {policy!r}; "
+            "read the prompt once, with model.generate"
+        )
+    cache = CompressedCache(model, policy)
+    if len(cache.compressed_layers) < len(cache.layers):
+        raise UnsupportedModelError(
+            f"model: expected full attention in every layer where a text is read twice, got "
+            f"{type(model).__name__}, some of whose layers keep the last tokens only; use "
+            "ExpectedAttention or SnapKV"
+        )
+    tokens = input_ids.shape[1]
+    chunk = min(scorer.chunk_tokens, tokens)
+    cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
+    model(input_ids, past_key_values=cache, logits_to_keep=1)
+    observers = [_Observer(tokens) for _ in cache.layers]
+    before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
+    before = before.expand(input_ids.shape[0], -1)
+    _observe(cache, observers)
+    for piece in torch.split(input_ids, chunk, dim=1):
+        repeated = torch.cat([before, piece], dim=1)
+        model(repeated, past_key_values=cache, logits_to_keep=1)
+        for layer in cache.layers:
+            layer.crop(-repeated.shape[1])
+    _observe(cache, [None] * len(cache.layers))
+    cache.prompt_end = tokens
+    for layer, observer in zip(cache.layers, observers, strict=True):
+        prompt = observer.prompt()
+        layer.end_prompt(policy.select(prompt), prompt)
+    return cache
+
+
+def _observe(cache: CompressedCache, observers: Sequence[Any]) -> None:
+    for layer, observer in zip(cache.layers, observers, strict=True):
+        layer.observer = observer
+
+
+class _Observer:
+    """Sees a layer's queries of every piece, and notes the most attention each position got.
+
+    Args:
+        tokens: T, the length of the context.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._received: Tensor | None = None
+        self._seen: PromptLayer | None = None
+
+    def __call__(self, seen: PromptLayer) -> None:
+        self._seen = seen
+        most = most_attention(seen, self._tokens)
+        self._received = most if self._received is None else self._received.maximum(most)
+
+    def prompt(self) -> PromptLayer:
+        """The layer as a policy sees it, with what was noted."""
+        assert self._seen is not None
+        return replace(
+            self._seen,
+            queries=self._seen.queries[:, :, :0],
+            keys=self._seen.keys[:, :, : self._tokens],
+            values=self._seen.values[:, :, : self._tokens],
+            received=self._received,
+        )
+
+
+def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
+    """The most attention that any of the last queries pays to each of the first positions.
+
+    Computed in blocks of queries, so that no (queries x keys) matrix is ever held.
+
+    Args:
+        seen: a layer; its queries are those of the last keys.
+        tokens: how many positions.
+
+    Returns:
+        (B, heads of the cache, tokens) float32, the highest over the queries and the group.
+    """
+    count, total = seen.queries.shape[2], seen.keys.shape[2]
+    most: Tensor | None = None
+    for start in range(0, count, _QUERIES_AT_ONCE):
+        end = min(start + _QUERIES_AT_ONCE, count)
+        weights = ops.attention_weights(
+            seen.queries[:, :, start:end],
+            seen.keys[:, :, : total - count + end],
+            **seen.score_options,
+        )
+        block = weights[..., :tokens].amax(dim=2)
+        most = block if most is None else most.maximum(block)
+    assert most is not None
+    reduced: Tensor = ops.reduce_group(most, seen.num_kv_heads, "max")
+    return reduced

@@ -1,0 +1,68 @@
+"""What to pass to vLLM so that it compresses prompts."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import SnapKV
+from snapkv.policies.base import DEFAULT_BUDGET
+from snapkv.serving.settings import ServingSettings
+from snapkv.serving.versions import require_supported_version
+
+
+def engine_args(
+    *,
+    budget: int = DEFAULT_BUDGET,
+    policy: str = SnapKV.name,
+    parameters: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
+
+    Chooses vLLM's first model runner in this process and those it starts
+    (``VLLM_USE_V2_MODEL_RUNNER=0``), unless the variable is set.
+
+    Args:
+        budget: tokens kept per KV head and layer; 0 compresses only requests with
+            ``extra_args={"snapkv_budget": ...}``.
+        policy: "snapkv", "streaming-llm" or "tova"; all of them compress the prompt at its end
+            and leave what is generated as it is.
+        parameters: of the method, such as ``{"kernel_size": 13}``.
+        options: any other option of vLLM; its own of the same kind are kept.
+
+    Raises:
+        InvalidArgumentError: a value out of range, or an option that the plugin must set itself.
+        MissingDependencyError: no vLLM, or one of another version.
+    """
+    settings = ServingSettings(policy=policy, budget=budget, parameters=dict(parameters or {}))
+    return {**options, **arguments(settings, options)}
+
+
+OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
+"""The arguments of vLLM through which the plugin works."""
+
+
+def arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`OWN` for these settings, beside what the user gives for them.
+
+    Raises:
+        InvalidArgumentError: an option that the plugin must set itself.
+        MissingDependencyError: no vLLM, or one of another version.
+    """
+    require_supported_version()
+    from snapkv.serving.requests import name_of_check
+
+    for taken in ("worker_cls", "scheduler_cls"):
+        if given.get(taken) not in (None, "auto"):
+            raise InvalidArgumentError(
+                f"{taken}: expected none, since snapkv brings its own, got {given[taken]!r}; "
+                "leave it out"
+            )
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    return {
+        "worker_cls": "snapkv.serving.worker.CompressingWorker",
+        "scheduler_cls": "snapkv.serving.scheduler.scheduler",
+        "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
+        "logits_processors": [*(given.get("logits_processors") or ()), name_of_check(settings)],
+    }

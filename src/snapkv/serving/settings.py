@@ -1,0 +1,169 @@
+"""What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import POLICIES, Policy, SnapKV, StreamingLLM
+from snapkv.policies.base import DEFAULT_BUDGET, require_int
+from snapkv.suggestions import nearest
+
+KEY = "snapkv"
+"""The server's settings in vLLM's `additional_config`."""
+
+PREFIX = "snapkv_"
+"""What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
+
+SERVED = ("snapkv", "streaming-llm", "tova")
+"""Methods that keep the same number of tokens in all layers and heads, known in advance."""
+
+OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling")
+"""Parameters that a request may set for itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """The method that compresses prompts, and its parameters.
+
+    Args:
+        policy: one of `SERVED`.
+        budget: tokens kept per KV head and layer; 0 compresses only requests with a budget.
+        parameters: further parameters of the method, by name.
+
+    Raises:
+        InvalidArgumentError: a method that cannot be served, or a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    policy: str = SnapKV.name
+    budget: int = DEFAULT_BUDGET
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check everything once, here."""
+        if self.policy not in SERVED:
+            raise InvalidArgumentError(
+                f"policy: expected one of {', '.join(SERVED)}, got {self.policy!r}"
+                f"{_why_not_served(self.policy)}; pass one of them"
+            )
+        require_int("budget", self.budget, minimum=0)
+        self._made(self.budget or None, self.parameters)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The settings out of vLLM's `additional_config`.
+
+        Raises:
+            InvalidArgumentError: unknown names.
+        """
+        given = dict(config.get(KEY) or {})
+        own = {key: given.pop(key) for key in ("policy", "budget") if key in given}
+        return cls(**own, parameters=given)
+
+    def to_config(self) -> dict[str, Any]:
+        """The entry in vLLM's `additional_config`, ready for JSON."""
+        return {KEY: {"policy": self.policy, "budget": self.budget, **self.parameters}}
+
+    def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
+        """The method for one request; None leaves its prompt whole.
+
+        Args:
+            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that do not
+                begin with `PREFIX` belong to others.
+
+        Raises:
+            InvalidArgumentError: an unknown name, or a value out of range.
+            InvalidTypeError: a value of the wrong type.
+        """
+        given = {
+            key.removeprefix(PREFIX): value
+            for key, value in (extra_args or {}).items()
+            if key.startswith(PREFIX)
+        }
+        for name in given:
+            self._require_known(name)
+        budget = given.pop("budget", self.budget)
+        require_int(f"{PREFIX}budget", budget, minimum=0)
+        policy = self._made(budget or None, {**self.parameters, **given})
+        return policy if budget else None
+
+    def _require_known(self, name: str) -> None:
+        known = [one for one in OF_A_REQUEST if one in _parameters(self.policy)]
+        if name not in known:
+            names = [PREFIX + one for one in known]
+            raise InvalidArgumentError(
+                f"{PREFIX}{name}: expected one of {', '.join(names)}, got {PREFIX}{name}; leave it "
+                f"out{nearest(PREFIX + name, names)}"
+            )
+
+    def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
+        """The policy; without a budget, only to check the other parameters."""
+        known = _parameters(self.policy)
+        for name, value in parameters.items():
+            if name not in known:
+                raise InvalidArgumentError(
+                    f"{name}: expected a parameter of {self.policy}, which has "
+                    f"{', '.join(known)}, got {name}={value!r}; leave it out{nearest(name, known)}"
+                )
+        given = {**_DEFAULTS.get(self.policy, {}), **parameters}
+        _require_servable(given)
+        kind: Callable[..., Policy] = POLICIES[self.policy]
+        return kind(**given, budget=budget or _ample(given))
+
+
+# StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.
+_DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
+
+_UNSERVABLE = {"keep_ratio", "recent"}
+
+
+def _parameters(policy: str) -> list[str]:
+    names = [one.name for one in fields(POLICIES[policy]) if one.init]
+    return [name for name in names if name not in _UNSERVABLE]
+
+
+def _ample(given: Mapping[str, Any]) -> int:
+    """A budget that any window fits into, for checking the rest."""
+    sizes = [value for value in given.values() if isinstance(value, int)]
+    return max([DEFAULT_BUDGET, *sizes]) + 1
+
+
+def _require_servable(given: Mapping[str, Any]) -> None:
+    """Refuse values that the library knows and a server's cache cannot hold."""
+    if given.get("group_reduce") == "none":
+        raise InvalidArgumentError(
+            "group_reduce: expected mean, max or sum, since vLLM stores keys and values once per "
+            "KV head, got 'none'; leave it at 'mean'"
+        )
+    if given.get("positions") == "cache":
+        raise InvalidArgumentError(
+            "positions: expected original, since keys are not turned inside vLLM's cache, got "
+            "'cache'; leave it out"
+        )
+
+
+def _why_not_served(policy: object) -> str:
+    reasons = {
+        "pyramidkv": "whose layers keep different numbers of tokens, while one table of blocks "
+        "serves all layers",
+        "adakv": "whose heads keep different numbers of tokens, while a block holds all heads",
+        "h2o": "which needs the queries of the whole prompt",
+        "full": "which is a budget of 0",
+    }
+    if not isinstance(policy, str):
+        return ""
+    if policy in reasons:
+        return f", {reasons[policy]}"
+    return nearest(policy, SERVED)
+
+
+def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
+    """Tokens that every layer and KV head keeps of a prompt of that length.
+
+    Args:
+        policy: what `ServingSettings.for_request` gave.
+        prompt_tokens: length of the prompt.
+    """
+    budget: int = getattr(policy, "budget", prompt_tokens)
+    return min(budget, prompt_tokens)

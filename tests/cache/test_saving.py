@@ -1,0 +1,329 @@
+"""Saved caches: the same tokens in another process, no damaged file accepted, no half file left."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from snapkv import (
+    H2O,
+    AdaKV,
+    CacheFileError,
+    CacheMismatchError,
+    CompressedCache,
+    FastGen,
+    FullCache,
+    PromptThenDecode,
+    Scissorhands,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv.cache.files import read_sealed
+from tests.cache.saver import filled
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+
+PROMPT = 90
+POLICY = SnapKV(40, window_size=8)
+ROOT = Path(__file__).parents[2]
+HERE = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+
+KINDS = {
+    "dynamic": (POLICY, {}),
+    "static": (POLICY, {"storage": "static", "room_tokens": 32}),
+    "per query head": (SnapKV(40, window_size=8, group_reduce="none"), {}),
+    "ragged": (AdaKV(POLICY), {}),
+    "whole": (FullCache(), {}),
+    "recall": (POLICY, {"recall": "host"}),
+    "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
+    "recall, refreshed": (POLICY, {"recall": "host", "refresh_every": 3}),
+    "turns": (POLICY, {"turns": "compress"}),
+    "h2o": (H2O(40), {}),
+    "sinks": (StreamingLLM(40), {}),
+    "counts": (Scissorhands(40), {}),
+    "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
+}
+
+
+def generated(model, cache, ids, new_tokens=6):
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+
+
+def halfway(model, kind, batch=2):
+    """A cache that has read a prompt and generated a little, and the ids so far."""
+    policy, options = KINDS[kind]
+    cache = CompressedCache(model, policy, **options)
+    return cache, generated(model, cache, random_ids(batch, PROMPT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_cache_goes_on_as_the_saved_one_does(kind, tmp_path):
+    model = tiny_model("llama")
+    cache, ids = halfway(model, kind)
+    cache.save(tmp_path / "one")
+    loaded = CompressedCache.load(tmp_path / "one", model)
+    assert loaded.policy == cache.policy
+    assert json.dumps(loaded.report()) == json.dumps(cache.report())
+    for layer in cache.compressed_layers:
+        assert torch.equal(loaded.kept_positions(layer), cache.kept_positions(layer))
+    longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
+    assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
+    assert os.listdir(tmp_path) == ["one"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_come_back(family, tmp_path):
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
+    cache, ids = halfway(model, "recall")
+    cache.save(tmp_path / "one")
+    loaded = CompressedCache.load(tmp_path / "one", model)
+    longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
+    assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
+
+
+def test_a_method_that_needs_a_tokenizer_is_passed_again(demo, tmp_path):
+    policy = FastGen(0.9).with_tokenizer(demo.tokenizer)
+    ids = demo.tokenizer("The key, it is said, is under the stone. " * 5, return_tensors="pt")
+    cache = CompressedCache(demo.model, policy)
+    begun = generated(demo.model, cache, ids.input_ids, 3)
+    cache.save(tmp_path / "one")
+    loaded = CompressedCache.load(tmp_path / "one", demo.model, policy=policy)
+    again = [generated(demo.model, one, begun, 3) for one in (cache, loaded)]
+    assert torch.equal(*again)
+    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
+        CompressedCache.load(tmp_path / "one", demo.model, policy=POLICY)
+
+
+def test_a_cache_in_the_middle_of_a_prompt_or_empty_can_be_saved(tmp_path):
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    kept = []
+    for stop in (0, 50):
+        cache = CompressedCache(model, POLICY, recall="host")
+        cache.expect_prompt(PROMPT)
+        if stop:
+            model(ids[:, :stop], past_key_values=cache)
+        cache.save(tmp_path / "one")
+        loaded = CompressedCache.load(tmp_path / "one", model)
+        model(ids[:, stop:], past_key_values=loaded)
+        kept.append(loaded.kept_positions(2))
+    assert torch.equal(*kept)
+
+
+_GO_ON = """
+import sys, torch
+from snapkv import CompressedCache
+from tests.cache.test_saving import generated
+from tests.families import tiny_model
+model = tiny_model("llama")
+for path in sys.argv[1:]:
+    cache, beside = CompressedCache.load_with(path, model)
+    print(generated(model, cache, beside["ids"]).tolist())
+"""
+
+
+def test_another_process_says_the_same_tokens(tmp_path):
+    model, paths, said = tiny_model("llama"), [], []
+    for kind in ("dynamic", "ragged", "static", "recall", "h2o"):
+        cache, ids = halfway(model, kind)
+        longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
+        paths.append(str(tmp_path / kind))
+        cache.save(paths[-1], beside={"ids": longer})
+        said.append(str(generated(model, cache, longer).tolist()))
+    done = subprocess.run(
+        [sys.executable, "-c", _GO_ON, *paths],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=HERE,
+    )
+    assert done.stdout.splitlines() == said
+
+
+# Refusals.
+
+
+def damaged_files(good, other):
+    """A hundred ways to spoil a file: flipped bits, missing ends, another file's header."""
+    draw = random.Random(5)
+    header = 8 + int.from_bytes(good[:8], "little")
+    for place in [*range(8), *(draw.randrange(8, header) for _ in range(27))]:
+        yield f"bit in the header at {place}", _flipped(good, place, draw)
+    for place in [len(good) - 1, *(draw.randrange(header, len(good)) for _ in range(24))]:
+        yield f"bit in the data at {place}", _flipped(good, place, draw)
+    for length in [
+        0,
+        1,
+        7,
+        8,
+        9,
+        header - 1,
+        header,
+        *(draw.randrange(len(good)) for _ in "1" * 13),
+    ]:
+        yield f"cut at {length}", good[:length]
+    for _ in range(10):
+        start = draw.randrange(8, len(good) - 64)
+        yield (
+            f"swapped at {start}",
+            good[:start] + good[start : start + 64][::-1] + good[start + 64 :],
+        )
+    other_header = 8 + int.from_bytes(other[:8], "little")
+    yield "header of another cache", other[:other_header] + good[header:]
+    yield "data of another cache", good[:header] + other[other_header:]
+    for extra in (b"\0", b"x" * 1000):
+        yield f"{len(extra)} more bytes", good + extra
+    for junk in (b"", b"{}", b"\x80\x04\x95pickle", os.urandom(5000), b"\xff" * 64, b"\0" * 64):
+        yield f"{len(junk)} bytes of junk", junk
+
+
+def _flipped(good, place, draw):
+    spoilt = bytearray(good)
+    spoilt[place] ^= 1 << draw.randrange(8)
+    return bytes(spoilt)
+
+
+def test_a_hundred_damaged_files_are_refused(tmp_path):
+    model = tiny_model("llama")
+    files = []
+    for tokens in (90, 80):
+        filled(model, tokens).save(tmp_path / "good")
+        files.append((tmp_path / "good").read_bytes())
+    accepted, tried = [], 0
+    for name, content in damaged_files(*files):
+        if content != files[0]:
+            (tmp_path / "spoilt").write_bytes(content)
+            accepted += [] if _is_refused(tmp_path / "spoilt", model) else [name]
+            tried += 1
+    assert not accepted
+    assert tried >= 100
+
+
+def _is_refused(path, model):
+    try:
+        CompressedCache.load(path, model)
+    except CacheFileError as error:
+        return str(error).startswith("path: expected a cache that cache.save has written")
+    return False
+
+
+def test_every_bit_of_a_small_file_matters(tmp_path):
+    """Not a sample: each byte of a whole file, header and data, with one of its bits flipped."""
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
+    cache.save(tmp_path / "good")
+    good, draw = (tmp_path / "good").read_bytes(), random.Random(1)
+    for place in range(len(good)):
+        (tmp_path / "spoilt").write_bytes(_flipped(good, place, draw))
+        with pytest.raises(CacheFileError):
+            read_sealed(tmp_path / "spoilt")
+
+
+def test_other_files_and_no_files_are_refused(tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(CacheFileError, match="got no file at"):
+        CompressedCache.load(tmp_path / "nothing", model)
+    with pytest.raises(CacheFileError, match="path: expected a cache that"):
+        CompressedCache.load(tmp_path, model)
+    save_file({"weights": torch.ones(3)}, tmp_path / "weights")
+    with pytest.raises(CacheFileError, match="its header is not one of a saved cache"):
+        CompressedCache.load(tmp_path / "weights", model)
+    with pytest.raises(CacheFileError, match="path: expected to write a cache"):
+        filled(model, 60).save(tmp_path / "no" / "folder")
+
+
+def test_another_model_or_dtype_is_refused(tmp_path):
+    model = tiny_model("llama")
+    filled(model, 60).save(tmp_path / "one")
+
+    def refuses(other, said):
+        with pytest.raises(CacheMismatchError, match=said):
+            CompressedCache.load(tmp_path / "one", other)
+
+    refuses(tiny_model("qwen2"), "class LlamaForCausalLM.*got class Qwen2")
+    torch.manual_seed(1)
+    refuses(AutoModelForCausalLM.from_config(tiny_config("llama")).eval(), "other weights")
+    changed = tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    same_weights = AutoModelForCausalLM.from_config(changed)
+    same_weights.load_state_dict(model.state_dict())
+    refuses(same_weights, "other settings")
+    half = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    half.load_state_dict(model.state_dict())
+    CompressedCache.load(tmp_path / "one", half)
+    refuses(half.to(torch.bfloat16), "dtype float32.*got dtype bfloat16")
+    refuses(half.to(torch.float32), "other weights")  # they have been rounded
+
+
+def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
+    model = tiny_model("llama")
+    halfway(model, "dynamic")[0].save(tmp_path / "one")
+    with pytest.raises(CacheMismatchError, match="recall: expected none"):
+        CompressedCache.load(tmp_path / "one", model, recall="host")
+    halfway(model, "recall")[0].save(tmp_path / "two")
+    loaded = CompressedCache.load(tmp_path / "two", model, recall=tmp_path / "parked")
+    assert loaded.report().host_bytes
+
+
+def test_the_file_is_plain_safetensors(tmp_path):
+    filled(tiny_model("llama"), 60).save(tmp_path / "one")
+    with safe_open(tmp_path / "one", framework="pt") as content:
+        notes = json.loads(content.metadata()["notes"])
+        assert notes["policy"]["name"] == "snapkv"
+        assert notes["seen_tokens"] == 60
+        assert content.get_tensor("layers.0.keys").shape == (8, 2, 40, 8)
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    filled(model, 60).save(tmp_path / "one")
+    before = (tmp_path / "one").read_bytes()
+    monkeypatch.setattr("snapkv.cache.files._seal", _full_disk)
+    with pytest.raises(CacheFileError, match="No space left"):
+        filled(model, 70).save(tmp_path / "one")
+    assert (tmp_path / "one").read_bytes() == before
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def _full_disk(path):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_there_is_never_half_a_file(times, tmp_path):
+    """Each time a process of its own, at another moment of its first saves."""
+    model, path, draw = tiny_model("llama"), tmp_path / "one", random.Random(3)
+    found = set()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.cache.saver", str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=HERE,
+    ) as saver:
+        save_seconds = float(saver.stdout.readline())
+        for _ in range(times):
+            print("save", file=saver.stdin, flush=True)
+            child = int(saver.stdout.readline())
+            time.sleep(draw.random() * 3 * save_seconds)
+            os.kill(child, signal.SIGKILL)
+            assert saver.stdout.readline() == "gone\n"
+            found.add(CompressedCache.load(path, model).get_seq_length())
+        saver.stdin.close()
+    assert found <= {300, 400}
+    assert len(os.listdir(tmp_path)) > times / 4  # many kills came while a file was being written

@@ -1,0 +1,176 @@
+"""Several prompts without recall: read over what is kept, brought back to the budget."""
+
+import pytest
+import torch
+
+from snapkv import (
+    AdaKV,
+    CompressedCache,
+    ExpectedAttention,
+    InvalidArgumentError,
+    PyramidKV,
+    SnapKV,
+)
+from tests.families import CASES, random_ids, tiny_model
+from tests.oracle import hidden_columns, masked_decode_logits, stepwise_logits
+
+DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
+POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+@torch.no_grad()
+def call(model, cache, ids, **options):
+    return model(ids, past_key_values=cache, **options).logits
+
+
+def turn(model, cache, ids):
+    cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
+    return call(model, cache, ids)
+
+
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+def test_a_turn_reads_what_was_kept_and_keeps_what_its_end_votes_for(family, implementation):
+    model = tiny_model(family, implementation)
+    ids, asked, later = random_ids(2, DOCUMENT), random_ids(2, QUESTION, 1), random_ids(2, 3, 2)
+    cache = CompressedCache(model, POLICY, turns="compress")
+    call(model, cache, ids)
+    expected = masked_decode_logits(model, cache, ids, asked)
+    before = {layer: cache.kept_positions(layer) for layer in cache.compressed_layers}
+    torch.testing.assert_close(turn(model, cache, asked), expected, **CLOSE)
+    new = torch.arange(DOCUMENT, DOCUMENT + QUESTION)
+    for layer, earlier in before.items():
+        kept = cache.kept_positions(layer)
+        assert kept.shape[-1] == BUDGET
+        assert torch.equal(kept, kept.sort(-1).values)
+        assert torch.equal(kept[..., -WINDOW:], new[-WINDOW:].expand_as(kept[..., -WINDOW:]))
+        for row, head in zip(kept.flatten(0, 1), earlier.flatten(0, 1), strict=True):
+            assert set(row.tolist()) <= set(head.tolist()) | set(new.tolist())
+        assert not torch.equal(kept[..., :32], earlier[..., :32])
+    pieces = [call(model, cache, token) for token in later.split(1, 1)]
+    whole = masked_after_two_turns(model, ids, asked, later, before, cache)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)
+
+
+def masked_after_two_turns(model, ids, asked, later, before, cache):
+    """A full cache that hides what was dropped by then from every token behind the document."""
+    at_first = {}
+    for layer, kept in before.items():
+        mask = torch.ones(*kept.shape[:2], DOCUMENT, dtype=torch.bool)
+        at_first[layer] = mask.scatter(2, kept, False)
+    by_now = hidden_columns(cache, DOCUMENT + QUESTION)
+    tokens = torch.cat([asked, later], dim=1)
+    hidden = [at_first] * QUESTION + [by_now] * later.shape[1]
+    return stepwise_logits(model, ids, tokens, hidden)[:, 1 + QUESTION :]
+
+
+def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY, turns="compress")
+    call(model, cache, random_ids(1, DOCUMENT))
+    shown = []
+    select = type(POLICY).select
+
+    class Shown(SnapKV):
+        def select(self, layer):
+            shown.append((layer, select(POLICY, layer)))
+            return shown[-1][1]
+
+    before = cache.kept_positions(1)
+    cache.layers[1].policy = Shown(BUDGET, window_size=WINDOW)
+    turn(model, cache, random_ids(1, 5, 1))
+    (layer, selection), columns = shown[0], torch.arange(DOCUMENT, DOCUMENT + 5).expand(1, 2, -1)
+    assert layer.keys.shape[2] == BUDGET + 5
+    assert layer.queries.shape[2] == WINDOW  # three of them of the turn before
+    stored = torch.cat([before, columns], dim=-1)
+    assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
+
+
+def test_a_short_first_prompt_is_compressed_when_a_later_one_exceeds_the_budget():
+    model = tiny_model("llama")
+    ids, asked = random_ids(1, 30), random_ids(1, 40, 1)
+    cache = CompressedCache(model, POLICY, turns="compress")
+    call(model, cache, ids)
+    assert cache.report().kept_tokens == 30
+    turn(model, cache, asked)
+    fresh = CompressedCache(model, POLICY)
+    call(model, fresh, torch.cat([ids, asked], 1))
+    for layer in range(4):
+        assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
+
+
+def test_without_turns_later_prompts_are_stored_whole():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(1, DOCUMENT))
+    turn(model, cache, random_ids(1, QUESTION))
+    assert cache.report().kept_tokens == BUDGET + QUESTION
+
+
+def test_fifty_turns_stay_within_the_budget_and_what_a_turn_adds():
+    model = tiny_model("llama")
+    cache, most = CompressedCache(model, POLICY, turns="compress"), 0
+    ids = random_ids(1, 9)
+    for number in range(50):
+        ids = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=4,
+            do_sample=False,
+        )
+        most = max(most, cache.report().kept_tokens)
+        ids = torch.cat([ids, random_ids(1, 5, seed=number)], dim=1)
+    assert most == BUDGET + 3
+    assert cache.get_seq_length() == ids.shape[1] - 6
+
+
+def test_padded_rows_turn_as_they_do_alone():
+    model, ids = tiny_model("llama"), random_ids(2, DOCUMENT)
+    mask = torch.ones(2, DOCUMENT + QUESTION, dtype=torch.int64)
+    mask[0, :60] = 0  # 30 tokens: fewer than the budget, until the question comes
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    asked = random_ids(2, QUESTION, 1)
+    cache = CompressedCache(model, POLICY, turns="compress")
+    start = {"attention_mask": mask[:, :DOCUMENT], "position_ids": positions[:, :DOCUMENT]}
+    call(model, cache, ids, **start)
+    cache.expect_prompt(DOCUMENT + QUESTION)
+    logits = call(model, cache, asked, attention_mask=mask, position_ids=positions[:, DOCUMENT:])
+    for row, pads in ((0, 60), (1, 0)):
+        alone = CompressedCache(model, POLICY, turns="compress")
+        call(model, alone, ids[row : row + 1, pads:])
+        expected = turn(model, alone, asked[row : row + 1])
+        torch.testing.assert_close(logits[row : row + 1], expected, **CLOSE)
+        for layer in range(4):
+            kept = cache.kept_positions(layer)[row]
+            assert torch.equal(kept[kept >= 0].view(2, -1), alone.kept_positions(layer)[0])
+
+
+def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped():
+    model = tiny_model("llama")
+    asked, behind = random_ids(1, QUESTION, 1), random_ids(1, 4, 2)
+    caches = []
+    for parts in ((torch.cat([asked, behind], 1),), (asked, behind)):
+        cache = CompressedCache(model, POLICY, turns="compress")
+        call(model, cache, random_ids(1, DOCUMENT))
+        cache.expect_prompt(DOCUMENT + QUESTION)
+        logits = torch.cat([call(model, cache, part) for part in parts], dim=1)
+        caches.append((cache, logits))
+    torch.testing.assert_close(caches[0][1], caches[1][1], **CLOSE)
+    for layer in range(4):
+        assert torch.equal(*[cache.kept_positions(layer) for cache, _ in caches])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "said"),
+    [
+        (AdaKV(POLICY), {}, "a budget that is the same for all heads"),
+        (SnapKV(keep_ratio=0.5), {}, "a budget that is the same for all heads"),
+        (PyramidKV(64), {}, "the same for all heads and layers"),
+        (ExpectedAttention(64), {}, "does not ask where tokens stand"),
+        (POLICY, {"storage": "static"}, "storage: expected 'dynamic'"),
+    ],
+)
+def test_what_cannot_be_compressed_again_is_refused(policy, options, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        CompressedCache(tiny_model("llama"), policy, turns="compress", **options)

@@ -1,0 +1,75 @@
+"""`snapkv chat` on the demo model."""
+
+import io
+import json
+
+import pytest
+
+SMALL = ("--budget", 48, "--window-size", 16, "--kernel-size", 13, "--max-new-tokens", 6)
+
+
+@pytest.fixture
+def chat(snapkv, demo_only, document, monkeypatch):
+    """Runs a conversation about the document, given its lines."""
+
+    def run(*lines, options=SMALL):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return snapkv("chat", document, *options)
+
+    return run
+
+
+def test_questions_are_answered_line_by_line(chat, tmp_path):
+    talk = tmp_path / "talk"
+    done = chat("Where is the key?", "", "/stats", f"/save {talk}", "/quit", "never asked")
+    assert done.status == 0
+    answer, seen, device, host = done.out.splitlines()
+    assert answer
+    assert seen.endswith("tokens seen, 53 kept")
+    assert device.startswith("device: ")
+    assert host.startswith("host: ")
+    assert done.err == f"saved {talk}\n"
+    again = chat(f"/load {talk}", "When does the gate open?", "/stats")
+    assert again.err.startswith(f"loaded {talk}: ")
+    assert int(again.out.splitlines()[1].split()[0]) > int(seen.split()[0])
+
+
+def test_json_is_one_object_a_line(chat):
+    done = chat("Where is the key?", "When?", "/stats", options=(*SMALL, "--json"))
+    first, second, stats = map(json.loads, done.out.splitlines())
+    assert first["question"] == "Where is the key?"
+    assert second["prompt_tokens"] > first["prompt_tokens"]
+    assert stats["stats"]["host_bytes"] > 0
+
+
+def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
+    lines = ("/sav x", "/save", f"/load {tmp_path / 'nothing'}", "/help", "Where is the key?")
+    done = chat(*lines)
+    assert done.status == 0
+    assert len(done.out.splitlines()) == 1
+    unknown, unnamed, missing, known = done.err.splitlines()
+    assert "command: expected one of /stats" in unknown
+    assert "did you mean /save" in unknown
+    assert "path: expected the name of a file" in unnamed
+    assert "got no file at" in missing
+    assert known.startswith("/stats")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--compare",), "compare: expected it with ask"),
+        (("--answer-start", "x"), "answer_start: expected it with ask"),
+        (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(chat, options, said):
+    done = chat("Where?", options=options)
+    assert done.status == 2
+    assert said in done.err
+
+
+def test_the_input_cannot_be_document_and_questions(snapkv):
+    done = snapkv("chat", "-")
+    assert done.status == 2
+    assert "files: expected files or folders" in done.err

@@ -1,0 +1,95 @@
+"""Acceptance by hand, against a loop, and over many draws."""
+
+import math
+
+import pytest
+import torch
+
+from snapkv.decoding import CandidateTree, accept_greedily, accept_sampled, accept_typically
+
+TREE = CandidateTree(((0,), (0, 0), (1,)))  # nodes: root, [0], [1], [0, 0]
+
+
+def test_the_longest_path_that_the_model_would_take():
+    tokens = torch.tensor([5, 6, 7, 8])
+    assert accept_greedily(TREE.paths, tokens, torch.tensor([6, 8, 0, 0])) == [0, 1, 3]
+    assert accept_greedily(TREE.paths, tokens, torch.tensor([6, 9, 0, 0])) == [0, 1]
+    assert accept_greedily(TREE.paths, tokens, torch.tensor([7, 8, 0, 0])) == [0, 2]
+    assert accept_greedily(TREE.paths, tokens, torch.tensor([9, 8, 0, 0])) == [0]
+
+
+def test_a_draft_behind_a_rejected_one_is_not_accepted():
+    tokens = torch.tensor([5, 6, 7, 8])
+    assert accept_greedily(TREE.paths, tokens, torch.tensor([1, 8, 0, 0])) == [0]
+
+
+def test_of_equal_paths_the_first_is_taken():
+    tree = CandidateTree(((0,), (1,)))
+    tokens = torch.tensor([5, 6, 6])
+    assert accept_greedily(tree.paths, tokens, torch.tensor([6, 0, 0])) == tree.paths[0].tolist()
+
+
+@pytest.mark.parametrize("pad", [0, 7])
+def test_a_pad_is_never_accepted(pad):
+    """The reference pads with token 0: where the model takes token 0 behind a short leaf, it
+    accepts the pad and stores a row too many."""
+    tokens = torch.tensor([5, 6, 7, pad])
+    chosen = torch.tensor([7, 1, pad, pad])
+    assert accept_greedily(TREE.paths, tokens, chosen) == [0, 2]
+    probabilities = torch.zeros(4, 9)
+    probabilities[torch.arange(4), chosen] = 1.0
+    assert accept_typically(TREE.paths, tokens, probabilities) == [0, 2]
+
+
+def test_without_candidates_the_root_stays():
+    root, chosen = CandidateTree(()).paths, torch.tensor([3])
+    assert accept_greedily(root, torch.tensor([5]), chosen) == [0]
+    assert accept_typically(root, torch.tensor([5]), torch.full((1, 9), 1 / 9)) == [0]
+
+
+def test_typical_acceptance_by_hand():
+    """H = 1.142 nats: 0.3 * exp(-H) = 0.0958, so the bound is 0.09; 0.15 passes, 0.05 does not."""
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    assert -(p * p.log()).sum() == pytest.approx(1.142, abs=1e-3)
+    chain = CandidateTree.chain(1).paths
+    for token, accepted in ((0, True), (1, True), (2, True), (3, False)):
+        nodes = accept_typically(chain, torch.tensor([0, token]), p.expand(2, 4))
+        assert nodes == ([0, 1] if accepted else [0])
+
+
+def test_where_the_model_is_unsure_less_will_do():
+    """Uniform over 50: the bound is 0.3 / 50 = 0.006, and 0.02 passes."""
+    p = torch.full((2, 50), 0.02)
+    chain = CandidateTree.chain(1).paths
+    assert 0.3 * math.exp(-math.log(50)) == pytest.approx(0.006)
+    assert accept_typically(chain, torch.tensor([0, 7]), p) == [0, 1]
+    assert accept_typically(chain, torch.tensor([0, 7]), p, delta=1.1) == [0]
+
+
+def test_of_equally_long_typical_paths_the_likeliest_is_taken():
+    tree = CandidateTree(((0,), (1,)))
+    p = torch.tensor([[0.3, 0.5, 0.2]]).expand(3, 3)
+    assert accept_typically(tree.paths, torch.tensor([2, 0, 1]), p) == [0, 2]
+    assert accept_typically(tree.paths, torch.tensor([2, 1, 0]), p) == [0, 1]
+
+
+def test_rejection_sampling_draws_from_the_models_distribution():
+    torch.manual_seed(0)
+    q, p = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.1, 0.8]])
+    counts, second, both = torch.zeros(3), torch.zeros(3), 0
+    for _ in range(4000):
+        draft = torch.multinomial(q[0], 1)
+        accepted, token = accept_sampled(draft, q, p)
+        counts[int(draft) if accepted else token] += 1
+        if accepted:
+            both += 1
+            second[token] += 1
+    error = 4 * (p[0] * (1 - p[0]) / 4000).sqrt()
+    assert bool(((counts / 4000 - p[0]).abs() < error).all())
+    assert bool(((second / both - p[1]).abs() < 4 * (p[1] * (1 - p[1]) / both).sqrt()).all())
+
+
+def test_equal_distributions_accept_every_draft():
+    p = torch.tensor([[0.2, 0.8], [0.6, 0.4], [0.0, 1.0]])
+    for _ in range(50):
+        assert accept_sampled(torch.tensor([1, 0]), p[:2], p) == (2, 1)

@@ -1,0 +1,178 @@
+"""Heads: what they compute, and files in every published layout or refused with the reason."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV
+from snapkv.decoding import Medusa, MedusaHeads, heads_files, load_heads, save_heads
+from tests.decoding.heads import random_heads
+from tests.families import VOCABULARY, tiny_model
+
+D = 64
+
+
+def own_layout(heads=2, layers=1):
+    """{k}.{i}.linear.* and a vocabulary matrix per head."""
+    tensors = shared_layout(heads, layers)
+    for head in range(heads):
+        tensors[f"{head}.{layers}.weight"] = torch.randn(VOCABULARY, D)
+    return tensors
+
+
+def shared_layout(heads=2, layers=1):
+    return {
+        f"{head}.{layer}.linear.{kind}": torch.randn(D, D) if kind == "weight" else torch.randn(D)
+        for head in range(heads)
+        for layer in range(layers)
+        for kind in ("weight", "bias")
+    }
+
+
+def write(folder, tensors, *, pickled=False, **config):
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1} | config
+    (folder / "config.json").write_text(json.dumps(config))
+    if pickled:
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    else:
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return str(folder)
+
+
+def by_hand(model, tensors, head, layers, h):
+    for layer in range(layers):
+        turned = tensors[f"{head}.{layer}.linear.weight"] @ h
+        h = h + torch.nn.functional.silu(turned + tensors[f"{head}.{layer}.linear.bias"])
+    projection = tensors.get(f"{head}.{layers}.weight", model.get_output_embeddings().weight)
+    return projection @ h
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pt"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layout", [own_layout, shared_layout])
+@torch.no_grad()
+def test_both_layouts_compute_what_they_say(tmp_path, layout, layers, pickled):
+    model, tensors = tiny_model("llama"), layout(2, layers)
+    heads = load_heads(write(tmp_path, tensors, pickled=pickled, medusa_num_layers=layers), model)
+    hidden = torch.randn(3, D)
+    for row, state in zip(heads(hidden), hidden, strict=True):
+        for head in range(2):
+            expected = by_hand(model, tensors, head, layers, state)
+            torch.testing.assert_close(row[head], expected, rtol=1e-4, atol=1e-3)
+    best = heads.guesses(hidden[0])
+    assert torch.equal(best[:, 0], heads(hidden[0]).argmax(-1))
+
+
+@torch.no_grad()
+def test_zero_heads_guess_as_the_model_does():
+    model = tiny_model("llama")
+    hidden = torch.randn(D)
+    for logits in MedusaHeads.untrained(model, 3)(hidden):
+        torch.testing.assert_close(logits, model.get_output_embeddings()(hidden))
+
+
+@torch.no_grad()
+def test_saved_heads_come_back(tmp_path):
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    heads.accuracies = ((0.5, 0.2),) * 3
+    save_heads(heads, tmp_path, base_model="tiny", note="by hand")
+    again = load_heads(str(tmp_path), model)
+    assert torch.equal(again.weights, heads.weights.to(torch.bfloat16).float())
+    assert again.accuracies == heads.accuracies
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["version"], config["medusa_num_heads"], config["note"]) == ("2", 3, "by hand")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "medusa_lm_head.safetensors",
+    ]  # fmt: skip
+
+
+def test_the_demo_models_heads_come_with_the_package(demo):
+    heads = load_heads("demo", demo.model)
+    assert heads.num_heads == 3
+    folder = Path(heads_files.__file__).parent / "demo_heads"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 * 2**20
+    firsts = [ranks[0] for ranks in heads.accuracies]
+    assert firsts == sorted(firsts, reverse=True)
+    prompt = demo.tokenizer("Count: one, two, three, one, two, three, " * 8, return_tensors="pt")
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    texts, medusa = [], Medusa(heads)
+    for custom in (None, medusa):
+        cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+        texts.append(
+            demo.model.generate(**prompt, past_key_values=cache, custom_generate=custom, **options)
+        )
+    assert torch.equal(*texts)
+    assert medusa.tally.accepted > 0
+
+
+def _changed(tensors, **changes):
+    return {key: value for key, value in (tensors | changes).items() if value is not None}
+
+
+BROKEN = {
+    "too few heads": (shared_layout(1), {}, "2 missing: 1.0.linear.bias"),
+    "too many heads": (shared_layout(3), {}, "2 unknown: 2.0.linear.bias"),
+    "half a vocabulary": (_changed(own_layout(), **{"1.1.weight": None}), {}, "missing: 1.1.wei"),
+    "another layer": (shared_layout(2, 2), {}, "unknown"),
+    "a foreign tensor": (_changed(shared_layout(), x=torch.zeros(1)), {}, "1 unknown: x"),
+    "another width": (
+        _changed(shared_layout(), **{"1.0.linear.weight": torch.zeros(D, 32)}),
+        {},
+        r"64 hidden units.*1.0.linear.weight of shape \(64, 64\), got \(64, 32\)",
+    ),
+    "another vocabulary": (
+        _changed(own_layout(), **{"0.1.weight": torch.zeros(50, D)}),
+        {},
+        r"0.1.weight of shape \(128, 64\), got \(50, 64\)",
+    ),
+    "no count": (shared_layout(), {"medusa_num_heads": None}, "medusa_num_heads: expected a pos"),
+    "count of text": (shared_layout(), {"medusa_num_heads": "2"}, "positive integer"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_file_that_would_leave_heads_random_is_refused(tmp_path, fault):
+    tensors, config, message = BROKEN[fault]
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_heads(write(tmp_path, tensors, **config), tiny_model("llama"))
+
+
+class _Harmful:
+    def __reduce__(self):
+        return print, ("run!",)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path, capsys):
+    write(tmp_path, {})
+    (tmp_path / "medusa_lm_head.safetensors").unlink()
+    for content in (pickle.dumps(_Harmful(), protocol=2), b"garbage", b""):
+        (tmp_path / "medusa_lm_head.pt").write_bytes(content)
+        with pytest.raises(InvalidArgumentError, match=r"nothing but tensors.*safetensors"):
+            load_heads(str(tmp_path), tiny_model("llama"))
+    torch.save(_Harmful(), tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(InvalidArgumentError, match="nothing but tensors"):
+        load_heads(str(tmp_path), tiny_model("llama"))
+    assert capsys.readouterr().out == ""
+
+
+def test_folders_without_heads_are_refused(tmp_path):
+    model = tiny_model("llama")
+    for source in (str(tmp_path / "missing"), "./demo", "nowhere", "a/b/c"):
+        with pytest.raises(InvalidArgumentError, match="medusa: expected 'demo', a folder"):
+            load_heads(source, model)
+    with pytest.raises(InvalidArgumentError, match=r"config\.json that says"):
+        load_heads(str(tmp_path), model)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InvalidArgumentError, match="an object"):
+        load_heads(str(tmp_path), model)
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
+    with pytest.raises(InvalidArgumentError, match="got neither"):
+        load_heads(str(tmp_path), model)
+    (tmp_path / "medusa_lm_head.safetensors").write_bytes(b"garbage")
+    with pytest.raises(InvalidArgumentError, match="complete safetensors"):
+        load_heads(str(tmp_path), model)

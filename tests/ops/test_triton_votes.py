@@ -1,0 +1,132 @@
+"""Vote, pooling and gather by kernels: as right as the reference, chosen where they can run."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, InvalidArgumentError, SnapKV, ops
+from snapkv.ops import api, triton_support
+from tests.families import random_ids, tiny_model
+from tests.ops.vote_cases import (
+    REDUCES,
+    SHAPES,
+    require_gather,
+    require_pooling,
+    require_votes,
+    states,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_runs_in_torch_meets_the_rule_that_kernels_are_held_to(impl, dtype):
+    require_votes(impl, dtype, shapes=("gqa-63", "one of prefix"), reduces=REDUCES)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="needs the package triton, which torch's CPU build does not bring: pip install triton",
+)
+def test_the_kernels_in_tritons_interpreter_err_no_more_than_the_reference():
+    """In a process of its own: triton decides when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.vote_cases", "triton"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+OPERATIONS = {
+    "window_votes": lambda impl: ops.window_votes(
+        *states(SHAPES["gqa-63"]), scaling=0.2, impl=impl
+    ),
+    "pool_votes": lambda impl: ops.pool_votes(torch.rand(1, 2, 9), 3, "max", impl=impl),
+    "gather_tokens": lambda impl: ops.gather_tokens(
+        torch.rand(1, 2, 9, 4), torch.zeros(1, 2, 3, dtype=torch.int64), impl=impl
+    ),
+}
+
+
+@pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
+def test_a_kernel_is_refused_where_it_cannot_run(run, monkeypatch):
+    missing = importlib.util.find_spec("triton") is None
+    reason = "without the package triton" if missing else "with tensors on cpu"
+    with pytest.raises(InvalidArgumentError, match=rf"'triton' {reason}.*impl='auto'"):
+        run("triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidArgumentError, match="without the package triton"):
+        run("triton")
+
+
+@pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_unknown_implementation_is_refused(run):
+    with pytest.raises(InvalidArgumentError, match=r"impl: expected auto or one of.*got 'fast'"):
+        run("fast")
+
+
+def test_what_the_kernels_do_not_know_is_named(monkeypatch):
+    monkeypatch.setattr(triton_support, "INTERPRETED", True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    wide = torch.zeros(1, 1, 4, 264)
+    assert "head_dim of 264" in api._obstacle("window_votes", wide)
+    assert api._obstacle("gather_tokens", wide) is None
+    assert "torch.float64" in api._obstacle("gather_tokens", wide.double())
+    wide.requires_grad_()
+    assert "gradients" in api._obstacle("gather_tokens", wide)
+
+
+def test_auto_says_once_what_it_chose(caplog):
+    triton_support.say_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="snapkv.ops"):
+        for _ in range(3):
+            OPERATIONS["pool_votes"]("auto")
+            OPERATIONS["pool_votes"]("reference")
+    assert [record.getMessage() for record in caplog.records] == [
+        "pool_votes on cpu: impl='auto' chose 'reference'"
+    ]
+
+
+on_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=on_cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_kernels_on_a_device_err_no_more_than_the_reference(impl, dtype):
+    require_votes(impl, dtype, "cuda")
+    require_gather(impl, "cuda", dtypes=(dtype,))
+    require_pooling(impl, "cuda")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
+def test_reading_a_prompt_on_a_device_runs_the_kernels(device, monkeypatch):
+    ran = []
+    choose = api._implementation
+
+    def watched(operation, *arguments):
+        ran.append((operation, choose(operation, *arguments).__module__))
+        return choose(operation, *arguments)
+
+    monkeypatch.setattr(api, "_implementation", watched)
+    model = tiny_model("llama").to(device)
+    try:
+        with torch.no_grad():
+            cache = CompressedCache(model, SnapKV(40, window_size=8))
+            model(random_ids(1, 100).to(device), past_key_values=cache)
+    finally:
+        model.to("cpu")
+    assert set(ran) == {(name, "snapkv.ops.triton_votes") for name in OPERATIONS}

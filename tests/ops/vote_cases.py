@@ -1,0 +1,126 @@
+"""States of odd shapes, and what every implementation of vote, pooling and gather makes of them."""
+
+import itertools
+import sys
+
+import torch
+
+from snapkv.ops import gather_tokens, pool_votes, reduce_group, window_votes
+
+SHAPES = {  # B, Hq, Hkv, W, T, D
+    "gqa-63": (2, 4, 2, 8, 63, 16),
+    "mha-d80": (2, 3, 3, 16, 100, 80),
+    "mqa-d96": (1, 8, 1, 5, 129, 96),
+    "gqa-d256": (1, 4, 2, 33, 70, 256),
+    "several splits": (2, 4, 2, 32, 600, 64),
+    "window 1": (1, 2, 1, 1, 40, 128),
+    "no prefix": (1, 2, 2, 8, 8, 16),
+    "one of prefix": (2, 2, 2, 8, 9, 20),
+}
+EXTRAS = ("", "softcap", "sinks", "pads", "all")
+REDUCES = ("none", "mean", "max", "sum")
+TIMES_THE_REFERENCES_ERROR = 4.0
+
+
+def states(shape, dtype=torch.float32, device="cpu"):
+    """Queries and keys, the keys a slice of longer ones, as they are where drafts follow."""
+    B, Hq, Hkv, W, T, D = shape
+    generator = torch.Generator().manual_seed(T)
+    queries = torch.randn(B, Hq, W, D, generator=generator).mul_(2)
+    keys = torch.randn(B, Hkv, T + 3, D, generator=generator)
+    return queries.to(device, dtype), keys.to(device, dtype)[:, :, :T]
+
+
+def options_of(shape, extras, device="cpu"):
+    """Keyword arguments of the vote; the second row of padded batches is nearly all pads."""
+    B, Hq, _, _, T, D = shape
+    options = {"scaling": D**-0.5}
+    if extras in ("softcap", "all"):
+        options["softcap"] = 5.0
+    if extras in ("sinks", "all"):
+        options["sinks"] = torch.linspace(-1, 2, Hq, device=device)
+    if extras in ("pads", "all"):
+        options["pad_tokens"] = torch.arange(B, device=device) * (T - 3)
+    return options
+
+
+def exact(queries, keys, *, scaling, softcap=None, sinks=None, pad_tokens=None, group_reduce):
+    """The vote in float64, row by row and head by head."""
+    (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
+    votes = torch.zeros(B, Hq, T - W, dtype=torch.float64, device=keys.device)
+    for row, head, query in itertools.product(range(B), range(Hq), range(W)):
+        first, stop = 0 if pad_tokens is None else int(pad_tokens[row]), T - W + query + 1
+        if first >= stop:
+            continue
+        seen = keys[row, head // (Hq // Hkv), first:stop].double()
+        scores = seen @ queries[row, head, query].double() * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head].double()[None]])
+        weights = scores.softmax(dim=0)[: stop - first]
+        votes[row, head, first:] += weights[: max(0, T - W - first)]
+    return reduce_group(votes, Hkv, group_reduce)
+
+
+def require_votes(impl, dtype, device="cpu", *, shapes=tuple(SHAPES), reduces=REDUCES):
+    """Against float64 no more error than a small multiple of the reference's own."""
+    for name, extras, how in itertools.product(shapes, EXTRAS, reduces):
+        shape = SHAPES[name]
+        queries, keys = states(shape, dtype, device)
+        options = options_of(shape, extras, device) | {"group_reduce": how}
+        if "pad_tokens" in options:  # reading a pad anywhere must poison nothing
+            for row, pads in enumerate(options["pad_tokens"].tolist()):
+                keys[row, :, :pads] = float("nan")
+        expected = exact(queries.nan_to_num(), keys.nan_to_num(), **options)
+        reference = window_votes(queries, keys.nan_to_num(), impl="reference", **options)
+        got = window_votes(queries, keys, impl=impl, **options)
+        assert got.dtype == torch.float32
+        assert got.shape == reference.shape
+        if not got.numel():
+            continue
+        own = (reference.double() - expected).abs().max()
+        error = (got.double() - expected).abs().max()
+        rounding = torch.finfo(torch.float32).eps * expected.max()
+        allowed = TIMES_THE_REFERENCES_ERROR * torch.maximum(own, rounding)
+        case = f"{impl}, {dtype}, {name}, {extras or 'plain'}, {how}"
+        assert error <= allowed, f"{case}: {error:.2e}, the reference {own:.2e}"
+
+
+def require_pooling(impl, device="cpu"):
+    """Bit for bit for maxima; means up to the order of a sum."""
+    for tokens, kernel_size in itertools.product((1, 63, 1000, 1025, 2100), (1, 3, 13)):
+        votes = torch.randn(2, 3, tokens, generator=torch.Generator().manual_seed(tokens))
+        votes = votes.to(device)
+        expected = pool_votes(votes, kernel_size, "max", impl="reference")
+        assert torch.equal(pool_votes(votes, kernel_size, "max", impl=impl), expected)
+        torch.testing.assert_close(
+            pool_votes(votes, kernel_size, "avg", impl=impl),
+            pool_votes(votes, kernel_size, "avg", impl="reference"),
+            atol=1e-6,
+            rtol=1e-6,
+        )
+
+
+def require_gather(impl, device="cpu", dtypes=(torch.float32, torch.bfloat16, torch.float16)):
+    """Bit for bit: more heads than the states, one set for all heads, rows of fillers."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype, dim, heads in itertools.product(dtypes, (20, 64, 192), (1, 2, 6)):
+        states = torch.randn(2, 2, 90, dim, generator=generator).to(device, dtype)[:, :, :77]
+        kept = torch.randperm(77, generator=generator)[:50].sort().values.to(device)
+        kept = kept.repeat(2, heads, 1)
+        kept[1, :, :3] = -1
+        expected = gather_tokens(states, kept, impl="reference")
+        got = gather_tokens(states, kept, impl=impl)
+        assert got.is_contiguous()
+        assert torch.equal(got, expected), f"{impl}, {dtype}, dim {dim}, heads {heads}"
+
+
+if __name__ == "__main__":
+    kernel = sys.argv[1]
+    require_votes(kernel, torch.float32, reduces=("none", "mean"))
+    require_votes(kernel, torch.float32, shapes=("gqa-63",))
+    # The interpreter multiplies no bfloat16 matrices.
+    require_votes(kernel, torch.float16, shapes=("gqa-63", "mqa-d96"), reduces=("mean",))
+    require_pooling(kernel)
+    require_gather(kernel)

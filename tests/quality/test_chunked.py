@@ -1,0 +1,43 @@
+"""What reading under a cap loses: measured on rows, and how the measuring works."""
+
+import pytest
+import torch
+from benchmarks import chunked
+from benchmarks.magic_number import Document
+from benchmarks.records import read_rows
+
+from snapkv import SnapKV
+from tests.families import random_ids, tiny_model
+
+
+def test_shared_positions_by_hand():
+    """Two heads of one layer, the last position left out: one of two and two of two shared."""
+    one = [torch.tensor([[[1, 4, 9], [2, 3, 9]]])]
+    other = [torch.tensor([[[1, 5, 9], [2, 3, 9]]])]
+    assert chunked.shared_positions(one, other, 1) == 0.75
+
+
+def test_a_cap_that_never_drops_loses_nothing(monkeypatch):
+    monkeypatch.setattr(chunked, "POLICY", SnapKV(40, window_size=8))
+    document = Document(
+        prompt_ids=random_ids(1, 150)[0].tolist(),
+        question_ids=[],
+        answer_ids=[5, 6, 7],
+        city="",
+        number=0,
+        depth=0.5,
+    )
+    model = tiny_model("llama")
+    exact, wide, tight = chunked.measure(model, [document], caps=(None, 150, 48), chunk_tokens=30)
+    assert exact["kept_as_exact"] == wide["kept_as_exact"] == 1
+    assert wide["answer_nll"] == pytest.approx(exact["answer_nll"], abs=1e-3)
+    assert tight["kept_as_exact"] < 1
+    assert tight["answer_nll"] != exact["answer_nll"]
+
+
+def test_the_page_is_what_its_rows_render_to():
+    if not chunked.ROWS.is_file():
+        pytest.skip("no rows yet: python -m benchmarks.chunked")
+    rows = read_rows(chunked.ROWS)
+    assert chunked.PAGE.read_text("utf-8") == chunked.render(rows)
+    assert [row["cap_tokens"] for row in rows] == list(chunked.CAPS)

@@ -1,0 +1,109 @@
+"""What a server keeps by default and for one request."""
+
+import json
+
+import pytest
+
+from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.serving.settings import ServingSettings, kept_tokens
+
+
+def test_the_defaults_are_those_of_the_library():
+    assert ServingSettings().for_request(None) == SnapKV()
+    assert ServingSettings().for_request({"other": 1}) == SnapKV()
+
+
+def test_a_request_overrides_what_it_names():
+    settings = ServingSettings(budget=512, parameters={"kernel_size": 13, "window_size": 16})
+    given = {"snapkv_budget": 300, "snapkv_pooling": "avg"}
+    expected = SnapKV(300, kernel_size=13, window_size=16, pooling="avg")
+    assert settings.for_request(given) == expected
+    assert settings.for_request({}) == SnapKV(512, kernel_size=13, window_size=16)
+
+
+def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
+    assert ServingSettings(budget=512).for_request({"snapkv_budget": 0}) is None
+    off = ServingSettings(budget=0)
+    assert off.for_request(None) is None
+    assert off.for_request({"snapkv_budget": 64}) == SnapKV(64)
+
+
+def test_other_methods_keep_positions_and_have_their_own_parameters():
+    streaming = ServingSettings(policy="streaming-llm", budget=64, parameters={"start": 8})
+    assert streaming.for_request(None) == StreamingLLM(64, start=8, positions="original")
+    assert streaming.for_request({"snapkv_budget": 32}) == StreamingLLM(
+        32, start=8, positions="original"
+    )
+    assert ServingSettings(policy="tova", budget=9).for_request(None) == TOVA(9)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "pyramidkv"}, "one table of blocks"),
+        ({"policy": "adakv"}, "different numbers"),
+        ({"policy": "snapvk"}, "did you mean snapkv"),
+        ({"policy": ["snapkv"]}, "expected one of"),
+        ({"budget": -1}, "at least 0"),
+        ({"budget": 1.5}, "an integer"),
+        ({"budget": True}, "an integer"),
+        ({"budget": 16}, "window_size=32"),
+        ({"parameters": {"kernel": 3}}, "did you mean kernel_size"),
+        ({"parameters": {"kernel_size": 4}}, "odd"),
+        ({"parameters": {"group_reduce": "none"}}, "once per KV head"),
+        ({"parameters": {"keep_ratio": 0.5}}, "expected a parameter of snapkv"),
+        ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not turned"),
+        ({"policy": "streaming-llm", "parameters": {"recent": 5}}, "expected a parameter"),
+        ({"policy": "streaming-llm", "budget": 3}, "expected start"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
+    with pytest.raises(SnapKVError, match=words):
+        ServingSettings(**given)
+
+
+@pytest.mark.parametrize("budget", [0, 512])
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"snapkv_budget": "512"}, InvalidTypeError, "snapkv_budget: expected an integer"),
+        ({"snapkv_budget": -5}, InvalidArgumentError, "at least 0"),
+        ({"snapkv_budget": None}, InvalidTypeError, "snapkv_budget"),
+        ({"snapkv_budget": [1]}, InvalidTypeError, "snapkv_budget"),
+        ({"snapkv_budget": 8}, InvalidArgumentError, "window_size=32"),
+        ({"snapkv_window_size": 0}, InvalidArgumentError, "window_size"),
+        ({"snapkv_kernel_size": 6}, InvalidArgumentError, "kernel_size"),
+        ({"snapkv_pooling": "median"}, InvalidArgumentError, "pooling"),
+        ({"snapkv_pooling": ["max"]}, InvalidArgumentError, "pooling"),
+        ({"snapkv_kernel": 5}, InvalidArgumentError, "did you mean snapkv_kernel_size"),
+        ({"snapkv_policy": "tova"}, InvalidArgumentError, "snapkv_policy"),
+        ({"snapkv_": 1}, InvalidArgumentError, "snapkv_"),
+    ],
+)
+def test_wrong_settings_of_a_request_are_refused_with_their_name(budget, given, error, words):
+    with pytest.raises(error, match=words):
+        ServingSettings(budget=budget).for_request(given)
+
+
+def test_a_wrong_window_is_refused_even_where_the_request_turns_compression_off():
+    with pytest.raises(InvalidArgumentError, match="kernel_size"):
+        ServingSettings().for_request({"snapkv_budget": 0, "snapkv_kernel_size": 2})
+
+
+def test_a_request_cannot_set_what_its_method_does_not_have():
+    with pytest.raises(InvalidArgumentError, match="snapkv_window_size"):
+        ServingSettings(policy="tova").for_request({"snapkv_window_size": 16})
+
+
+def test_settings_travel_as_json():
+    settings = ServingSettings(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
+    config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
+    assert ServingSettings.from_config(config) == settings
+    assert ServingSettings.from_config({}) == ServingSettings()
+
+
+@pytest.mark.parametrize("policy", [SnapKV(64), StreamingLLM(64), TOVA(64)])
+@pytest.mark.parametrize(("prompt", "kept"), [(1, 1), (63, 63), (64, 64), (65, 64), (5000, 64)])
+def test_what_is_kept_is_known_before_anything_is_computed(policy, prompt, kept):
+    assert kept_tokens(policy, prompt) == kept

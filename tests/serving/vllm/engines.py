@@ -1,0 +1,157 @@
+"""An engine in this process, with its inside open to the tests."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+def greedy(tokens, **options):
+    """Sampling parameters of exactly that many likeliest tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=tokens, ignore_eos=True)
+
+
+def blocks_bytes(blocks, block_tokens):
+    """Memory of that many blocks of the demo model: 30 layers, 3 KV heads of 64, float32."""
+    return blocks * block_tokens * 30 * 3 * 64 * 2 * 4
+
+
+@dataclass
+class Watched:
+    """What was kept while watching: per compressed prompt, by its length."""
+
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    blocks_held: list[int] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> int:
+        return len(self.kept)
+
+    def of(self, prompt) -> list[Tensor]:
+        return self.kept[len(prompt)]
+
+
+class Engine:
+    """vLLM's `LLM` of the demo model, in float32, with or without compression."""
+
+    def __init__(self, folder: str, *, compressed: bool = True, **options: Any) -> None:
+        from vllm import LLM
+
+        from snapkv.serving import engine_args
+
+        own = {
+            name: options.pop(name)
+            for name in ("budget", "policy", "parameters")
+            if name in options
+        }
+        common: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 300 << 20,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        arguments = common | options
+        self.llm = LLM(folder, **(engine_args(**own, **arguments) if compressed else arguments))
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.all_blocks = self.free_blocks
+        self._started = self.preempted = 0
+        preempt = self.scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = count
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.core.shutdown()
+        del self.llm, self.core
+        gc.collect()
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def block_tokens(self) -> int:
+        return self.scheduler.block_size
+
+    def outputs(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        return self.llm.generate(inputs, sampling, use_tqdm=False)
+
+    def answers(self, prompts: list[list[int]], sampling: Any) -> list[list[int]]:
+        return [list(one.outputs[0].token_ids) for one in self.outputs(prompts, sampling)]
+
+    def start(self, prompts: list[list[int]], sampling: Any) -> list[str]:
+        names = []
+        for ids in prompts:
+            self._started += 1
+            names.append(f"started-{self._started}")
+            self.llm.llm_engine.add_request(names[-1], {"prompt_token_ids": ids}, sampling)
+        return names
+
+    def step(self) -> list[Any]:
+        return self.llm.llm_engine.step()
+
+    def abort_all(self) -> None:
+        self.llm.llm_engine.abort_request(list(self.scheduler.requests), internal=True)
+
+    def abort(self, request: str) -> None:
+        self.llm.llm_engine.abort_request([request], internal=True)
+
+    def leftovers(self) -> list[str]:
+        """Requests that scheduler or worker still hold something for."""
+        runner = self.runner
+        self.step()  # workers hear of finished requests with the next step
+        held = [
+            self.scheduler._policies,
+            self.scheduler._blocks.dropped_tokens,
+            runner._dropped,
+            runner._moved,
+            runner._compressor.recorder.recorded,
+        ]
+        return [request for one in held for request in one]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Watched]:
+        """Note what every prompt keeps, and how many blocks it holds right afterwards."""
+        seen, compressor = Watched(), self.runner._compressor
+        keep, compress = compressor._keep_indices, self.scheduler._blocks.compress
+
+        def keep_and_note(name, depth, request, order, keys):
+            indices = keep(name, depth, request, order, keys)
+            seen.kept.setdefault(order.prompt_tokens, []).append(indices)
+            return indices
+
+        def compress_and_note(request_id, **sizes):
+            done = compress(request_id, **sizes)
+            seen.blocks_held.append(len(self.scheduler._blocks.req_to_blocks[request_id]))
+            return done
+
+        compressor._keep_indices = keep_and_note
+        self.scheduler._blocks.compress = compress_and_note
+        try:
+            yield seen
+        finally:
+            del compressor._keep_indices, self.scheduler._blocks.compress

@@ -1,0 +1,94 @@
+"""`snapkv serve` in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+_STARTED = 600  # seconds; a busy machine takes minutes
+
+
+class Server:
+    """The demo model over HTTP, until the end of the ``with`` block.
+
+    Args:
+        folder: where its output goes.
+        options: of `snapkv serve`, behind those that the tests share.
+        model: what to serve.
+        longest: of a prompt and its answer.
+    """
+
+    def __init__(
+        self, folder: Path | str, *options: str, model: str = "demo", longest: int = 2048
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = Path(folder) / "server.log"
+        shared = ["--dtype", "float32", "--max-model-len", str(longest), "--block-size", "32"]
+        shared += ["--kv-cache-memory-bytes", "300M", "--enforce-eager"]
+        shared += ["--served-model-name", "demo", "--port", str(self.port)]
+        command = [sys.executable, "-m", "snapkv", "serve", model, *shared, *options]
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def __enter__(self) -> "Server":
+        deadline = time.monotonic() + _STARTED
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended: {self.output()[-3000:]}")
+            try:
+                self.get("/health")
+                return self
+            except OSError:
+                time.sleep(1)
+        self.__exit__()
+        raise RuntimeError(f"the server did not start: {self.output()[-3000:]}")
+
+    def __exit__(self, *error: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, number)
+            try:
+                self.process.wait(timeout=60)
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, summed over the labels that are not given."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        samples = [
+            sample
+            for family in text_string_to_metric_families(self.get("/metrics"))
+            for sample in family.samples
+        ]
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def client(self, **options: Any) -> Any:
+        import openai
+
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0, **options
+        )

@@ -1,0 +1,153 @@
+"""Blocks, orders and steps under way, against a worker that remembers what every slot holds."""
+
+import random
+
+import pytest
+import torch
+
+PAGE = 4
+BLOCKS = 26
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from snapkv.serving import engine_args
+
+    options = engine_args(budget=12, parameters={"window_size": 6}, dtype="float32")
+    options |= {"max_model_len": 96, "max_num_batched_tokens": 24, "enforce_eager": True}
+    options |= {"max_num_seqs": 8, "block_size": 32}
+    return EngineArgs(folder, **options).create_engine_config()
+
+
+def simulation(config, *, caching, ahead):
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from snapkv.serving.blocks import CompressedSpec, register_spec
+    from snapkv.serving.scheduler import scheduler
+    from tests.serving.vllm.simulation import SimulatedWorker, Simulation
+
+    register_spec()
+    config.scheduler_config.async_scheduling = bool(ahead)
+    config.cache_config.enable_prefix_caching = caching
+    config.cache_config.block_size = PAGE
+    config.cache_config.num_gpu_blocks = BLOCKS
+    spec = CompressedSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    made = scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=PAGE,
+        hash_block_size=PAGE,
+        log_stats=False,
+    )
+    return Simulation(made, SimulatedWorker(BLOCKS, PAGE), ahead)
+
+
+def request(name, tokens, generate, extra_args):
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    sampling = SamplingParams(
+        max_tokens=generate, temperature=0, ignore_eos=True, extra_args=extra_args
+    )
+    hasher = get_request_block_hasher(PAGE, sha256)
+    return Request(name, tokens, sampling, None, block_hasher=hasher)
+
+
+def answer(tokens, generate):
+    tokens = list(tokens)
+    for _ in range(generate):
+        tokens.append(sum(tokens[-3:]) % 97 + 1)
+    return tokens
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
+    config, caching, ahead, seed
+):
+    """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
+    draw = random.Random(seed)
+    running = simulation(config, caching=caching, ahead=ahead)
+    scheduler, worker = running.scheduler, running.worker
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    openings = [[draw.randrange(1, 90) for _ in range(40)] for _ in range(3)]
+    expected, aborted = {}, set()
+    for number in range(60):
+        tokens = draw.choice(openings)[: draw.randrange(1, 40)]
+        tokens = tokens + [draw.randrange(1, 90) for _ in range(draw.randrange(1, 20))]
+        generate = draw.randrange(1, 36)
+        extra_args = {"snapkv_budget": draw.choice([0, 7, 12, 13, 30])}
+        if draw.random() < 0.3:
+            extra_args = {}
+        name = f"r{number}"
+        scheduler.add_request(request(name, tokens, generate, extra_args))
+        expected[name] = answer(tokens, generate)
+        for _ in range(draw.randrange(8)):
+            running.step()
+        if draw.random() < 0.15 and scheduler.requests:
+            abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
+    while scheduler.requests:
+        running.step()
+    running.drain()
+    running.step()  # so that the worker hears of the last ones
+    running.drain()
+    for name, tokens in expected.items():
+        if name not in aborted:
+            assert worker.tokens[name] == tokens
+    assert worker.compressed > 20
+    assert running.preempted > 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert not scheduler._blocks.dropped_tokens
+    assert not scheduler._policies
+    assert not scheduler._blocks.req_to_blocks
+
+
+def abort(scheduler, name, aborted):
+    from vllm.v1.request import RequestStatus
+
+    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    aborted.add(name)
+
+
+def test_where_nothing_is_free_a_shared_prompt_stays_whole(config):
+    """Both requests hold all blocks of the prompt, and the pool has none to move to."""
+    running = simulation(config, caching=True, ahead=0)
+    blocks = running.scheduler._blocks
+    pool = blocks.block_pool
+    mine = pool.get_new_blocks(6)
+    pool.touch(mine)
+    blocks.req_to_blocks["a"] = list(mine)
+    others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
+    assert blocks.compress("a", prompt_tokens=24, kept_tokens=8) is None
+    assert blocks.dropped_tokens == {"a": 0}
+    assert blocks.req_to_blocks["a"] == mine
+    del blocks.dropped_tokens["a"]
+    pool.free_blocks(others)
+    done = blocks.compress("a", prompt_tokens=24, kept_tokens=8)
+    assert (done.blocks_freed, blocks.dropped_tokens) == (4, {"a": 16})
+    assert [block.ref_cnt for block in mine] == [1] * 6
+    assert [block.block_id for block in blocks.req_to_blocks["a"]] == list(done.target_blocks)
+
+
+def test_in_place_the_first_blocks_stay(config):
+    blocks = simulation(config, caching=False, ahead=0).scheduler._blocks
+    mine = blocks.block_pool.get_new_blocks(6)
+    blocks.req_to_blocks["a"] = list(mine)
+    done = blocks.compress("a", prompt_tokens=23, kept_tokens=9)
+    assert (done.target_blocks, done.blocks_freed) == (None, 3)
+    assert blocks.req_to_blocks["a"] == mine[:3]
+    # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
+    assert blocks.allocate_new_blocks("a", 26, 26) == []
+    assert len(blocks.allocate_new_blocks("a", 27, 27)) == 1

@@ -1,0 +1,208 @@
+"""The server as its users see it: through the official client."""
+
+import json
+import socket
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.serving.vllm.servers import Server
+
+BUDGET = 128
+GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with Server(
+        folder,
+        "--budget",
+        str(BUDGET),
+        "--set",
+        "kernel_size=13",
+        "--max-num-batched-tokens",
+        "512",
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()
+
+
+def own(**settings):
+    return {"vllm_xargs": {f"snapkv_{name}": value for name, value in settings.items()}}
+
+
+def prompt(text_ids, start=0, tokens=700):
+    return text_ids[start : start + tokens]
+
+
+def answer(client, ids, **options):
+    extra = options.pop("extra_body", {})
+    return client.completions.create(
+        prompt=ids, extra_body={"return_token_ids": True, **extra}, **GREEDY | options
+    )
+
+
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.5)
+
+
+def test_completions_chat_and_streams_are_served(client, text_ids):
+    whole = answer(client, prompt(text_ids))
+    assert whole.usage.prompt_tokens == 700
+    assert whole.usage.completion_tokens == 12
+    parts = answer(client, prompt(text_ids), stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+
+    text = "The license. " * 150 + "What is repeated above?"
+    message = [{"role": "user", "content": text}]
+    chat = client.chat.completions.create(messages=message, logprobs=True, **GREEDY)
+    assert chat.usage.prompt_tokens > BUDGET
+    assert len(chat.choices[0].logprobs.content) == 12
+    parts = client.chat.completions.create(messages=message, stream=True, **GREEDY)
+    streamed = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert streamed == chat.choices[0].message.content
+
+
+def test_answers_are_those_of_the_library(client, text_ids):
+    import torch
+
+    from snapkv import CompressedCache, SnapKV
+    from snapkv.models import load
+
+    model = load("demo").model
+    ids = prompt(text_ids, 1200)
+    cache = CompressedCache(model, SnapKV(BUDGET, kernel_size=13))
+    inputs = torch.tensor([ids])
+    expected = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        past_key_values=cache,
+        max_new_tokens=12,
+        do_sample=False,
+    )
+    got = answer(client, ids).choices[0].token_ids
+    assert got == expected[0, len(ids) :].tolist()
+
+
+def test_metrics_tell_what_compression_does(server, client, text_ids):
+    def counts():
+        return [
+            server.metric("snapkv:prompt_tokens_seen_total", model_name="demo", engine="0"),
+            server.metric("snapkv:prompt_tokens_kept_total"),
+            server.metric("snapkv:blocks_freed_total"),
+            server.metric("snapkv:requests_total", outcome="compressed"),
+            server.metric("snapkv:requests_total", outcome="whole"),
+            server.metric("snapkv:request_kept_ratio_count"),
+        ]
+
+    before = counts()
+    answer(client, prompt(text_ids, 77))
+    answer(client, prompt(text_ids, 99), extra_body=own(budget=0))
+    gained = [after - start for after, start in zip(counts(), before, strict=True)]
+    # 700 tokens lie in 22 blocks of 32; 128 of them in 4
+    assert gained == [1400, BUDGET + 700, 18, 1, 1, 2]
+    assert server.metric("vllm:prompt_tokens_total") > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"budget": "many"}, "snapkv_budget: expected an integer"),
+        ({"budget": 3}, "window_size=32"),
+        ({"budget": -1}, "at least 0"),
+        ({"budget": 64.5}, "expected an integer"),
+        ({"kernel_size": 4}, "odd"),
+        ({"pooling": "median"}, "pooling"),
+        ({"budgets": 64}, "did you mean snapkv_budget"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_a_400_with_a_clear_message(client, text_ids, settings, words):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match=words):
+        answer(client, prompt(text_ids, tokens=60), extra_body=own(**settings))
+
+
+MALFORMED = (
+    b"",
+    b"{",
+    b"[]",
+    b"\xff\xfe",
+    b'{"model": "demo"}',
+    b'{"model": "demo", "prompt": [99999999], "max_tokens": 2}',
+    b'{"model": "demo", "prompt": [-1], "max_tokens": 2}',
+    b'{"model": "demo", "prompt": "a", "max_tokens": -2}',
+    b'{"model": "demo", "prompt": "a", "vllm_xargs": 7}',
+    b'{"model": "demo", "prompt": "a", "vllm_xargs": {"snapkv_budget": {"a": 1}}}',
+    b'{"model": "demo", "prompt": "a", "vllm_xargs": {"snapkv_budget": 1e400}}',
+    b'{"model": "demo", "prompt": "a", "vllm_xargs": {"snapkv_budget": true}}',
+    b'{"model": "other", "prompt": "a"}',
+    json.dumps({"model": "demo", "prompt": [5] * 5000, "max_tokens": 2}).encode(),
+)
+
+
+def test_malformed_requests_are_refused_and_hurt_nobody(server, client, text_ids):
+    for body in MALFORMED:
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=120)
+        assert 400 <= refused.value.code < 500, body
+    assert answer(client, prompt(text_ids, tokens=200)).usage.completion_tokens == 12
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(client, text_ids):
+    prompts = [prompt(text_ids, 400 * n, 300 + 60 * n) for n in range(6)]
+    settings = [own(), own(budget=0), own(budget=200), own(kernel_size=5), own(), own()]
+
+    def ask(n):
+        return answer(client, prompts[n], extra_body=settings[n]).choices[0].token_ids
+
+    alone = [ask(n) for n in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6))) == alone
+
+
+def test_disconnected_clients_free_their_blocks(server, client, text_ids):
+    body = {
+        "model": "demo",
+        "prompt": prompt(text_ids, 50, 1500),
+        "max_tokens": 400,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    payload = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(payload)}\r\n"
+    message = head.encode() + b"Content-Type: application/json\r\n\r\n" + payload
+
+    def leave_after(seconds):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(message)
+            time.sleep(seconds)
+
+    threads = [threading.Thread(target=leave_after, args=(n * 0.7,)) for n in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
+    wait_until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+    assert answer(client, prompt(text_ids, tokens=200)).usage.completion_tokens == 12
+
+
+def test_samples_of_one_prompt_share_its_blocks(client, text_ids):
+    several = answer(client, prompt(text_ids, 30), n=3, temperature=1.0)
+    assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]

@@ -1,0 +1,77 @@
+"""The new user's path, and the notebook: every command prints what the page says it prints."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", (ROOT / "docs/path.md").read_text(), re.S)
+
+
+def as_pattern(expected):
+    """Dots stand for the rest of a line, or for any lines where they stand alone."""
+    lines = []
+    for line in expected.rstrip("\n").split("\n"):
+        if line == "...":
+            lines.append(r"(?:.*\n)*?")
+        else:
+            lines.append(r".*?".join(map(re.escape, line.rstrip().split("..."))) + r"[ ]*\n")
+    return re.compile("".join(lines))
+
+
+def test_the_pattern_matches_dots_and_nothing_else():
+    assert as_pattern("a ... c\n...\nd").fullmatch("a b c\nx\ny\nd\n")
+    assert not as_pattern("a ... c\nd").fullmatch("a b c\nx\nd\n")
+    assert not as_pattern("a.c").fullmatch("abc\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [pytest.param(*block, id=" ".join(block[0].split()[:2])) for block in BLOCKS],
+)
+def test_a_new_users_command_prints_what_is_written_down(command, expected, tmp_path):
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs/garden.pdf", tmp_path / "docs")
+    program, *arguments = shlex.split(command)
+    assert program == "snapkv"
+    done = subprocess.run(
+        [sys.executable, "-m", "snapkv", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert as_pattern(expected).fullmatch(done.stdout), done.stdout
+
+
+def test_the_path_has_all_its_steps():
+    assert [command.split()[1] for command, _ in BLOCKS] == ["ask", "inspect", "plan"]
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    """Cell by cell in one fresh process, as a kernel would, without a network."""
+    cells = json.loads((ROOT / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(sources) > 5
+    assert not any(cell.get("outputs") for cell in cells)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", "\n\n".join(sources)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "blue stone" in done.stdout
+    assert (tmp_path / "report.html").stat().st_size > 10_000

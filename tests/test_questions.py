@@ -1,0 +1,143 @@
+"""One document and many questions: as good as reading both together, for each of them."""
+
+import pytest
+import torch
+
+from snapkv import (
+    AdaKV,
+    CacheFileError,
+    CompressedCache,
+    Document,
+    ExpectedAttention,
+    InvalidArgumentError,
+    InvalidTypeError,
+    SnapKV,
+)
+from snapkv.prefill import layer_by_layer
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
+
+TOKENS, BUDGET, WINDOW = 90, 40, 8
+POLICY = SnapKV(BUDGET, window_size=WINDOW)
+
+
+def text(tokens=TOKENS):
+    return random_ids(1, tokens)
+
+
+def asked(*lengths):
+    return [random_ids(1, length, seed=1 + i)[0].tolist() for i, length in enumerate(lengths)]
+
+
+def answered(model, inputs):
+    ids = inputs["input_ids"]
+    return model.generate(**inputs, max_new_tokens=5, do_sample=False)[:, ids.shape[1] :]
+
+
+def read_together(model, questions, policy=POLICY, document=None):
+    """Answers and caches of each question behind the whole document, read from the start."""
+    found = []
+    for question in questions:
+        ids = torch.cat([text() if document is None else document, torch.tensor([question])], 1)
+        cache = CompressedCache(model, policy)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found.append((answered(model, {**inputs, "past_key_values": cache}), cache))
+    return found
+
+
+def assert_as_if_read_together(model, inputs, expected):
+    answers, cache = answered(model, inputs), inputs["past_key_values"]
+    for row, (answer, alone) in enumerate(expected):
+        assert torch.equal(answers[row : row + 1], answer)
+        for layer in cache.compressed_layers:
+            kept, wanted = cache.kept_positions(layer)[row], alone.kept_positions(layer)[0]
+            for own, other in zip(kept, wanted, strict=True):
+                assert torch.equal(own[own >= 0], other[other >= 0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_question_is_answered_as_if_read_together_with_the_document(family):
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
+    document = Document(model, text(), POLICY)
+    for questions in (asked(20), asked(3), asked(12, 12, 12)):
+        expected = read_together(model, questions)
+        assert_as_if_read_together(model, document.inputs(questions), expected)
+
+
+@pytest.mark.parametrize("lengths", [(20, 12, 9), (3, 1, 5), (30, 2)])
+@pytest.mark.parametrize("chunk_tokens", [None, 25])
+def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens):
+    model, questions = tiny_model("qwen3"), asked(*lengths)
+    document = Document(model, text(), POLICY, chunk_tokens=chunk_tokens)
+    inputs = document.inputs(questions)
+    shared = inputs["past_key_values"].layers[0].parked.pieces
+    assert all(piece.keys.shape[0] == 1 for piece in shared)
+    assert_as_if_read_together(model, inputs, read_together(model, questions))
+
+
+@pytest.mark.parametrize("policy", [AdaKV(POLICY), SnapKV(keep_ratio=0.3, window_size=WINDOW)])
+def test_other_methods_choose_for_each_question_too(policy):
+    model, questions = tiny_model("llama"), asked(20, 11)
+    inputs = Document(model, text(), policy).inputs(questions)
+    assert_as_if_read_together(model, inputs, read_together(model, questions, policy))
+
+
+def test_a_method_that_asks_all_queries_hears_the_questions():
+    model = tiny_model("llama")
+    document = Document(model, text(), ExpectedAttention(BUDGET, window_size=WINDOW))
+    assert answered(model, document.inputs(asked(20, 12))).shape == (2, 5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 12, 45])
+def test_a_document_may_be_short(tokens):
+    model, questions = tiny_model("llama"), asked(30, 4)
+    inputs = Document(model, text(tokens), POLICY).inputs(questions)
+    expected = read_together(model, questions, document=text(tokens))
+    assert_as_if_read_together(model, inputs, expected)
+
+
+def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():
+    model, document = tiny_model("llama"), Document(tiny_model("llama"), text(), POLICY)
+    before = document.host_bytes
+    first = document.inputs(asked(20))
+    answer = model.generate(**first, max_new_tokens=5, do_sample=False)
+    follow_up = torch.cat([answer, random_ids(1, 15, seed=9)], 1)
+    cache = first["past_key_values"]
+    model.generate(follow_up, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert cache.report().kept_tokens == BUDGET + 2
+    assert document.host_bytes == before
+    assert_as_if_read_together(model, document.inputs(asked(20)), read_together(model, asked(20)))
+
+
+def test_a_document_can_be_read_layer_by_layer_and_saved(tmp_path):
+    model = tiny_model("llama")
+    with layer_by_layer(model, chunk_tokens=25):
+        document = Document(model, text(), POLICY)
+    assert not document._cache.report().held_bytes
+    document.save(tmp_path / "one")
+    loaded = Document.load(tmp_path / "one", model)
+    assert torch.equal(loaded.input_ids, document.input_ids)
+    for one in (document, loaded):
+        expected = read_together(model, asked(20, 7))
+        assert_as_if_read_together(model, one.inputs(asked(20, 7)), expected)
+    CompressedCache(model, POLICY, recall="host").save(tmp_path / "two")
+    with pytest.raises(
+        InvalidArgumentError, match=r"path: expected a document that Document\.save"
+    ):
+        Document.load(tmp_path / "two", model)
+    with pytest.raises(CacheFileError):
+        Document.load(tmp_path / "three", model)
+
+
+def test_what_is_no_document_or_no_question_is_refused():
+    model = tiny_model("llama")
+    with pytest.raises(InvalidTypeError, match="input_ids: expected a tensor of integers"):
+        Document(model, "text", POLICY)
+    with pytest.raises(InvalidArgumentError, match="input_ids: expected the tokens of one"):
+        Document(model, random_ids(2, 9), POLICY)
+    document = Document(model, text(), POLICY)
+    for questions in ([], [[]], [[[1]]]):
+        with pytest.raises(InvalidArgumentError, match="questions: expected at least one"):
+            document.inputs(questions)
+    hybrid = Document(tiny_model("gemma3_text"), text(), POLICY)
+    with pytest.raises(InvalidArgumentError, match="questions: expected questions of one length"):
+        hybrid.inputs(asked(20, 12))
