@@ -68,9 +68,7 @@ def _short(value: object) -> object:
 
 def render(rows: list[Row]) -> str:
     """The page that these rows make."""
-    runs = [row for row in rows if "run" in row]
-    sections = [_section(name, findings_of(rows, name)) for name in STUDIES]
-    return "\n\n".join([_HEAD, environment_line(runs) + ".", *sections]) + "\n"
+    return "\n\n".join([_HEAD, *(_section(name, rows) for name in STUDIES)]) + "\n"
 
 
 def findings_of(rows: list[Row], name: str) -> list[Row]:
@@ -91,7 +89,9 @@ Rendered from `studies.jsonl` by `python -m benchmarks.studies`. `snapkv study N
 rows of any model and document."""
 
 
-def _section(name: str, rows: list[Row]) -> str:
+def _section(name: str, all_rows: list[Row]) -> str:
+    rows = findings_of(all_rows, name)
+    runs = [row for row in all_rows if row["study"] == name and "run" in row]
     table = STUDIES[name].table(rows)
     return "\n\n".join(
         [
@@ -100,6 +100,7 @@ def _section(name: str, rows: list[Row]) -> str:
             f"![{name}](studies/{name}.svg)",
             f"{table.title[0].upper()}{table.title[1:]}.",
             markdown_table(table.header, table.lines),
+            environment_line(runs) + ".",
         ]
     )
 
