@@ -33,7 +33,7 @@ def kept_mask(selection: Selection | None, layer: PromptLayer) -> Tensor:
     if selection is None:
         return torch.ones(layer.num_kv_heads, tokens, dtype=torch.bool, device=layer.keys.device)
     kept = selection.keep_indices[0]
-    kept = kept.expand(max(kept.shape[0], layer.num_kv_heads), -1)  # some keep for all heads alike
+    kept = kept.expand(max(len(kept), layer.num_kv_heads), -1)  # where all heads share one set
     mask = torch.zeros(kept.shape[0], tokens + 1, dtype=torch.bool, device=kept.device)
     return mask.scatter(1, kept.where(kept >= 0, tokens), True)[:, :tokens]
 
