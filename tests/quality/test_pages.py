@@ -1,10 +1,16 @@
 """Every number of a results page comes from a committed row."""
 
 import pytest
-from benchmarks import quality, ragged, readme, speed, studies
+from benchmarks import chunked, quality, ragged, readme, speed, studies
 from benchmarks.records import read_rows
 
-PAGES = {"quality": quality, "speed": speed, "ragged": ragged, "studies": studies}
+PAGES = {
+    "quality": quality,
+    "speed": speed,
+    "ragged": ragged,
+    "studies": studies,
+    "chunked": chunked,
+}
 
 
 @pytest.mark.parametrize("benchmark", PAGES.values(), ids=PAGES)
