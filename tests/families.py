@@ -4,7 +4,13 @@ import functools
 from collections.abc import Callable
 
 import torch
+import transformers
+from packaging import version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+# After drafts were verified, transformers' own sliding layers make a mask of the wrong width for
+# several tokens at once, with or without this library.
+SLIDING_LAYERS_CRASH_AFTER_DRAFTS = version.parse(transformers.__version__) < version.parse("5.23")
 
 VOCABULARY = 128
 

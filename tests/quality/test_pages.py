@@ -1,7 +1,7 @@
 """Every number of a results page comes from a committed row."""
 
 import pytest
-from benchmarks import evaluation, methods, quality, ragged, readme, speed, studies
+from benchmarks import chunked, evaluation, methods, quality, ragged, readme, speed, studies
 from benchmarks.records import read_rows
 
 PAGES = {
@@ -10,6 +10,7 @@ PAGES = {
     "methods": methods,
     "ragged": ragged,
     "studies": studies,
+    "chunked": chunked,
 }
 
 
