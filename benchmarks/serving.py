@@ -128,7 +128,7 @@ class Engine:
         """Greedy answers of all prompts sent at once, and what the steps took."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
         for number, ids in enumerate(prompts):
             self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
         found: dict[int, list[int]] = {}
