@@ -1,7 +1,7 @@
 """Every number of a results page comes from a committed row."""
 
 import pytest
-from benchmarks import chunked, evaluation, methods, quality, ragged, readme, speed, studies
+from benchmarks import chunked, evaluation, flat, methods, quality, ragged, readme, speed, studies
 from benchmarks.records import read_rows
 
 PAGES = {
@@ -11,6 +11,7 @@ PAGES = {
     "ragged": ragged,
     "studies": studies,
     "chunked": chunked,
+    "flat": flat,
 }
 
 
