@@ -62,12 +62,22 @@ def test_the_last_queries_know_best_where_the_question_is_seen():
     voting = [name for name in nll if "SnapKV" in name or name == "PyramidKV"]
     assert list(nll)[: len(voting)] == voting
     assert nll["TOVA"] < min(nll["H2O"], nll["StreamingLLM"])
+    assert min(nll["H2O"], nll["Scissorhands"]) > nll["Random"]
+    assert list(nll)[-1] == "FastGen"
+
+
+def test_without_the_question_only_one_method_is_well_ahead_of_chance():
+    nll = mean_nll(ROWS, "hidden")
+    assert list(nll)[:2] == ["KeyDiff", "Random"]
+    assert nll["KeyDiff"] < 0.75 * nll["Random"]
 
 
 def test_wide_pooling_finds_every_number_in_every_method_around_snapkv():
     wide = [row for row in ROWS if row["part"] == "pooling"]
     assert {row["budget"] for row in wide} == set(methods.POOLED_BUDGETS)
     assert {row["accuracy"] for row in wide} == {1.0}
+    first, *built_on_it = [row["nll"] for row in wide if row["budget"] == 128]
+    assert max(built_on_it) < first
 
 
 def test_a_method_that_holds_more_than_its_budget_stops_the_run(demo, haystack):

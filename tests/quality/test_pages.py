@@ -52,6 +52,13 @@ def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it
         assert total == pytest.approx(sum(scores))
 
 
+def test_wide_pooling_finds_the_needle_wherever_the_readme_says_it_does():
+    rows = evaluation.measured()["needle"].rows
+    wide = [row for row in rows if row["method"] == "SnapKV, kernel 13"]
+    assert len(wide) == 20
+    assert all(row["score"] == 1 and row["policy"]["budget"] == 256 for row in wide)
+
+
 def test_the_readmes_table_is_what_the_rows_render_to():
     page = readme.README.read_text("utf-8")
     assert page == readme.rendered(page)
