@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from snapkv.cache import handoff
-from snapkv.cache.candidates import visible_candidates
+from snapkv.cache.candidates import current_candidates
 from snapkv.cache.keeping import keep_tokens
 from snapkv.cache.layer import CompressedLayer
 from snapkv.calls import Attended, AttentionCall, attend_stored
@@ -77,7 +77,7 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
-        visible=visible_candidates(),
+        candidates=current_candidates(),
     )
     handed = _take_handoff(call)
     if handed is None:

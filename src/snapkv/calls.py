@@ -4,13 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from snapkv import ops
+from snapkv.cache.candidates import Candidates
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.ragged import RaggedStates
 from snapkv.masks import stored_mask, tree_mask
+
+FEW_QUERIES = 64
+"""Up to so many queries read keys and values as they are stored, whatever the mask."""
 
 Attended = tuple[Tensor, Tensor | None]
 """Output (B, Q, Hq, D), and weights where the implementation gives them."""
@@ -24,7 +29,7 @@ class AttentionCall:
         function: the wrapped attention; `implementation` is its name, such as "sdpa".
         query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
         options: the remaining keyword arguments (scaling, dropout, softcap, ...).
-        visible: (Q, Q) bool, who sees whom where the queries are a tree of candidates, or None.
+        candidates: who sees whom where the queries are a tree of candidates, or None.
     """
 
     function: Callable[..., Any]
@@ -35,19 +40,60 @@ class AttentionCall:
     value: Tensor
     mask: Any
     options: dict[str, Any]
-    visible: Tensor | None
+    candidates: Candidates | None
 
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
         mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
-        if self.visible is not None:
-            mask = tree_mask(self.implementation, mask, self.visible, self.query, S)
+        few = self._has_few_queries()
+        if self.candidates is not None:
+            mask = self._tree_mask(self.candidates)
+        elif mask is None and few:
+            past = torch.ones(len(self.query), S - Q, dtype=torch.bool, device=self.query.device)
+            mask = stored_mask(self.implementation, past, self.query)
         elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
+        if few and mask.shape[1] == 1:
+            return self._attend_in_groups(mask), None
         output, weights = self.function(
             self.module, self.query, self.key, self.value, mask, **self.options
         )
         return output, weights
+
+    def _tree_mask(self, candidates: Candidates) -> Any:
+        """The mask for a tree; layers that were given the same mask share it."""
+        slots = self.key.shape[2]
+        given = (id(self.mask), slots, self.query.device)
+        if given not in candidates.masks:
+            made = tree_mask(self.implementation, self.mask, candidates.visible, self.query, slots)
+            candidates.masks[given] = self.mask, made  # the mask given lives on, so does its id
+        return candidates.masks[given][1]
+
+    def _has_few_queries(self) -> bool:
+        """Whether copying keys and values for every query head would be most of the work."""
+        groups, Q = self.query.shape[1] // self.key.shape[1], self.query.shape[2]
+        return (
+            self.implementation == "sdpa"
+            and 1 < Q <= min(FEW_QUERIES, self.key.shape[2] - 1)
+            and 1 < groups == getattr(self.module, "num_key_value_groups", 1)
+            and self.options.get("position_bias") is None
+        )
+
+    def _attend_in_groups(self, mask: Tensor) -> Tensor:
+        """Attend as if the heads of a group were queries of one head: nothing is repeated.
+
+        Under a mask transformers repeats keys and values for every query head. With few queries,
+        as where drafts are verified, that takes longer than attention itself.
+        """
+        B, Hq, Q, D = self.query.shape
+        Hkv = self.key.shape[1]
+        query = self.query.reshape(B, Hkv, -1, D)
+        grouped = mask.repeat(1, 1, Hq // Hkv, 1)
+        output, _ = self.function(
+            _Ungrouped(self.module), query, self.key, self.value, grouped, **self.options
+        )
+        heads: Tensor = output.transpose(1, 2).reshape(B, Hq, Q, -1)
+        return heads.transpose(1, 2).contiguous()
 
 
 def attend_stored(
@@ -85,7 +131,7 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
         scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=call.options.get("softcap"),
         sinks=call.options.get("s_aux"),
-        own_visible=call.visible,
+        own_visible=None if call.candidates is None else call.candidates.visible,
     )
     return output.transpose(1, 2).contiguous()
 

@@ -17,7 +17,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.cache.candidates import visible_candidates
+from snapkv.cache.candidates import current_candidates
 from snapkv.decoding import CandidateTree, Medusa
 from snapkv.masks import tree_mask
 from tests.decoding.heads import KnowingHeads, random_heads
@@ -308,7 +308,7 @@ def test_a_chain_is_read_as_plain_text():
     medusa = Medusa(KnowingHeads.of(model, cache, text), CandidateTree.chain(3))
     seen = []
     hook = model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append(visible_candidates())
+        lambda *_: seen.append(current_candidates())
     )
     with hook:
         assert torch.equal(generate(model, ids, cache, custom_generate=medusa), text)

@@ -8,6 +8,7 @@ of that pass. Behind it only one path is kept, in every layer and whatever it st
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,19 @@ from snapkv.cache.static import StaticCompressedLayer
 _current = threading.local()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidates:
+    """The tree of candidates that a forward pass reads.
+
+    Attributes:
+        visible: (Q, Q) bool, which of the Q tokens of the pass each of them sees.
+        masks: what a layer has made of the model's mask, for the layers behind it; see `masks`.
+    """
+
+    visible: Tensor
+    masks: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+
 @contextlib.contextmanager
 def verifying(visible: Tensor) -> Iterator[None]:
     """Within this block, forward passes of this thread read a tree of candidates.
@@ -27,16 +41,16 @@ def verifying(visible: Tensor) -> Iterator[None]:
         visible: (Q, Q) bool, which of the Q tokens of the pass each of them sees: itself and its
             ancestors, which stand before it.
     """
-    _current.visible = visible
+    _current.candidates = Candidates(visible=visible)
     try:
         yield
     finally:
-        _current.visible = None
+        _current.candidates = None
 
 
-def visible_candidates() -> Tensor | None:
+def current_candidates() -> Candidates | None:
     """The tree that this thread's forward pass reads; None for plain text."""
-    return getattr(_current, "visible", None)
+    return getattr(_current, "candidates", None)
 
 
 def keep_path(cache: Cache, path: Tensor, read_tokens: int) -> None:

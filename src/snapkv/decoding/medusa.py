@@ -26,7 +26,7 @@ from snapkv.decoding.speculation import (
 from snapkv.decoding.tree import CandidateTree
 from snapkv.errors import InvalidTypeError
 
-NODES_ON_CPU, NODES_ON_GPU = 6, 63
+FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
 """Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
 
 
@@ -39,8 +39,9 @@ class Medusa(Speculation):
 
     Args:
         heads: of the model, see `load_heads`.
-        tree: which candidates to try; by default the ones most likely to be right, 6 on a CPU and
-            63 on a GPU. It is cut to as many heads as there are.
+        tree: which candidates to try; by default the ones most likely to be right, 3 on a CPU
+            in float32, 6 in narrower types, and 63 on a GPU. It is cut to as many heads as there
+            are.
         epsilon, delta: see `accept_typically`.
 
     Raises:
@@ -67,8 +68,11 @@ class Medusa(Speculation):
                 "CandidateTree(paths)"
             )
         if tree is None:
-            on_cpu = heads.weights.device.type == "cpu"
-            nodes = NODES_ON_CPU if on_cpu else NODES_ON_GPU
+            weights = heads.weights
+            nodes = NODES_ON_GPU
+            if weights.device.type == "cpu":
+                wide = weights.dtype == torch.float32
+                nodes = FLOAT32_NODES_ON_CPU if wide else NODES_ON_CPU
             tree = CandidateTree.likeliest(heads.accuracies, nodes)
         self.heads = heads
         self.tree = tree.pruned(heads.num_heads)

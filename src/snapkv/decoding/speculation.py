@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import Cache
 
 from snapkv.cache import CompressedCache
+from snapkv.decoding.few_rows import fast_few_rows
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 
 
@@ -188,7 +189,7 @@ class Speculation(ABC):
     def _steps(self, request: Request, stopping_criteria: Any) -> Iterator[Tensor]:
         """The tokens that every step adds, until a criterion stops the text."""
         self.tally = tally = Tally()
-        with self.drafting(request) as drafting:
+        with fast_few_rows(request.model), self.drafting(request) as drafting:
             text = request.ids[0]
             first = request.choose(request.processed(text, drafting.start()))
             tokens, done = _until_stop(text, [first], stopping_criteria)

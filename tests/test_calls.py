@@ -1,0 +1,108 @@
+"""Attention of few queries: keys and values are read as they are stored."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from snapkv.cache.candidates import Candidates
+from snapkv.calls import FEW_QUERIES, AttentionCall
+
+B, HKV, G, S, D = 2, 2, 3, 90, 8
+PAST = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def call_with(queries, mask=None, candidates=None, **options):
+    """A call, and the keys that the wrapped attention is given."""
+    torch.manual_seed(0)
+    given = []
+
+    def attend(module, query, key, value, attention_mask, **rest):
+        given.append(key)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+
+    call = AttentionCall(
+        function=attend,
+        implementation="sdpa",
+        module=SimpleNamespace(num_key_value_groups=G, is_causal=True, layer_idx=0),
+        query=torch.randn(B, HKV * G, queries, D),
+        key=torch.randn(B, HKV, S, D),
+        value=torch.randn(B, HKV, S, D + 2),
+        mask=mask,
+        options=options,
+        candidates=candidates,
+    )
+    return call, given
+
+
+def plain(call, visible, scaling=D**-0.5, bias=0.0):
+    """(B, Q, Hq, Dv): attention by the book; visible is (..., Q, S) bool."""
+    key, value = (states.repeat_interleave(G, dim=1) for states in (call.key, call.value))
+    scores = call.query @ key.transpose(-1, -2) * scaling + bias
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return (weights @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5, FEW_QUERIES, FEW_QUERIES + 1])
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive"])
+def test_a_chain_sees_the_past_and_itself(queries, kind):
+    visible = PAST[-queries:].expand(B, 1, -1, -1).clone()
+    if kind != "none":
+        visible[1, :, :, :7] = False  # pads of the second row
+    mask = None if kind == "none" else visible
+    if kind == "additive":
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    call, given = call_with(queries, mask, scaling=0.3)
+    output, _ = call.attend()
+    torch.testing.assert_close(output, plain(call, visible, 0.3), atol=1e-5, rtol=1e-5)
+    assert output.is_contiguous()
+    assert all(key.shape[1] == HKV for key in given)
+
+
+def test_few_queries_are_one_head_of_their_group():
+    call, given = call_with(4)
+    shapes = []
+    function = call.function
+    object.__setattr__(
+        call,
+        "function",
+        lambda module, query, *rest, **o: (
+            shapes.append((query.shape, module.num_key_value_groups))
+            or function(module, query, *rest, **o)
+        ),
+    )
+    call.attend()
+    assert shapes == [((B, HKV, G * 4, D), 1)]
+    assert given[0] is call.key
+
+
+def test_branches_of_a_tree_do_not_see_each_other_and_layers_share_the_mask():
+    own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    visible = torch.cat([torch.ones(3, S - 3, dtype=torch.bool), own], dim=1)
+    tree = Candidates(visible=own)
+    for _ in range(2):
+        call, _ = call_with(3, candidates=tree)
+        output, _ = call.attend()
+        torch.testing.assert_close(output, plain(call, visible), atol=1e-5, rtol=1e-5)
+    assert len(tree.masks) == 1
+    other = PAST[-3:].expand(B, 1, -1, -1).clone()
+    other[:, :, :, 0] = False
+    call, _ = call_with(3, other, candidates=tree)
+    output, _ = call.attend()
+    seen = visible.clone()
+    seen[:, 0] = False
+    torch.testing.assert_close(output, plain(call, seen), atol=1e-5, rtol=1e-5)
+    assert len(tree.masks) == 2
+
+
+def test_a_mask_or_bias_per_head_is_left_to_the_wrapped_attention():
+    visible = PAST[-4:].expand(B, HKV * G, -1, -1).clone()
+    visible[:, 1, :, :5] = False
+    call, _ = call_with(4, visible)
+    output, _ = call.attend()
+    torch.testing.assert_close(output, plain(call, visible), atol=1e-5, rtol=1e-5)
+    bias = torch.randn(1, HKV * G, 4, S)
+    call, _ = call_with(4, PAST[-4:].expand(B, 1, -1, -1), position_bias=bias)
+    output, _ = call.attend()
+    torch.testing.assert_close(output, plain(call, PAST[-4:], bias=bias), atol=1e-5, rtol=1e-5)
