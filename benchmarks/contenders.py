@@ -11,6 +11,7 @@ from snapkv.policies import (
     ExpectedAttention,
     FastGen,
     KeyDiff,
+    KVzip,
     Policy,
     PromptThenDecode,
     PyramidKV,
@@ -60,6 +61,12 @@ def contenders_at(budget: int) -> dict[str, Policy]:
         "SnapKV, then TOVA": PromptThenDecode(prompt=snapkv, decode=TOVA(budget)),
         "Random": Random(budget, window_size=WINDOW_SIZE),
     }
+
+
+def read_twice_at(budget: int) -> dict[str, Policy]:
+    """Methods that read the text a second time, before the question is known."""
+    kvzip = KVzip(budget, window_size=WINDOW_SIZE)
+    return {"KVzip": kvzip, "AdaKV(KVzip)": AdaKV(kvzip)}
 
 
 def around_wide_pooling(budget: int) -> dict[str, Policy]:

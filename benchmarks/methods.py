@@ -4,12 +4,14 @@
     python -m benchmarks.methods --only quality   measure the answers, keep the rows of the times
     python -m benchmarks.methods --only timing    measure the times, keep the rows of the answers
     python -m benchmarks.methods --only pooling   measure the answers around the wide kernel
+    python -m benchmarks.methods --only 'second reading'
     python -m benchmarks.methods --render         render the page from the rows that are there
 
 Rows: `docs/results/methods.jsonl`. Page: `docs/results/methods.md`.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,19 +22,21 @@ from benchmarks.contenders import (
     around_wide_pooling,
     contenders_at,
     full_cache,
+    read_twice_at,
     without_budget,
 )
 from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
 from benchmarks.methods_page import render
-from benchmarks.reading import read_prompt
+from benchmarks.reading import read_prompt, read_prompt_twice
 from benchmarks.records import RESULTS, Row, read_rows, write_rows
 from benchmarks.retrieval import Outcome, Question, measure_retrieval
 from snapkv.evaluate.haystack import Haystack, load_haystack
 from snapkv.measure.timing import alternate, ratios, spread
 from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
+from snapkv.reconstruction import INSTRUCTION
 
 ROWS = RESULTS / "methods.jsonl"
 PAGE = RESULTS / "methods.md"
@@ -111,12 +115,46 @@ def measure_pooling(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
     outcomes = measure_retrieval(
         loaded.model, _announced(documents, "visible"), [policy for *_, policy in contenders]
     )
+    yield from _rows_of(contenders, outcomes, POOLED_PROMPT_TOKENS, "visible")
+
+
+def measure_second_reading(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
+    """Answers of the methods that read the text twice, before the question."""
+    repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+    for prompt_tokens, count in DOCUMENTS.items():
+        documents = make_documents(
+            loaded.tokenizer, haystack, prompt_tokens=prompt_tokens, count=count
+        )
+        contenders = [
+            (name, budget, policy)
+            for budget in BUDGETS[prompt_tokens]
+            for name, policy in read_twice_at(budget).items()
+        ]
+        policies = [policy for *_, policy in contenders]
+        outcomes = measure_retrieval(
+            loaded.model,
+            _announced(documents, "hidden"),
+            policies,
+            question="hidden",
+            read=functools.partial(
+                read_prompt_twice, loaded.model, policy=policies[0], instruction_ids=repeat
+            ),
+        )
+        yield from _rows_of(contenders, outcomes, prompt_tokens, "hidden")
+
+
+def _rows_of(
+    contenders: list[tuple[str, int, Policy]],
+    outcomes: list[Outcome],
+    prompt_tokens: int,
+    question: Question,
+) -> Iterator[Row]:
     for (name, budget, _), outcome in zip(contenders, outcomes, strict=True):
         require_budget_bytes(name, outcome, budget)
         yield {
             "task": "magic number",
-            "prompt_tokens": POOLED_PROMPT_TOKENS,
-            "question": "visible",
+            "prompt_tokens": prompt_tokens,
+            "question": question,
             "method": name,
             "budget": budget,
             **_outcome_row(outcome),
@@ -197,6 +235,7 @@ def measure_timing(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
 PARTS: dict[str, Callable[[LoadedModel, Haystack], Iterator[Row]]] = {
     "quality": measure_quality,
     "pooling": measure_pooling,
+    "second reading": measure_second_reading,
     "timing": measure_timing,
 }
 

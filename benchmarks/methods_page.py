@@ -14,8 +14,12 @@ def render(rows: list[Row]) -> str:
     timing = [row for row in rows if row["part"] == "timing"]
     lengths = sorted({row["prompt_tokens"] for row in quality})
     sections = [_HEAD, environment_line(quality) + "."]
-    sections += [_length([row for row in quality if row["prompt_tokens"] == n]) for n in lengths]
-    sections += [_order(quality), _EXPLAINED]
+    twice = [row for row in rows if row["part"] == "second reading"]
+    answered = quality + twice
+    if twice:
+        sections.append(f"The methods that read twice: {environment_line(twice)}.")
+    sections += [_length([row for row in answered if row["prompt_tokens"] == n]) for n in lengths]
+    sections += [_order(answered), _EXPLAINED]
     pooling = [row for row in rows if row["part"] == "pooling"]
     if pooling:
         sections.append(_pooling(pooling))
@@ -26,7 +30,8 @@ def render(rows: list[Row]) -> str:
 
 def mean_nll(rows: list[Row], question: Question) -> dict[str, float]:
     """Each method's NLL, the mean over prompt lengths and budgets, best first."""
-    asked = [row for row in rows if row["part"] == "quality" and row["question"] == question]
+    parts = ("quality", "second reading")
+    asked = [row for row in rows if row["part"] in parts and row["question"] == question]
     of_method: dict[str, list[float]] = {}
     for row in asked:
         if row["method"] != FULL:
@@ -53,7 +58,10 @@ def _length(rows: list[Row]) -> str:
     table = markdown_table(
         ["method", *(f"{question}, {budget}" for question, budget in columns)],
         [
-            *([name, *(_cell(of[key]) for key in columns)] for name, of in cells.items()),
+            *(
+                [name, *(_cell(of[key]) if key in of else "" for key in columns)]
+                for name, of in cells.items()
+            ),
             ["keys and values held", *(format_bytes(snapkv[key]["held_bytes"]) for key in columns)],
         ],
     )
@@ -156,7 +164,7 @@ methods of a column hold the same bytes after what they compress (a run with a m
 stops), with one exception: StreamingLLM holds the keys of its 4 sinks twice, as they were and as
 they were moved, the room of 2 tokens; with original positions it does not. Windows are of 16
 tokens. Methods around SnapKV are around the one with kernel 7. Scissorhands drops one token at a
-time.
+time. KVzip reads the text twice before the question, so it has hidden columns only.
 
 A cell is the fraction of documents whose answer was right in every token, and in brackets the
 negative log-likelihood of the answer after its first token, in nats, the mean over documents. With

@@ -15,6 +15,7 @@ from torch import Tensor
 from snapkv import CompressedCache
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
+from snapkv.reconstruction import repeat_context
 
 MOST_WINDOW_TOKENS = 64
 
@@ -81,6 +82,20 @@ class ReadPrompt:
         if wanted > recorded:
             raise ValueError(f"expected {wanted} recorded queries for {policy!r}, got {recorded}")
         return states.queries[:, :, recorded - wanted :]
+
+
+@torch.inference_mode()
+def read_prompt_twice(
+    model: Any, prompt_ids: list[int], *, policy: Policy, instruction_ids: list[int]
+) -> ReadPrompt:
+    """Read one prompt and have the model repeat it, for policies like this one."""
+    ids = torch.tensor([prompt_ids], device=model.device)
+    cache = CompressedCache(model, policy)
+    layers = repeat_context(model, ids, cache, instruction_ids=instruction_ids)
+    cache.crop(-1)  # the last token is read again, for its logits
+    cache.expect_prompt(len(prompt_ids) + 1)  # and nothing is to be dropped behind it
+    logits = model(ids[:, -1:], past_key_values=cache).logits
+    return ReadPrompt(model=model, layers=layers, last_logits=logits)
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The retrieval task over many methods: a document is read once and answered from every cache."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
@@ -54,6 +55,7 @@ def measure_retrieval(
     policies: Sequence[Policy],
     *,
     question: Question = "visible",
+    read: Callable[[list[int]], ReadPrompt] | None = None,
 ) -> list[Outcome]:
     """Answer every document from the cache of every policy; outcomes in the order of `policies`.
 
@@ -63,13 +65,15 @@ def measure_retrieval(
         policies: the methods.
         question: "visible" compresses the whole prompt, which ends in the question; "hidden"
             compresses the text before the question, which is then read from the compressed cache.
+        read: how; by default once, with the full cache.
     """
     recorded = max(MOST_WINDOW_TOKENS, *(policy.query_tokens for policy in policies))
+    read = read or functools.partial(read_prompt, model, recorded_queries=recorded)
     answers: list[list[_Answer]] = [[] for _ in policies]
     for document in documents:
         hidden_ids = document.question_ids if question == "hidden" else []
         read_ids = document.prompt_ids[: len(document.prompt_ids) - len(hidden_ids)]
-        prompt = read_prompt(model, read_ids, recorded_queries=recorded)
+        prompt = read(read_ids)
         for policy, of_policy in zip(policies, answers, strict=True):
             of_policy.append(_answer(prompt, policy, hidden_ids, document.answer_ids))
     return [

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from snapkv import H2O, CacheFileError, FullCache, InvalidArgumentError, PromptTooLongError, SnapKV
+from snapkv import (
+    H2O,
+    CacheFileError,
+    FullCache,
+    InvalidArgumentError,
+    KVzip,
+    PromptTooLongError,
+    SnapKV,
+)
 from snapkv.conversation import Conversation
 from snapkv.prompts import next_turn
 from snapkv.settings import GenerationSettings
@@ -89,6 +97,8 @@ def test_what_cannot_be_asked_is_refused_and_changes_nothing(demo):
     assert conversation.tokens == 0
     with pytest.raises(InvalidArgumentError, match="policy: expected one that only compresses"):
         Conversation(demo, H2O(64), SHORT, recall="host")
+    with pytest.raises(InvalidArgumentError, match=r"one that chooses when .* kvzip"):
+        Conversation(demo, KVzip(64), SHORT)
 
 
 def test_turns_of_a_model_without_a_template_are_plain_text(demo):

@@ -6,13 +6,15 @@ from transformers import DynamicCache
 
 from snapkv import (
     AdaKV,
+    CacheMismatchError,
     CompressedCache,
     InvalidArgumentError,
+    KVzip,
     PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.reconstruction import KVzip, read_context
+from snapkv.reconstruction import read_context, read_twice
 from tests.families import random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
@@ -78,6 +80,10 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
     for policy in (SnapKV(BUDGET, window_size=4), PyramidKV(BUDGET, window_size=4)):
         with pytest.raises(InvalidArgumentError, match="policy: expected KVzip"):
             read_context(model, ids, policy)
+    begun = CompressedCache(model, POLICY)
+    begun.layers[0].update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
+    with pytest.raises(CacheMismatchError, match="cache: expected an empty one where a text"):
+        read_twice(model, ids, begun)
     with pytest.raises(UnsupportedModelError, match="model: expected full attention in every"):
         read_context(tiny_model("gemma3_text"), ids, POLICY)
     with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when"):

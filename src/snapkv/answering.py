@@ -20,6 +20,7 @@ from snapkv.models import LoadedModel
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import Policy
 from snapkv.prompts import Prompt
+from snapkv.reconstruction import INSTRUCTION, read_twice, require_one_reading
 from snapkv.settings import GenerationSettings
 
 TextSink = Callable[[str], None]
@@ -193,7 +194,8 @@ def continue_ids(
         ids: (1, T) int64, the prompt.
         cache: made for the model, empty, or one that has seen the beginning of `ids`.
         settings: length and sampling.
-        context_tokens: compress behind that many tokens; None for all of the prompt.
+        context_tokens: compress behind that many tokens; None for all of the prompt. A policy
+            that needs a second reading reads those twice.
         streamer: gets every token.
         drafts: where drafts come from; None for none.
 
@@ -201,16 +203,17 @@ def continue_ids(
         (1, T + new) int64.
 
     Raises:
+        InvalidArgumentError: a policy that reads a context twice, and no `context_tokens`.
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
     model = loaded.model
+    if context_tokens is None:
+        require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
     advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
     with out_of_memory_explained(advice), _seeded(settings.seed, model.device):
         if context_tokens is not None:
-            cache.expect_tokens(ids[:, :context_tokens])
-            with torch.inference_mode():
-                model(ids[:, :context_tokens], past_key_values=cache, logits_to_keep=1)
+            _read_context(loaded, ids[:, :context_tokens], cache)
         output: Tensor = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -221,6 +224,17 @@ def continue_ids(
             **({} if drafts is None else drafts.options),
         )
     return output
+
+
+def _read_context(loaded: LoadedModel, ids: Tensor, cache: CompressedCache) -> None:
+    """Read and compress what stands before a question, as often as the policy wants."""
+    if "second_reading" in cache.policy.needs:
+        repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+        read_twice(loaded.model, ids, cache, instruction_ids=repeat)
+        return
+    cache.expect_tokens(ids)
+    with torch.inference_mode():
+        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:

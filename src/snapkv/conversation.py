@@ -12,6 +12,7 @@ from snapkv.errors import CacheFileError, InvalidArgumentError
 from snapkv.models import LoadedModel
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.prompts import next_turn, question_prompt
+from snapkv.reconstruction import require_one_reading
 from snapkv.settings import GenerationSettings
 
 NO_RECALL = "none"
@@ -42,6 +43,7 @@ class Conversation:
         document: str = "",
         recall: str | Path | None = None,
     ) -> None:
+        require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
         policy = policy.with_tokenizer(loaded.tokenizer)
         evicts = isinstance(policy, EvictingPolicy)
         if recall is None:

@@ -1,7 +1,7 @@
 """From documents and a question to the text the model continues."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
@@ -57,6 +57,22 @@ class Prompt:
                 "of it; add a question, or leave context_characters out"
             )
         return tokens
+
+    def hiding(self, question: str) -> "Prompt":
+        """The same prompt, compressed before the question; what stands behind it is hidden, too.
+
+        Raises:
+            InvalidArgumentError: the question is not in the text.
+        """
+        asked = self.text.removesuffix(self.answer_start)
+        question = question.strip()
+        place = asked.rfind(question)
+        if not question or place < 0:
+            raise InvalidArgumentError(
+                f"question: expected to find it in the prompt to hide it, got a template that "
+                f"rewrites {question[:40]!r}; use the template none, or let the question vote"
+            )
+        return replace(self, context_characters=place)
 
     def _encoded(self, tokenizer: Any, text: str, **options: Any) -> Any:
         encoded = tokenizer(

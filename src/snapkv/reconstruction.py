@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from snapkv import ops
 from snapkv.cache import CompressedCache
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.policies import Policy, PromptLayer
-from snapkv.policies.kvzip import KVzip
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
+from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer
 
-__all__ = ["KVzip", "read_context"]
+INSTRUCTION = "\n\nRepeat the text above word for word:\n\n"
+"""What `snapkv ask` and `snapkv eval` have the model read before every piece."""
 
 _QUERIES_AT_ONCE = 64
 
@@ -50,13 +50,44 @@ def read_context(
         InvalidArgumentError: a policy that needs no second reading.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
-    scorer = getattr(policy, "policy", policy)
-    if not isinstance(scorer, KVzip):
-        raise InvalidArgumentError(
-            f"policy: expected KVzip, or AdaKV(KVzip(...)), for a second reading, got {policy!r}; "
-            "read the prompt once, with model.generate"
-        )
     cache = CompressedCache(model, policy)
+    read_twice(model, input_ids, cache, instruction_ids=instruction_ids)
+    return cache
+
+
+@torch.no_grad()
+def read_twice(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    *,
+    instruction_ids: Sequence[int] = (),
+) -> None:
+    """Fill an empty cache with a context; arguments and errors as in `read_context`."""
+    prompts = repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
+    for layer, prompt in zip(cache.layers, prompts, strict=True):
+        layer.end_prompt(cache.policy.select(prompt), prompt)
+
+
+@torch.no_grad()
+def repeat_context(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    *,
+    instruction_ids: Sequence[int] = (),
+) -> list[PromptLayer]:
+    """Read a context into an empty cache and repeat it; arguments and errors as in `read_context`.
+
+    Returns:
+        Every layer as its policy is to see it. The cache holds all of the context.
+    """
+    scorer = _require_scorer(cache.policy)
+    if cache.get_seq_length():
+        raise CacheMismatchError(
+            f"cache: expected an empty one where a text is read twice, got one that has seen "
+            f"{cache.get_seq_length():,} tokens; call cache.reset()"
+        )
     if len(cache.compressed_layers) < len(cache.layers):
         raise UnsupportedModelError(
             f"model: expected full attention in every layer where a text is read twice, got "
@@ -78,10 +109,31 @@ def read_context(
             layer.crop(-repeated.shape[1])
     _observe(cache, [None] * len(cache.layers))
     cache.prompt_end = tokens
-    for layer, observer in zip(cache.layers, observers, strict=True):
-        prompt = observer.prompt()
-        layer.end_prompt(policy.select(prompt), prompt)
-    return cache
+    return [observer.prompt() for observer in observers]
+
+
+def require_one_reading(policy: Policy, remedy: str) -> None:
+    """Raise where a policy needs a second reading and will not get it; `remedy` says what to do.
+
+    Raises:
+        InvalidArgumentError: such a policy.
+    """
+    if "second_reading" in policy.needs:
+        raise InvalidArgumentError(
+            f"policy: expected one that chooses when a prompt has been read once, got "
+            f"{policy.name}, which has the model read a text twice, before any question is known; "
+            f"{remedy}"
+        )
+
+
+def _require_scorer(policy: Policy) -> KVzip:
+    scorer = getattr(policy, "policy", policy)
+    if not isinstance(scorer, KVzip) or isinstance(policy, EvictingPolicy):
+        raise InvalidArgumentError(
+            f"policy: expected KVzip, or AdaKV(KVzip(...)), for a second reading, got {policy!r}; "
+            "read the prompt once, with model.generate"
+        )
+    return scorer
 
 
 def _observe(cache: CompressedCache, observers: Sequence[Any]) -> None:

@@ -46,6 +46,21 @@ def test_json_is_one_object_and_nothing_else(snapkv, demo_only, document):
     assert len(answer["cache"]["layers"]) == 30
 
 
+def test_a_method_that_reads_twice_chooses_before_the_question(snapkv, demo_only, document):
+    options = ("--policy", "kvzip", "--budget", 128, "--window-size", 16, "--max-new-tokens", 6)
+    done = snapkv("ask", document, *ASK, *options, "--json")
+    assert done.status == 0, done.err
+    (answer,) = json.loads(done.out)["runs"]
+    assert answer["text"] == "The key is under the blue stone."
+    behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
+    asked = answer["cache"]["kept_tokens"] - 128  # the question and what follows are read after it
+    assert 10 < asked - behind < 40
+    done = snapkv("generate", document, "--policy", "kvzip")
+    assert done.status == 2
+    assert "policy: expected one that chooses when a prompt has been read once" in done.err
+    assert "snapkv ask does" in done.err
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("output", [(), ("--json",)], ids=["text", "json"])
 def test_names_and_answers_that_the_terminal_cannot_show(

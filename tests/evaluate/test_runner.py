@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from snapkv import FullCache, SnapKV
+from snapkv import FullCache, KVzip, SnapKV
 from snapkv.answering import answer
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.evaluate.runner import Method, Run
 from snapkv.evaluate.sample import Sample
 from snapkv.settings import GenerationSettings
 from tests.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
+
+TWICE = Method(label="kvzip@24", policy=KVzip(24, window_size=4, chunk_tokens=64))
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,7 @@ def test_a_limit_is_of_every_cell(tiny, tmp_path):
             {"methods": (METHODS[0], METHODS[0])},
             "policy: expected every method once, got full, full",
         ),
+        ({"methods": (TWICE,)}, "read a text twice, .* pass --question hidden"),
         ({"limit": 0}, "limit: expected at least 1 sample, got 0"),
         ({"task": Keys(sentences=())}, "samples: expected at least one, got none"),
         ({"task": Keys(sentences=(8, 8))}, "samples: expected every sample once, got 8/0 2 times"),
@@ -199,6 +202,14 @@ def test_bad_settings_are_refused_before_anything_is_answered(tiny, tmp_path, op
     with pytest.raises(InvalidArgumentError, match=said):
         run(tiny, tmp_path / "results", **options)
     assert not (tmp_path / "results").exists()
+
+
+def test_a_text_is_read_twice_where_its_question_is_hidden(tiny, tmp_path):
+    results = run(tiny, tmp_path, methods=(METHODS[0], TWICE), questions=("hidden",))
+    found = records(results.folder)
+    assert {record["status"] for record in found} == {"ok"}
+    held = [[r["held_bytes"] for r in found if r["method"] == m] for m in ("full", TWICE.label)]
+    assert all(few < many for many, few in zip(*held, strict=True))
 
 
 def test_a_method_that_does_not_work_with_the_model_is_refused_at_once(tiny, monkeypatch):

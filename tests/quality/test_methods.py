@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 from benchmarks import methods
-from benchmarks.contenders import FULL, contenders_at, full_cache, without_budget
+from benchmarks.contenders import FULL, contenders_at, full_cache, read_twice_at, without_budget
 from benchmarks.magic_number import make_documents
 from benchmarks.methods_page import held_tokens, mean_nll
 from benchmarks.records import read_rows
@@ -25,7 +25,8 @@ def names_inside(policy):
 
 
 def test_every_method_there_is_takes_part(demo):
-    contenders = full_cache() | contenders_at(64) | without_budget(768, 64, demo.tokenizer)
+    contenders = full_cache() | contenders_at(64) | read_twice_at(64)
+    contenders |= without_budget(768, 64, demo.tokenizer)
     assert set().union(*map(names_inside, contenders.values())) == set(POLICIES)
 
 

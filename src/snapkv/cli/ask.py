@@ -30,9 +30,10 @@ def ask(
     from snapkv.prompts import question_prompt
 
     session = Session(options, settings)
+    prompt = question_prompt(
+        session.tokenizer, documents.join(read), question, answer_start=options.answer_start
+    )
     session.run(
-        question_prompt(
-            session.tokenizer, documents.join(read), question, answer_start=options.answer_start
-        ),
+        prompt.hiding(question) if session.reads_twice else prompt,
         request={"documents": [document.name for document in read], "question": question},
     )

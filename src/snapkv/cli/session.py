@@ -48,6 +48,11 @@ class Session:
         """The model's tokenizer."""
         return self._loaded.tokenizer
 
+    @property
+    def reads_twice(self) -> bool:
+        """Whether the method reads the documents twice, and chooses before the question."""
+        return "second_reading" in self._policy.needs
+
     def run(self, prompt: Prompt, *, request: dict[str, Any]) -> None:
         """Answer once or, to compare, twice; then show what was asked for.
 

@@ -22,6 +22,7 @@ from snapkv.evaluate.task import Task, data_hash
 from snapkv.evaluate.turns import around_turn
 from snapkv.models import LoadedModel
 from snapkv.policies import Policy
+from snapkv.reconstruction import require_one_reading
 
 Progress = Callable[[str, int, int], None]
 """Takes what is being answered, how many answers are there, and how many there will be."""
@@ -67,6 +68,8 @@ class Run:
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
         require_methods(self.loaded, self.methods)
+        for method in self.methods if "visible" in self.questions else ():
+            require_one_reading(method.policy, "pass --question hidden")
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(
                 f"limit: expected at least 1 sample, got {self.limit}; leave it out for all"

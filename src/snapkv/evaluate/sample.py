@@ -1,9 +1,8 @@
 """One question about a long text, and how it becomes a prompt."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.turns import around_turn
 from snapkv.prompts import Prompt, chat_prompt
 from snapkv.settings import GenerationSettings
@@ -65,22 +64,8 @@ class Sample:
             text = turn[0] + self.context + question + turn[1]
             text += self._space(text) + self.answer_start
             prompt = Prompt(text=text, answer_start=self.answer_start)
-        if setting == "visible":
-            return prompt
-        asked = prompt.text.removesuffix(self.answer_start)
-        return replace(prompt, context_characters=_last(question.strip(), asked))
+        return prompt if setting == "visible" else prompt.hiding(question)
 
     def _space(self, text: str) -> str:
         """What parts the answer's start from the text before it."""
         return " " if self.answer_start and not text[-1:].isspace() else ""
-
-
-def _last(question: str, text: str) -> int:
-    """Where the question begins in a text whose template may have stripped it."""
-    place = text.rfind(question)
-    if not question or place < 0:
-        raise InvalidArgumentError(
-            f"question: expected to find it in the prompt to hide it, got a template that rewrites "
-            f"{question[:40]!r}; use the template none, or let the question vote"
-        )
-    return place

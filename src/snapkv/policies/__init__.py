@@ -8,6 +8,7 @@ from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
+from snapkv.policies.kvzip import KVzip
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
@@ -33,6 +34,7 @@ POLICIES: dict[str, type[Policy]] = {
         FastGen,
         PromptThenDecode,
         KeyDiff,
+        KVzip,
         Random,
     )
 }
@@ -48,6 +50,7 @@ __all__ = [
     "FastGen",
     "FullCache",
     "H2O",
+    "KVzip",
     "KeyDiff",
     "POLICIES",
     "Policy",

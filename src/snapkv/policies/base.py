@@ -15,8 +15,9 @@ from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 DEFAULT_BUDGET = 1024
 
-Need = Literal["rotation", "output_weight", "token_ids", "tokenizer"]
-"""Parts of the model's layers, the ids of all tokens, or what `Policy.with_tokenizer` gives."""
+Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
+"""Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
+`snapkv.reconstruction` reads the prompt."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""

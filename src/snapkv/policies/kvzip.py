@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import PrefixPolicy, require_int
+from snapkv.policies.base import Need, PrefixPolicy, require_int
 from snapkv.policies.states import PromptLayer
 
 
@@ -42,6 +42,11 @@ class KVzip(PrefixPolicy):
     def query_tokens(self) -> int:
         """None of the first reading's."""
         return 0
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The model must read the text twice."""
+        return frozenset({"second_reading"})
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The most attention received in the second reading: (B, Hkv, P) float32.
