@@ -28,7 +28,7 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.cache.files import read_sealed
+from snapkv.cache.files import read_sealed, write_sealed
 from tests.cache.saver import filled
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 
@@ -245,6 +245,43 @@ def test_other_files_and_no_files_are_refused(tmp_path):
         CompressedCache.load(tmp_path / "weights", model)
     with pytest.raises(CacheFileError, match="path: expected to write a cache"):
         filled(model, 60).save(tmp_path / "no" / "folder")
+
+
+def forged(notes, change):
+    """Notes that were changed by somebody who can seal a file."""
+    if change == "no layers":
+        del notes["layers"]
+    elif change == "a layer less":
+        notes["layers"].pop()
+    elif change == "a tensor that is not there":
+        notes["layers"][0]["state"]["keys"] = {"tensor": "elsewhere"}
+    elif change == "a record that is none":
+        notes["layers"][0]["state"]["keys"] = {"record": "Path", "parts": {}}
+    elif change == "a parameter that the policy has not":
+        notes["policy"]["speed"] = 1
+    else:
+        notes["options"] = change
+    return notes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "no layers",
+        "a layer less",
+        "a tensor that is not there",
+        "a record that is none",
+        "a parameter that the policy has not",
+        "options that are text",
+    ],
+)
+def test_sealed_nonsense_is_refused(tmp_path, change):
+    model = tiny_model("llama")
+    filled(model, 60).save(tmp_path / "cache")
+    tensors, notes = read_sealed(tmp_path / "cache")
+    write_sealed(tmp_path / "forged", tensors, forged(notes, change))
+    with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
+        CompressedCache.load(tmp_path / "forged", model)
 
 
 def test_another_model_or_dtype_is_refused(tmp_path):

@@ -10,9 +10,25 @@ from tests.families import tiny_model
 
 def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
     save_heads(MedusaHeads.untrained(demo.model, 2), tmp_path, base_model="demo")
-    monkeypatch.setattr(medusa, "load", lambda _: demo)
-    sizes = medusa.Sizes(lengths=(96,), budget=48, tokens=6, rounds=2)
-    rows = list(medusa.measure(sizes, str(tmp_path)))
+    monkeypatch.setattr(medusa, "load", lambda _, dtype: demo)
+    sizes = medusa.Sizes(
+        lengths=(96,),
+        budget=48,
+        tokens=6,
+        rounds=2,
+        dtypes=("float32",),
+        pass_tokens=(1, 3),
+        pass_prompt_tokens=96,
+        pass_rounds=2,
+    )
+    everything = list(medusa.measure(sizes, str(tmp_path)))
+    rows = [row for row in everything if row["benchmark"] == "medusa"]
+    passes = [row for row in everything if row["benchmark"] == "pass"]
+    assert [(row["cache"], row["tokens"]) for row in passes] == [
+        ("full cache", 1), ("full cache", 3), ("SnapKV", 1), ("SnapKV", 3),
+    ]  # fmt: skip
+    assert all(row["against_one"]["p50"] == 1 for row in passes if row["tokens"] == 1)
+    assert all(row["same_tokens"] == 6 for row in rows)
     assert [row["contender"] for row in rows] == [
         "plain, full cache",
         "Medusa, full cache",
@@ -27,7 +43,7 @@ def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
     assert kept["held_bytes"] == both["held_bytes"] < plain["held_bytes"]
     assert drafted["held_bytes"] == kept["held_bytes"] + plain["held_bytes"]
     assert with_heads["faster_than"].keys() == {"plain, full cache"}
-    page = medusa.render(rows)
+    page = medusa.render(everything)
     assert f"{both['ms_per_token']['p50']:.1f}" in page
 
 

@@ -67,10 +67,28 @@ def test_the_last_queries_know_best_where_the_question_is_seen():
     assert list(nll)[-1] == "FastGen"
 
 
-def test_without_the_question_only_one_method_is_well_ahead_of_chance():
-    nll = mean_nll(ROWS, "hidden")
+def test_without_the_question_one_method_that_reads_once_is_well_ahead_of_chance():
+    nll = mean_nll(QUALITY, "hidden")
     assert list(nll)[:2] == ["KeyDiff", "Random"]
     assert nll["KeyDiff"] < 0.75 * nll["Random"]
+
+
+def test_reading_twice_finds_what_no_question_asked_for():
+    twice = [row for row in ROWS if row["part"] == "second reading"]
+    assert [(row["prompt_tokens"], row["budget"], row["method"]) for row in twice] == [
+        (prompt_tokens, budget, name)
+        for prompt_tokens, budgets in methods.BUDGETS.items()
+        for budget in budgets
+        for name in read_twice_at(budget)
+    ]
+    assert {row["question"] for row in twice} == {"hidden"}
+    assert next(iter(mean_nll(ROWS, "hidden"))) == "AdaKV(KVzip)"
+    full = {row["prompt_tokens"]: row["nll"] for row in QUALITY if row["method"] == FULL}
+    for row in twice:
+        if row["method"] == "AdaKV(KVzip)":
+            share = row["budget"] / row["prompt_tokens"]
+            assert row["accuracy"] == (1.0 if share >= 0.25 else 0.0)
+            assert share < 0.5 or row["nll"] < full[row["prompt_tokens"]] + 0.05
 
 
 def test_wide_pooling_finds_every_number_in_every_method_around_snapkv():

@@ -20,7 +20,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_state import restore, state_of
 from snapkv.cache.ragged import RaggedStates
 from snapkv.cache.sinks import MovedSinks
-from snapkv.errors import CacheFileError, CacheMismatchError, UnsupportedModelError
+from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.policies import POLICIES, Policy
 
 _RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Codes, RaggedStates, MovedSinks)}
@@ -91,6 +91,33 @@ class SavedCache:
         """As `load`, with the tensors that were saved beside the cache."""
         _require_one_device(model)
         tensors, notes = read_sealed(Path(path))
+        try:
+            cache = cls._rebuilt(tensors, notes, model, policy, recall, recall_bytes)
+        except SnapKVError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CacheFileError(
+                f"path: expected a cache that cache.save has written, got {str(path)!r}, whose "
+                f"parts do not fit together ({error!r}); save it again"
+            ) from error
+        beside = {
+            name.removeprefix(_BESIDE): value
+            for name, value in tensors.items()
+            if name.startswith(_BESIDE)
+        }
+        return cache, beside
+
+    @classmethod
+    def _rebuilt(
+        cls,
+        tensors: dict[str, Tensor],
+        notes: dict[str, Any],
+        model: PreTrainedModel,
+        policy: Policy | None,
+        recall: str | Path | None,
+        recall_bytes: int | None,
+    ) -> Self:
+        """A cache out of what a file holds."""
         require_identity(model, notes["model"])
         if notes["recalls"]:
             recall = "host" if recall is None else recall
@@ -104,12 +131,8 @@ class SavedCache:
         for layer, saved in zip(cache.layers, notes["layers"], strict=True):
             _decode_layer(layer, saved, tensors, model.device)
         cache.prompt_end = notes["prompt_end"]
-        beside = {
-            name.removeprefix(_BESIDE): value
-            for name, value in tensors.items()
-            if name.startswith(_BESIDE)
-        }
-        return cache, beside
+        rebuilt: Self = cache
+        return rebuilt
 
 
 def _require_one_device(model: PreTrainedModel) -> None:
