@@ -97,7 +97,7 @@ def _attention(
     if seen < end:
         output = _attend_prompt(call, layer)
         _hold(call, layer, handed.cache.cap_tokens)
-        layer.remember_queries(query)
+        layer.remember_queries(query, handed.cache.ahead_tokens)
         if layer.observer is not None:
             prompt = _prompt_layer(call, layer, query.shape[2], seen, None)
             layer.observer(replace(prompt, queries=query))

@@ -22,8 +22,8 @@ from snapkv.policies import ExpectedAttention, KeyDiff, PyramidKV
 from snapkv.prefill import chunked, layer_by_layer
 from tests.families import CASES, random_ids, tiny_config, tiny_model
 
-POLICY = SnapKV(40, window_size=8)
-CAP = 56
+CAP, WINDOW = 56, 8
+POLICY = SnapKV(40, window_size=WINDOW)
 
 
 class Watched(CompressedCache):
@@ -32,6 +32,7 @@ class Watched(CompressedCache):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.between, self.most, self.whole = [], 0, 0
+        self.voting = WINDOW if len(self.compressed_layers) == len(self.layers) else 0
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         layers = [self.layers[index] for index in self.compressed_layers]
@@ -40,7 +41,7 @@ class Watched(CompressedCache):
         states = super().update(keys, values, layer_idx, *args, **kwargs)
         stored = [layer.stored_tokens for layer in layers]
         self.most = max(self.most, *stored)
-        self.whole = max(self.whole, sum(tokens > CAP for tokens in stored))
+        self.whole = max(self.whole, sum(tokens > CAP + self.voting for tokens in stored))
         return states
 
 
@@ -59,7 +60,7 @@ def test_no_layer_holds_more_than_the_cap_between_pieces(family, implementation,
         model(ids, past_key_values=cache)
     assert len(cache.between) == -(-ids.shape[1] // chunk_tokens)
     assert max(map(max, cache.between)) == CAP
-    assert cache.most <= CAP + chunk_tokens
+    assert cache.most <= CAP + chunk_tokens + cache.voting
     assert cache.whole == 1, "one layer at a time"
     for layer in cache.compressed_layers:
         positions = cache.kept_positions(layer)
@@ -101,6 +102,63 @@ def test_a_piece_attends_to_what_is_held_and_to_itself():
     with torch.no_grad():
         expected = model(ids, attention_mask=seen[None, None]).logits[:, 120:]
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 30])
+@pytest.mark.parametrize("cap_tokens", [24, 40])
+def test_where_one_query_votes_nothing_is_lost_to_the_cap(chunk_tokens, cap_tokens):
+    """One layer with a KV head per query head: the last query ranks tokens alike at any time."""
+    torch.manual_seed(0)
+    config = tiny_config("llama", num_hidden_layers=1, num_key_value_heads=8)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    policy, ids = SnapKV(24, window_size=1, kernel_size=1), random_ids(2, 150)
+    cache, exact = CompressedCache(model, policy), CompressedCache(model, policy)
+    with torch.no_grad():
+        model(ids, past_key_values=exact)
+        with chunked(model, cap_tokens=cap_tokens, chunk_tokens=chunk_tokens):
+            model(ids, past_key_values=cache)
+    assert torch.equal(cache.kept_positions(0), exact.kept_positions(0))
+    torch.testing.assert_close(cache.layers[0].keys, exact.layers[0].keys, atol=1e-5, rtol=1e-5)
+
+
+class Asked(SnapKV):
+    """Notes the queries that vote at the end of the prompt."""
+
+    def select(self, layer):
+        asked.append(layer.queries)
+        return super().select(layer)
+
+
+asked = []
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 37, 74])
+def test_the_window_that_votes_in_the_end_is_the_prompts_own(chunk_tokens):
+    """Also where it begins in a piece behind which the last tokens were read and forgotten."""
+    asked.clear()
+    model, ids = tiny_model("llama"), random_ids(2, 150)
+    for cap_tokens in (150, CAP):
+        cache = CompressedCache(model, Asked(40, window_size=8))
+        with torch.no_grad(), chunked(model, cap_tokens=cap_tokens, chunk_tokens=chunk_tokens):
+            model(ids, past_key_values=cache)
+    first, under_cap = asked[0], asked[len(cache.layers)]
+    assert first.shape[2] == 8
+    torch.testing.assert_close(under_cap, first, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prompt_of_embeddings_is_held_to_the_cap_alike():
+    model, ids = tiny_model("llama"), random_ids(2, 150)
+    caches = [CompressedCache(model, POLICY) for _ in range(2)]
+    embeddings = model.get_input_embeddings()(ids)
+    positions = torch.arange(150)[None].expand(2, -1)
+    with torch.no_grad(), chunked(model, cap_tokens=CAP, chunk_tokens=24):
+        one = model(ids, past_key_values=caches[0]).logits
+        other = model(
+            inputs_embeds=embeddings, position_ids=positions, past_key_values=caches[1]
+        ).logits
+    torch.testing.assert_close(one, other)
+    for layer in caches[0].compressed_layers:
+        assert torch.equal(caches[0].kept_positions(layer), caches[1].kept_positions(layer))
 
 
 @pytest.mark.parametrize(

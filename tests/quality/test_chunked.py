@@ -41,3 +41,9 @@ def test_the_committed_rows_are_exact_without_a_cap_and_name_every_cap():
     assert rows[0]["kept_as_exact"] == 1
     kept = [row["kept_as_exact"] for row in rows]
     assert kept == sorted(kept, reverse=True), "a lower cap loses more"
+
+
+def test_no_answer_is_lost_to_a_cap():
+    exact, *capped = read_rows(chunked.ROWS)
+    assert min(row["right_answers"] for row in capped) >= exact["right_answers"]
+    assert max(row["answer_nll"] for row in capped) < exact["answer_nll"] + 0.1

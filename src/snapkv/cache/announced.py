@@ -21,6 +21,7 @@ class AnnouncedCache:
         prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
         reads_piecewise: whether one layer after the other is reading.
         cap_tokens: the most that a layer holds of a prompt that is still coming in.
+        ahead_tokens: how many tokens of the forward pass vote and are then forgotten.
     """
 
     policy: Policy
@@ -29,6 +30,7 @@ class AnnouncedCache:
     prompt_end: int | None
     reads_piecewise: bool
     cap_tokens: int | None
+    ahead_tokens: int
     _first: int
     _records_past: bool
     _looks_at_tokens: bool
@@ -38,6 +40,9 @@ class AnnouncedCache:
 
         def get_seq_length(self, layer_idx: int | None = None) -> int:
             """Tokens seen."""
+
+        def crop(self, tokens_to_remove: int) -> None:
+            """Forget the last tokens."""
 
     def _open_prompt(self, seen_tokens: int) -> int:
         """Where the prompt ends; without an announcement, with this very forward pass."""
@@ -158,3 +163,27 @@ class AnnouncedCache:
             yield
         finally:
             self.cap_tokens = None
+
+    def is_over_cap(self, coming_tokens: int) -> bool:
+        """Whether layers will have to drop something when they have read that many tokens more."""
+        held = self.layers[self._first].stored_tokens
+        return self.cap_tokens is not None and held + coming_tokens > self.cap_tokens
+
+    @contextlib.contextmanager
+    def looking_ahead(self, tokens: int) -> Iterator[None]:
+        """Within this block a piece of a prompt ends in the last tokens of the whole prompt.
+
+        They vote on what is held of it, and are forgotten behind the block.
+
+        Args:
+            tokens: how many.
+        """
+        assert self.prompt_end is not None
+        assert self.cap_tokens is not None
+        end, cap = self.prompt_end, self.cap_tokens
+        self.prompt_end, self.cap_tokens, self.ahead_tokens = end + tokens, cap + tokens, tokens
+        try:
+            yield
+            self.crop(-tokens)
+        finally:
+            self.prompt_end, self.cap_tokens, self.ahead_tokens = end, cap, 0

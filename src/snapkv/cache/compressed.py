@@ -109,6 +109,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         self._records_past = False
         self.reads_piecewise = False
         self.cap_tokens: int | None = None
+        self.ahead_tokens = 0
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
 

@@ -222,15 +222,18 @@ class CompressedLayer(StoredTokens):
             token_ids = torch.cat([self.token_ids, token_ids], dim=1)
         self.token_ids = token_ids
 
-    def remember_queries(self, queries: Tensor) -> None:
-        """Hold on to the last queries of a chunk: the window may begin in it."""
-        self._query_tail = self.with_remembered(queries).clone()
+    def remember_queries(self, queries: Tensor, ahead_tokens: int) -> None:
+        """Hold on to the last queries of a chunk: the window may begin in it.
 
-    def with_remembered(self, queries: Tensor) -> Tensor:
-        """(B, Hq, up to `policy.query_tokens`, D): the last queries of the prompt so far."""
+        And to those of tokens that will be forgotten, which `crop` takes away.
+        """
+        self._query_tail = self.with_remembered(queries, ahead_tokens).clone()
+
+    def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
+        """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
         if self._query_tail is not None:
             queries = torch.cat([self._query_tail, queries], dim=-2)
-        return last_tokens(queries, self.policy.query_tokens)
+        return last_tokens(queries, self.policy.query_tokens + ahead_tokens)
 
     def look_back(self, queries: Tensor) -> Tensor:
         """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.

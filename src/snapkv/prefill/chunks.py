@@ -2,12 +2,16 @@
 
 Layer by layer, a prompt still needs the keys and values of one whole layer and the hidden states of
 all tokens. Here the model reads one piece after the other, and after every piece each layer keeps
-at most `cap_tokens`: its policy is asked as if the prompt ended there, so the last queries of the
-piece vote on what is held and on the piece, and the last tokens stay in any case. What is kept of a
-piece can be dropped after a later one; what was dropped is gone. At the end of the prompt the
-policy chooses its budget from what is held. So memory does not depend on the prompt's length, and
-neither does the time per token. This is not exact once something is dropped: tokens behind it are
-read without it, and the prompt's last queries, which would have voted for it, come too late.
+at most `cap_tokens`. Where a policy lets a window vote, the prompt's last tokens are read behind
+every piece, at their true positions, vote on what is held and on the piece, and are forgotten: so
+the question is known from the first piece on. What is kept of a piece can be dropped after a later
+one; what was dropped is gone. At the end of the prompt the policy chooses its budget from what is
+held. So memory does not depend on the prompt's length, and neither does the time per token. This is
+not exact once something is dropped: tokens behind it are read without it, and the prompt's last
+tokens vote on a piece before they have read what lies between.
+
+In models with layers that keep the last tokens only, nothing can be forgotten without a trace:
+there the last queries of the piece itself vote.
 """
 
 import contextlib
@@ -16,13 +20,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.plan import chunked_advice
-from snapkv.policies.base import require_int
+from snapkv.policies.base import ALL_QUERIES, require_int
 from snapkv.prefill.memory import Reading, out_of_memory_told
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
@@ -35,10 +40,10 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
         with chunked(model, cap_tokens=16384):
             model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
 
-    Between two pieces every layer stores at most `cap_tokens`; while a layer reads a piece, that
-    and the piece. A prompt no longer than the cap is read exactly. Inputs without a
-    `CompressedCache` are read as ever. Of a longer prompt only the logits of the last piece are
-    returned.
+    Between two pieces every layer stores at most `cap_tokens`; while a piece is read, the window
+    that votes besides, and the layer that reads, the piece. A prompt no longer than the cap is read
+    exactly. Inputs without a `CompressedCache` are read as ever. Of a longer prompt only the logits
+    of the last piece are returned.
 
     Args:
         model: a decoder-only transformers model.
@@ -96,22 +101,40 @@ def _read(
     earlier = dict(kwargs)
     if "logits_to_keep" in inspect.signature(forward).parameters:
         earlier["logits_to_keep"] = 1  # nobody sees them
-    seen = cache.get_seq_length()
+    seen, window = cache.get_seq_length(), _voting_tokens(cache)
+    prompt = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    every = torch.arange(tokens, device=prompt.device)
     for start in range(0, tokens, chunk_tokens):
         stop = min(start + chunk_tokens, tokens)
-        piece = {
-            name: _part(name, value, start, stop, seen)
-            for name, value in (kwargs if stop == tokens else earlier).items()
-        }
-        output = forward(**piece)
+        given = kwargs if stop == tokens else earlier
+        if window and stop <= tokens - window and cache.is_over_cap(stop - start):
+            places = torch.cat([every[start:stop], every[-window:]])
+            with cache.looking_ahead(window):
+                forward(**_parts({"position_ids": None, **given}, places, seen))
+        else:
+            output = forward(**_parts(given, every[start:stop], seen))
     return output
 
 
-def _part(name: str, value: Any, start: int, stop: int, seen: int) -> Any:
+def _voting_tokens(cache: CompressedCache) -> int:
+    """How many of the prompt's last tokens vote on every piece; 0 where they cannot."""
+    wanted = cache.policy.query_tokens
+    hybrid = len(cache.compressed_layers) < len(cache.layers)
+    return 0 if hybrid or wanted == ALL_QUERIES else wanted
+
+
+def _parts(given: dict[str, Any], places: Tensor, seen: int) -> dict[str, Any]:
+    """The arguments for tokens at some places of what is read, behind what was seen."""
+    return {name: _part(name, value, places, seen) for name, value in given.items()}
+
+
+def _part(name: str, value: Any, places: Tensor, seen: int) -> Any:
+    if name == "position_ids" and value is None:
+        return seen + places[None]
     if name == "attention_mask" and value is not None:
-        return value[:, : seen + stop]
+        return value[:, : seen + int(places[0]) + len(places)]
     if name in _PER_TOKEN and value is not None and value.shape[1] > 1:
-        return value[:, start:stop]
+        return value[:, places]
     return value
 
 
