@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment
+from benchmarks.medusa_gpu import figure_9
 from benchmarks.overhead import measure_overhead
 from benchmarks.records import RESULTS, Row
 from snapkv import SnapKV, ops
@@ -53,6 +54,7 @@ class Sizes:
     flat_lengths: tuple[int, ...] = (4 * K, 256 * K)
     batches: tuple[int, ...] = (1, 2, 8, 32)
     paper_length: int = 16 * K
+    draft_lengths: tuple[int, ...] = (4 * K, 10 * K)
     prefill_length: int = 32 * K
     long_lengths: tuple[int, ...] = (512 * K, 1024 * K)
     chunk_tokens: int = 16 * K
@@ -73,6 +75,7 @@ SMALL = Sizes(
     flat_lengths=(256, 1024),
     batches=(1, 2),
     paper_length=256,
+    draft_lengths=(96,),
     prefill_length=256,
     long_lengths=(512,),
     chunk_tokens=128,
@@ -229,11 +232,23 @@ def chunked_prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         yield row | {"seconds": round(ms / 1000, 1)}
 
 
+def medusa(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """Figure 9 on the paper's shape: steps with and without heads, on full and small caches."""
+    yield from figure_9(
+        _model(sizes.paper_shape, device, sizes),
+        lengths=sizes.draft_lengths,
+        budget=sizes.budget,
+        tokens=2 * sizes.tokens,
+        rounds=sizes.rounds,
+    )
+
+
 PARTS: dict[str, tuple[Callable[[torch.device, Sizes], Iterator[Row]], float]] = {
     "paper cell": (paper_cell, 40),
     "votes": (votes, 20),
     "decode": (decode, 180),
     "prefill": (prefill, 40),
+    "medusa": (medusa, 60),
     "chunked prefill": (chunked_prefill, 60),
     "long prefill": (long_prefill, 180),
 }

@@ -29,6 +29,8 @@ def test_every_part_measures_something(tmp_path):
         "snapkv@96 dynamic",
     }
     assert all(row["ms_per_token"]["p50"] > 0 and row["of_ceiling"] > 0 for row in decode)
+    drafts = [row for row in rows if row["part"] == "medusa"]
+    assert {row["acceptance"] for row in drafts} == {"set, not measured"}
     held = {row["cache"]: row["held_bytes"] for row in decode if row["length"] == 512}
     assert held["snapkv@96 dynamic"] < held["transformers"] / 4
 
