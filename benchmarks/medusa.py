@@ -277,10 +277,10 @@ def render(rows: list[Row]) -> str:
         "self-speculation, on the full cache. In bfloat16 a pass of several tokens rounds "
         "otherwise than one of one token, so a text may part where two tokens are nearly as "
         "likely.",
-        environment_line(rows) + ".",
     ]
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        sections += [f"## {dtype}", *_tables([row for row in texts if row["dtype"] == dtype])]
+        of_dtype = [row for row in texts if row["dtype"] == dtype]
+        sections += [f"## {dtype}", environment_line(of_dtype) + ".", *_tables(of_dtype)]
     sections += [
         "## What a pass takes",
         _pass_table([row for row in rows if row["benchmark"] == "pass"]),

@@ -64,9 +64,9 @@ class ReadPrompt:
         """T, tokens in the prompt."""
         return self.layers[0].keys.shape[2]
 
-    def compressed(self, policy: Policy) -> CompressedCache:
+    def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
         """A cache as it is after a prefill with that policy; the recording stays untouched."""
-        cache = CompressedCache(self.model, policy)
+        cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)
         for layer, states in zip(cache.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)

@@ -1,6 +1,8 @@
 import pytest
+from benchmarks.magic_number import Document
 
 from snapkv.evaluate.haystack import load_haystack
+from tests.families import random_ids
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +15,16 @@ def demo():
 @pytest.fixture(scope="session")
 def haystack():
     return load_haystack()
+
+
+@pytest.fixture(scope="session")
+def random_document():
+    """A document of 150 tokens for models without words."""
+    return Document(
+        prompt_ids=random_ids(1, 150)[0].tolist(),
+        question_ids=[],
+        answer_ids=[5, 6, 7],
+        city="",
+        number=0,
+        depth=0.5,
+    )

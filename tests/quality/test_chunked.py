@@ -3,11 +3,10 @@
 import pytest
 import torch
 from benchmarks import chunked
-from benchmarks.magic_number import Document
 from benchmarks.records import read_rows
 
 from snapkv import SnapKV
-from tests.families import random_ids, tiny_model
+from tests.families import tiny_model
 
 
 def test_shared_positions_by_hand():
@@ -17,18 +16,12 @@ def test_shared_positions_by_hand():
     assert chunked.shared_positions(one, other, 1) == 0.75
 
 
-def test_a_cap_that_never_drops_loses_nothing(monkeypatch):
+def test_a_cap_that_never_drops_loses_nothing(monkeypatch, random_document):
     monkeypatch.setattr(chunked, "POLICY", SnapKV(40, window_size=8))
-    document = Document(
-        prompt_ids=random_ids(1, 150)[0].tolist(),
-        question_ids=[],
-        answer_ids=[5, 6, 7],
-        city="",
-        number=0,
-        depth=0.5,
-    )
     model = tiny_model("llama")
-    exact, wide, tight = chunked.measure(model, [document], caps=(None, 150, 48), chunk_tokens=30)
+    exact, wide, tight = chunked.measure(
+        model, [random_document], caps=(None, 150, 48), chunk_tokens=30
+    )
     assert exact["kept_as_exact"] == wide["kept_as_exact"] == 1
     assert wide["answer_nll"] == pytest.approx(exact["answer_nll"], abs=1e-3)
     assert tight["kept_as_exact"] < 1

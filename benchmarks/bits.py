@@ -1,0 +1,135 @@
+"""Few bits for what is kept: right answers, bytes and time per token, with eviction and without.
+
+    python -m benchmarks.bits            measure, write the rows, render the page (three minutes)
+    python -m benchmarks.bits --render   render the page from the rows that are there
+
+The documents are those of the quality benchmark: one magic number in a long text, asked for at its
+end. Rows: `docs/results/bits.jsonl`. Page: `docs/results/bits.md`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.decode import decoder
+from benchmarks.environment import describe_environment
+from benchmarks.magic_number import SEED, Document, make_documents
+from benchmarks.reading import ReadPrompt, read_prompt
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
+from benchmarks.scoring import score_answer
+from snapkv import FullCache, SnapKV
+from snapkv.cache import format_bytes
+from snapkv.evaluate.haystack import load_haystack
+from snapkv.measure.timing import alternate, ratios, spread
+from snapkv.models import load
+from snapkv.policies import Policy
+
+ROWS = RESULTS / "bits.jsonl"
+PAGE = RESULTS / "bits.md"
+
+PROMPT_TOKENS, DOCUMENTS, BUDGET, TIMED_TOKENS = 2048, 8, 512, 48
+BITS = (None, "int8", "fp8", "int4")
+
+
+def policies(budget: int) -> dict[str, Policy]:
+    """Without eviction, and with it."""
+    return {"full cache": FullCache(), "SnapKV": SnapKV(budget, window_size=16, kernel_size=13)}
+
+
+@torch.inference_mode()
+def measure(
+    model: Any, documents: Sequence[Document], *, budget: int = BUDGET, tokens: int = TIMED_TOKENS
+) -> Iterator[Row]:
+    """A row per policy and kind of bits; times are of the last document."""
+    cells = [(name, policy, bits) for name, policy in policies(budget).items() for bits in BITS]
+    scores: list[list[Any]] = [[] for _ in cells]
+    for document in documents:
+        prompt = read_prompt(model, document.prompt_ids)
+        for (_, policy, bits), of_cell in zip(cells, scores, strict=True):
+            cache = prompt.compressed(policy, quantize=bits)
+            held = cache.report().held_bytes
+            of_cell.append((score_answer(prompt, cache, document.answer_ids), held))
+    times = _times(prompt, cells, tokens)
+    for (name, policy, bits), of_cell in zip(cells, scores, strict=True):
+        yield {
+            "benchmark": "bits",
+            "cache": name,
+            "bits": bits,
+            "policy": policy.describe(),
+            "prompt_tokens": len(documents[0].prompt_ids),
+            "documents": len(documents),
+            "right_answers": sum(score.right for score, _ in of_cell),
+            "nll": round(fmean(score.nll for score, _ in of_cell), 4),
+            "held_bytes": round(fmean(held for _, held in of_cell)),
+            "tokens": tokens,
+            "ms_per_token": spread(times[name, bits], 2),
+            "against_whole": spread(ratios(times[name, bits], times[name, None]), 4),
+        }
+
+
+def _times(
+    prompt: ReadPrompt, cells: Sequence[tuple[str, Policy, Any]], tokens: int
+) -> dict[tuple[str, Any], list[float]]:
+    decoders = {
+        (name, bits): decoder(prompt, prompt.compressed(policy, quantize=bits))
+        for name, policy, bits in cells
+    }
+    return alternate(decoders, rounds=tokens, warmup_rounds=4)
+
+
+def render(rows: list[Row]) -> str:
+    """The page that these rows make."""
+    first = rows[0]
+    budget = next(row["policy"]["budget"] for row in rows if row["cache"] == "SnapKV")
+    parts = [
+        "# Few bits for what is kept",
+        f"{first['documents']} documents of {first['prompt_tokens']:,} tokens with one magic "
+        f"number each; SnapKV keeps {budget}. `quantize` holds what is kept of the prompt in codes "
+        "and spreads out one layer at a time at every step. In brackets the negative "
+        f"log-likelihood of the answer in nats. All caches decode in turn, {first['tokens']} "
+        "tokens each: medians, and the median ratio to the same cache in the model's own dtype.",
+        environment_line(rows) + ".",
+        markdown_table(
+            ["cache", "held", "right answers", "ms per token", "against its own dtype"],
+            [
+                [
+                    f"{row['cache']}, {row['bits'] or row['model']['dtype']}",
+                    format_bytes(row["held_bytes"]),
+                    f"{row['right_answers']} of {row['documents']} ({row['nll']:.2f})",
+                    f"{row['ms_per_token']['p50']:.1f}",
+                    f"{row['against_whole']['p50']:.2f}",
+                ]
+                for row in rows
+            ],
+        ),
+        "Rendered from `bits.jsonl` by `python -m benchmarks.bits`; each row has all settings.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measurements() -> Iterator[Row]:
+    environment, loaded = describe_environment(), load("demo")
+    documents = make_documents(
+        loaded.tokenizer, load_haystack(), prompt_tokens=PROMPT_TOKENS, count=DOCUMENTS
+    )
+    for row in measure(loaded.model, documents):
+        print(row, file=sys.stderr)
+        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+
+
+def main() -> None:
+    """Measure unless told only to render."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
+    if not parser.parse_args().render:
+        write_rows(ROWS, _measurements())
+    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
