@@ -74,5 +74,5 @@ def test_questions_quote_the_document_at_ten_depths(demo, haystack):
 def test_the_measurement_runs(demo, haystack):
     document = quoted_document(demo.tokenizer, haystack.text, tokens=512, questions=3)
     rows = list(measure_questions(demo.model, document, [96]))
-    assert len(rows) == 5 * 3
+    assert len(rows) == 6 * 3
     assert share(rows, RECALL, 96) == share(rows, AGAIN, 96)
