@@ -18,6 +18,7 @@ from snapkv.models import LoadedModel
 from snapkv.plan import (
     cache_bytes_per_token,
     free_bytes,
+    full_cache_bytes,
     out_of_memory_explained,
     prompt_advice,
     prompt_bytes,
@@ -25,7 +26,7 @@ from snapkv.plan import (
 )
 from snapkv.prompts import Prompt, chat_prompt, question_prompt, text_prompt
 from snapkv.settings import GenerationSettings
-from tests.families import tiny_model
+from tests.families import random_ids, tiny_model
 
 SHORT = GenerationSettings(max_new_tokens=6)
 DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
@@ -228,6 +229,17 @@ def test_the_arithmetic_is_that_of_the_tensors(demo, prompt):
     per_token = cache_bytes_per_token(demo.model.config, torch.float32)
     assert result.cache.full_bytes == per_token * result.cache.seen_tokens
     assert weights_bytes(demo.model) == sum(p.numel() for p in demo.model.parameters()) * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("tokens", [5, 90])
+def test_a_full_cache_holds_the_last_tokens_only_where_attention_slides(family, tokens):
+    model = tiny_model(family)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(random_ids(1, tokens), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert full_cache_bytes(model.config, torch.float32, tokens) == held
 
 
 def test_a_model_without_end_or_pad_token_and_with_its_own_sampling(demo):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from snapkv.cache import format_bytes
 from snapkv.errors import OutOfMemoryError, SnapKVError
@@ -23,6 +24,18 @@ def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
     """Bytes that a full cache takes for every token of the prompt, all layers together."""
     text = config.get_text_config(decoder=True)
     return int(text.num_hidden_layers) * _layer_cache_bytes(text, dtype)
+
+
+def full_cache_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of a full cache of that many tokens; layers with a sliding window hold the last."""
+    text = config.get_text_config(decoder=True)
+    stored = 0
+    for layer in DynamicCache(config=text).layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            stored += min(tokens, layer.sliding_window - 1)
+        elif isinstance(layer, DynamicLayer):
+            stored += tokens
+    return stored * _layer_cache_bytes(text, dtype)
 
 
 def prompt_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
@@ -181,7 +194,7 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
         available_bytes: what was free before the prompt was read, None where it is not known.
     """
     text = model.config.get_text_config(decoder=True)
-    full = cache_bytes_per_token(model.config, model.dtype) * prompt_tokens
+    full = full_cache_bytes(model.config, model.dtype, prompt_tokens)
     return (
         f"prompt: expected {prompt_tokens:,} tokens to fit in the memory of {model.device}, got "
         f"out of memory; reading them takes about "

@@ -65,10 +65,11 @@ class AdaKV(Policy):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
-        even = self.policy.select(layer)
-        if even is None or even.keep_indices.shape[1] == 1:
-            return even  # nothing to drop, or no heads to share among
+        if self.policy.fits(layer):
+            return None
         scores = self.policy.score(layer)
+        if scores.shape[1] == 1:
+            return self.policy.select(layer)  # no heads to share among
         rows = [
             self._row_shares(row, int(kept), 0 if layer.pad_tokens is None else int(pads))
             for row, kept, pads in zip(

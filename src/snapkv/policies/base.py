@@ -205,11 +205,14 @@ class PrefixPolicy(Policy):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the best of the prefix and the window, or everything where it fits the budget."""
-        prefix_tokens = layer.keys.shape[2] - self.window_size
-        keep_tokens = self.kept_prefix_tokens(layer)
-        if prefix_tokens <= 0 or prefix_tokens <= int(keep_tokens.max()):
+        if self.fits(layer):
             return None
-        return self._best_and_window(layer, keep_tokens)
+        return self._best_and_window(layer, self.kept_prefix_tokens(layer))
+
+    def fits(self, layer: PromptLayer) -> bool:
+        """Whether nothing of the prompt has to be dropped."""
+        prefix_tokens = layer.keys.shape[2] - self.window_size
+        return prefix_tokens <= 0 or prefix_tokens <= int(self.kept_prefix_tokens(layer).max())
 
     def require_cap(self, cap_tokens: int) -> None:
         """Raise unless the cap has room for the budget."""
