@@ -206,3 +206,12 @@ def test_workers_take_the_runner_that_they_made_themselves():
     assert isinstance(one, CompressingRunner)
     assert isinstance(one, Runner)
     assert type(other) is Runner
+
+
+def test_ray_takes_no_cpus():
+    """Why Ray is only documented: the executor asks for a device that CPUs do not have in vLLM."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.executor import ray_utils
+
+    assert CpuPlatform.ray_device_key == ""
+    assert "does not support ray" in inspect.getsource(ray_utils.initialize_ray_cluster)
