@@ -26,7 +26,7 @@ class Candidates:
 
     Attributes:
         visible: (Q, Q) bool, which of the Q tokens of the pass each of them sees.
-        masks: what a layer has made of the model's mask, for the layers behind it; see `masks`.
+        masks: what a layer has made of the model's mask, for the layers behind it.
     """
 
     visible: Tensor
