@@ -1,6 +1,7 @@
 """Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
 
     python -m benchmarks.medusa            measure, write the rows, render the page
+    python -m benchmarks.medusa --dtype bfloat16   measure one dtype, keep the rows of the other
     python -m benchmarks.medusa --render   render the page from the rows that are there
     python -m benchmarks.medusa --small    a minute's worth, printed and not written
 
@@ -9,6 +10,7 @@ Rows: `docs/results/medusa.jsonl`. Page: `docs/results/medusa.md`.
 
 import argparse
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,24 +55,28 @@ SELF_SPECULATION = "self-speculation, SnapKV drafts"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured."""
+    """What is measured.
 
-    lengths: tuple[int, ...] = (1024, 4096, 7936)
+    Attributes:
+        lengths: of prompts, by dtype.
+    """
+
+    lengths: dict[str, tuple[int, ...]] = field(
+        default_factory=lambda: {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)}
+    )
     budget: int = 512
     tokens: int = 48
     rounds: int = 3
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
     pass_tokens: tuple[int, ...] = (1, 2, 4, 7, 10)
     pass_prompt_tokens: int = 4096
     pass_rounds: int = 15
 
 
 SMALL = Sizes(
-    lengths=(256,),
+    lengths={"float32": (256,)},
     budget=64,
     tokens=12,
     rounds=2,
-    dtypes=("float32",),
     pass_prompt_tokens=128,
     pass_rounds=3,
 )
@@ -139,23 +145,26 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
     ]
 
 
-def measure(sizes: Sizes, heads: str) -> Iterator[Row]:
-    """A row per dtype, contender and length, and one per dtype, cache and size of a pass."""
-    environment = describe_environment()
-    for dtype in sizes.dtypes:
-        loaded = load("demo", dtype=dtype)
-        common = {"dtype": dtype, "model": loaded.description(), "environment": environment}
-        for row in itertools.chain(_passes(loaded, sizes), _texts(loaded, sizes, heads)):
-            print(row, file=sys.stderr)
-            yield {**row, **common}
+def measure(sizes: Sizes, heads: str, dtype: str) -> Iterator[Row]:
+    """A row per contender and length, and one per cache and size of a pass."""
+    loaded = load("demo", dtype=dtype)
+    common = {
+        "dtype": dtype,
+        "model": loaded.description(),
+        "environment": describe_environment(),
+    }
+    texts = _texts(loaded, sizes, heads, sizes.lengths[dtype])
+    for row in itertools.chain(_passes(loaded, sizes), texts):
+        print(json.dumps(row), file=sys.stderr)
+        yield {**row, **common}
 
 
-def _texts(loaded: LoadedModel, sizes: Sizes, heads: str) -> Iterator[Row]:
+def _texts(loaded: LoadedModel, sizes: Sizes, heads: str, lengths: Sequence[int]) -> Iterator[Row]:
     everyone = contenders(loaded, sizes.budget, heads)
     exact = loaded.model.dtype == torch.float32
     if not exact:  # drafts of another rounding cannot give the full cache's text token for token
         everyone = [one for one in everyone if one.name != SELF_SPECULATION]
-    for length in sizes.lengths:
+    for length in lengths:
         ids = _prompt(loaded, length)
         runs = alternate(
             {one.name: _run(loaded, one, ids, sizes) for one in everyone},
@@ -348,12 +357,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--render", action="store_true", help="only render the page from the rows")
     parser.add_argument("--small", action="store_true", help="small sizes, printed, not written")
     parser.add_argument("--heads", default="demo", help="folder of the heads")
+    parser.add_argument("--dtype", choices=Sizes().lengths, help="measure only this one")
     given = parser.parse_args(arguments)
     if given.small:
-        print(render(list(measure(SMALL, given.heads))))
+        print(render(list(measure(SMALL, given.heads, "float32"))))
         return
     if not given.render:
-        write_rows(ROWS, measure(Sizes(), given.heads))
+        for dtype in [given.dtype] if given.dtype else Sizes().lengths:
+            rows = list(measure(Sizes(), given.heads, dtype))
+            kept = read_rows(ROWS) if ROWS.exists() else []
+            write_rows(ROWS, [*(row for row in kept if row["dtype"] != dtype), *rows])
     PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
 

@@ -12,16 +12,15 @@ def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
     save_heads(MedusaHeads.untrained(demo.model, 2), tmp_path, base_model="demo")
     monkeypatch.setattr(medusa, "load", lambda _, dtype: demo)
     sizes = medusa.Sizes(
-        lengths=(96,),
+        lengths={"float32": (96,)},
         budget=48,
         tokens=6,
         rounds=2,
-        dtypes=("float32",),
         pass_tokens=(1, 3),
         pass_prompt_tokens=96,
         pass_rounds=2,
     )
-    everything = list(medusa.measure(sizes, str(tmp_path)))
+    everything = list(medusa.measure(sizes, str(tmp_path), "float32"))
     rows = [row for row in everything if row["benchmark"] == "medusa"]
     passes = [row for row in everything if row["benchmark"] == "pass"]
     assert [(row["cache"], row["tokens"]) for row in passes] == [
