@@ -1,5 +1,6 @@
 """Attention of few queries: keys and values are read as they are stored."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,26 @@ def test_a_chain_sees_the_past_and_itself(queries, kind):
     torch.testing.assert_close(output, plain(call, visible, 0.3), atol=1e-5, rtol=1e-5)
     assert output.is_contiguous()
     assert all(key.shape[1] == HKV for key in given)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_one_query_of_a_narrow_type_is_grouped_as_well(pads):
+    visible = PAST[-1:].expand(B, 1, -1, -1).clone()
+    if pads:
+        visible[1, :, :, :7] = False
+    wide, _ = call_with(1)
+    narrow = {name: getattr(wide, name).bfloat16() for name in ("query", "key", "value")}
+    shapes = []
+
+    def attend(module, query, *rest, **options):
+        shapes.append(tuple(query.shape))
+        return sdpa_attention_forward(module, query, *rest, **options)
+
+    call = replace(wide, mask=visible if pads else None, function=attend, **narrow)
+    output, _ = call.attend()
+    exact = replace(wide, **{name: states.float() for name, states in narrow.items()})
+    torch.testing.assert_close(output.float(), plain(exact, visible), atol=0.02, rtol=0.02)
+    assert shapes == [(B, HKV, G, D)]
 
 
 def test_few_queries_are_one_head_of_their_group():

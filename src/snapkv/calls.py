@@ -48,12 +48,12 @@ class AttentionCall:
         few = self._has_few_queries()
         if self.candidates is not None:
             mask = self._tree_mask(self.candidates)
-        elif mask is None and few:
+        elif mask is None and few and Q > 1:
             past = torch.ones(len(self.query), S - Q, dtype=torch.bool, device=self.query.device)
             mask = stored_mask(self.implementation, past, self.query)
         elif mask is None and self.implementation == "sdpa" and 1 < Q < S:
             mask = causal_lower_right(Q, S)  # sdpa's own causal mask is for the first queries
-        if few and mask.shape[1] == 1:
+        if few and (mask is None or mask.shape[1] == 1):
             return self._attend_in_groups(mask), None
         output, weights = self.function(
             self.module, self.query, self.key, self.value, mask, **self.options
@@ -70,27 +70,35 @@ class AttentionCall:
         return candidates.masks[given][1]
 
     def _has_few_queries(self) -> bool:
-        """Whether copying keys and values for every query head would be most of the work."""
+        """Whether reading keys and values once per query head would be most of the work.
+
+        For one query torch does that on processors only, in the narrow types.
+        """
         groups, Q = self.query.shape[1] // self.key.shape[1], self.query.shape[2]
+        narrow = self.query.device.type == "cpu" and self.query.dtype.itemsize < 4
         return (
             self.implementation == "sdpa"
-            and 1 < Q <= min(FEW_QUERIES, self.key.shape[2] - 1)
+            and (1 if narrow else 2) <= Q <= min(FEW_QUERIES, self.key.shape[2] - 1)
             and 1 < groups == getattr(self.module, "num_key_value_groups", 1)
             and self.options.get("position_bias") is None
         )
 
-    def _attend_in_groups(self, mask: Tensor) -> Tensor:
+    def _attend_in_groups(self, mask: Tensor | None) -> Tensor:
         """Attend as if the heads of a group were queries of one head: nothing is repeated.
 
         Under a mask transformers repeats keys and values for every query head. With few queries,
         as where drafts are verified, that takes longer than attention itself.
+
+        Args:
+            mask: (B, 1, Q, S) or, for one query, None.
         """
         B, Hq, Q, D = self.query.shape
         Hkv = self.key.shape[1]
         query = self.query.reshape(B, Hkv, -1, D)
-        grouped = mask.repeat(1, 1, Hq // Hkv, 1)
+        grouped = None if mask is None else mask.repeat(1, 1, Hq // Hkv, 1)
+        options = {**self.options, "is_causal": False}
         output, _ = self.function(
-            _Ungrouped(self.module), query, self.key, self.value, grouped, **self.options
+            _Ungrouped(self.module), query, self.key, self.value, grouped, **options
         )
         heads: Tensor = output.transpose(1, 2).reshape(B, Hq, Q, -1)
         return heads.transpose(1, 2).contiguous()
