@@ -1,7 +1,18 @@
 """Every number of a results page comes from a committed row."""
 
 import pytest
-from benchmarks import chunked, evaluation, flat, methods, quality, ragged, readme, speed, studies
+from benchmarks import (
+    chunked,
+    evaluation,
+    flat,
+    medusa,
+    methods,
+    quality,
+    ragged,
+    readme,
+    speed,
+    studies,
+)
 from benchmarks.records import read_rows
 
 PAGES = {
@@ -12,6 +23,7 @@ PAGES = {
     "studies": studies,
     "chunked": chunked,
     "flat": flat,
+    "medusa": medusa,
 }
 
 
