@@ -39,7 +39,7 @@ POLICY = SnapKV(512, window_size=32, kernel_size=7, pooling="avg")
 """kvpress pools with averages."""
 
 LENGTHS = (1024, 4096)
-PREFILL_ROUNDS, DECODE_ROUNDS = 7, 48
+PREFILL_ROUNDS, DECODE_ROUNDS = 5, 48
 _NAMES = {
     "kvpress": "kvpress, SnapKVPress",
     "kvpress full": "full cache, kvpress's transformers",
