@@ -115,7 +115,9 @@ def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
         model(ids, past_key_values=cache)
     for index, layer in enumerate(layers):
         kept = torch.tensor(target_blocks or blocks)
-        keys, values = PlainLayout(layer.kv_cache, layer.head_size).read(kept, policy.budget)
+        layout = PlainLayout(layer.kv_cache, layer.head_size)
+        keys = layout.read_keys(kept, policy.budget)
+        values = layout.read_values(kept, torch.arange(policy.budget)[None, None])
         _, all_keys, all_values = states[index]
         keep = cache.kept_positions(index).expand(-1, keys.shape[1], -1)
         rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
@@ -146,8 +148,8 @@ def test_requests_of_a_step_read_before_any_writes(prompt):
     compressor.compress(swapped, {"a": mine, "b": yours})
     layout = PlainLayout(layer.kv_cache, layer.head_size)
     keep = [*range(4), *range(122, 150)]
-    assert torch.equal(layout.read(torch.tensor([10, 11]), 32)[0][0], k[:, keep])
-    assert torch.equal(layout.read(torch.tensor([0, 1]), 32)[0][0], -k[:, keep])
+    assert torch.equal(layout.read_keys(torch.tensor([10, 11]), 32)[0], k[:, keep])
+    assert torch.equal(layout.read_keys(torch.tensor([0, 1]), 32)[0], -k[:, keep])
 
 
 def test_other_blocks_than_the_scheduler_counts_are_refused():
@@ -165,6 +167,10 @@ def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
     assert torch.equal(cache[2, :, 3], torch.cat([keys[0, :, 0], values[0, :, 0]], dim=-1))
     assert torch.equal(cache[1, :, 0], torch.cat([keys[0, :, 1], values[0, :, 1]], dim=-1))
     assert int((cache.abs().sum(dim=(1, 3)) > 0).sum()) == 2
-    read = layout.read(torch.tensor([1, 2]), 8)[0]
+    read = layout.read_keys(torch.tensor([1, 2]), 8)
     assert torch.equal(read[0, :, 0], keys[0, :, 1])
     assert torch.equal(read[0, :, 7], keys[0, :, 0])
+    picked = layout.read_values(torch.tensor([1, 2]), torch.tensor([[[0, 7], [7, 5]]]))
+    assert torch.equal(picked[0, 0], torch.stack([values[0, 0, 1], values[0, 0, 0]]))
+    assert torch.equal(picked[0, 1, 0], values[0, 1, 0])
+    assert not picked[0, 1, 1].any()

@@ -112,14 +112,16 @@ class Compressor:
             self.recorder.forget(request)
 
     def _kept(self, name: str, depth: int, request: str, order: Order, blocks: list[int]) -> Kept:
+        layout = self._layouts[name]
         used = torch.tensor(blocks[: -(-order.prompt_tokens // self._block_tokens)])
-        keys, values = self._layouts[name].read(used.to(self._device), order.prompt_tokens)
+        used = used.to(self._device)
+        keys = layout.read_keys(used, order.prompt_tokens)
         keep = self._keep_indices(name, depth, request, order, keys)
         targets = slots(order.target_blocks or blocks, order.kept_tokens, self._block_tokens)
         return Kept(
             slots=torch.tensor(targets, device=self._device),
             keys=ops.gather_tokens(keys, keep),
-            values=ops.gather_tokens(values, keep),
+            values=layout.read_values(used, keep),
         )
 
     def _keep_indices(

@@ -138,9 +138,10 @@ def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
 
     cache = torch.randn(5, 2, 16, 2 * 8)  # blocks, heads, tokens, keys and values
     keys, values = cache.transpose(1, 2).split(8, dim=-1)
-    read_keys, read_values = PlainLayout(cache, 8).read(torch.tensor([3, 0]), 20)
-    assert torch.equal(read_keys[0, 1, :16], keys[3, :, 1])
-    assert torch.equal(read_values[0, 0, 16:], values[0, :4, 0])
+    layout, blocks = PlainLayout(cache, 8), torch.tensor([3, 0])
+    assert torch.equal(layout.read_keys(blocks, 20)[0, 1, :16], keys[3, :, 1])
+    read = layout.read_values(blocks, torch.arange(20)[None, None])
+    assert torch.equal(read[0, 0, 16:], values[0, :4, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -158,9 +159,11 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
     blocks = torch.tensor([4, 1, 5])
     slots = torch.cat([block * block_tokens + torch.arange(block_tokens) for block in blocks])
     layout.write(slots[:tokens], keys, values)
-    read_keys, read_values = layout.read(blocks, tokens)
-    assert torch.equal(read_keys, keys)
-    assert torch.equal(read_values, values)
+    assert torch.equal(layout.read_keys(blocks, tokens), keys)
+    assert torch.equal(layout.read_values(blocks, torch.arange(tokens)[None, None]), values)
+    keep = torch.stack([torch.randperm(tokens)[:40].sort().values for _ in range(3)])[None]
+    expected = values.gather(2, keep[..., None].expand(-1, -1, -1, head_size))
+    assert torch.equal(layout.read_values(blocks, keep), expected)
     assert not cache[[0, 2, 3]].any()
 
 

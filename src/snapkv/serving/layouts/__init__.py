@@ -15,8 +15,16 @@ class Layout(Protocol):
     ``block * block_tokens + token``.
     """
 
-    def read(self, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Copies of the first tokens in these blocks: keys and values, (1, Hkv, T, D) each."""
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """The keys of the first tokens in these blocks: a copy, (1, Hkv, T, D)."""
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """The values of some tokens in these blocks: a copy, (1, Hkv, K, D).
+
+        Args:
+            blocks: as above.
+            keep: (1, Hkv or 1, K) int64, which tokens of every head.
+        """
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put (1, Hkv, K, D) keys and values into these slots, the same for all heads."""

@@ -31,20 +31,25 @@ class CpuLayout:
         self._keys, self._values = halves
         self._isa = isa
 
-    def read(self, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         """See `Layout`."""
-        places = _places(self._isa, self._block_tokens, self._head_size, self._keys.dtype)
-        keys, values = (
-            self._unpacked(half[blocks], place, tokens)
-            for half, place in zip((self._keys, self._values), places, strict=True)
-        )
-        return keys, values
-
-    def _unpacked(self, packed: Tensor, place: Tensor, tokens: int) -> Tensor:
-        blocks, heads = packed.shape[:2]
-        rows = packed.reshape(blocks, heads, -1)[..., place]
-        rows = rows.view(blocks, heads, self._block_tokens, self._head_size).transpose(0, 1)
+        place, _ = self._places()
+        heads = self._keys.shape[1]
+        rows = self._keys[blocks].view(len(blocks), heads, -1)[..., place]
+        rows = rows.view(len(blocks), heads, self._block_tokens, -1).transpose(0, 1)
         return rows.reshape(1, heads, -1, self._head_size)[:, :, :tokens]
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        _, places = self._places()
+        place = places.view(self._block_tokens, -1)[keep[0] % self._block_tokens]
+        block = blocks[keep[0] // self._block_tokens][..., None]
+        head = torch.arange(self._values.shape[1])[:, None, None]
+        row, column = place // self._head_size, place % self._head_size
+        return self._values[block, head, row, column][None]
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        return _places(self._isa, self._block_tokens, self._head_size, self._keys.dtype)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Layout`."""

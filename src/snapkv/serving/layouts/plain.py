@@ -5,6 +5,7 @@ The cache of a layer is (blocks, Hkv, block_tokens, 2 * D), in whatever order it
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -20,10 +21,17 @@ class PlainLayout:
         self._cache = cache
         self._head_size = head_size
 
-    def read(self, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         """See `Layout`."""
-        rows = self._cache[blocks].transpose(0, 1).flatten(1, 2)[:, :tokens].unsqueeze(0)
-        return rows[..., : self._head_size], rows[..., self._head_size :]
+        rows = self._cache[..., : self._head_size][blocks]
+        return rows.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        heads, block_tokens = self._cache.shape[1:3]
+        head = torch.arange(heads, device=keep.device)[:, None]
+        rows = self._cache[..., self._head_size :]
+        return rows[blocks[keep[0] // block_tokens], head, keep[0] % block_tokens][None]
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Layout`."""
