@@ -1,6 +1,7 @@
 """vLLM with compressed prompts beside stock vLLM, in turns, in one process.
 
     .venv-vllm/bin/python -m benchmarks.serving            measure, write the rows, render the page
+    .venv-vllm/bin/python -m benchmarks.serving --only reading    one part, keep the other rows
     .venv-vllm/bin/python -m benchmarks.serving --small    small sizes, printed only
     .venv-vllm/bin/python -m benchmarks.serving --render   render the page from the rows
 
@@ -16,9 +17,10 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +31,11 @@ import torch
 
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import Document, make_documents
-from benchmarks.records import (
-    RESULTS,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    write_rows,
-)
+from benchmarks.records import RESULTS, Row, read_rows, write_rows
+from benchmarks.serving_page import ANSWER_TOKENS, BLOCK_TOKENS, render
 from snapkv import CompressedCache, SnapKV
 from snapkv.evaluate.haystack import load_haystack
+from snapkv.measure.timing import alternate, ratios, spread
 from snapkv.models import LoadedModel, load, place_of
 from snapkv.serving import engine_args
 from snapkv.serving.versions import installed
@@ -82,8 +79,6 @@ SMALL = Sizes(
     rounds=1,
     budget=128,
 )
-BLOCK_TOKENS = 128
-ANSWER_TOKENS = 32
 VOTES = {"kernel_size": 13}
 
 
@@ -239,18 +234,59 @@ def _generate(loaded: LoadedModel, ids: list[int], cache: CompressedCache | None
     return answer
 
 
-def speed(sizes: Sizes, documents: list[Document], loaded: LoadedModel) -> Iterator[Row]:
-    """The same requests by either engine in turns, both ready all the time."""
+@contextlib.contextmanager
+def both_engines(sizes: Sizes, prompt: list[int]) -> Iterator[dict[str, Engine]]:
+    """Stock vLLM and the plugin side by side, warm and ready all the time."""
     room = {
         "dtype": "bfloat16",
         "blocks": sizes.blocks,
         "most_tokens": sizes.prompt_tokens + sizes.new_tokens,
     }
     engines = {"stock": Engine(budget=None, **room), "snapkv": Engine(budget=sizes.budget, **room)}
-    prompts = [document.prompt_ids for document in documents]
     for engine in engines.values():
         engine.watch_steps()
-        engine.answers(prompts[:1], 2)  # warm
+        engine.answers([prompt], 2)
+    yield engines
+    for engine in engines.values():
+        engine.close()
+
+
+def reading(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
+    """Every prompt alone, up to its first token, by either engine in turns."""
+    with both_engines(sizes, documents[0].prompt_ids) as engines:
+
+        def read(engine: Engine) -> Callable[[], float]:
+            prompts = itertools.cycle([document.prompt_ids for document in documents])
+
+            def once() -> float:
+                start = time.perf_counter()
+                engine.answers([next(prompts)], 1)
+                return time.perf_counter() - start
+
+            return once
+
+        work = {name: read(engine) for name, engine in engines.items()}
+        seconds = alternate(work, rounds=len(documents), warmup_rounds=1)
+        yield {
+            "part": "reading",
+            "prompt_tokens": sizes.prompt_tokens,
+            "prompts": len(documents),
+            "budget": sizes.budget,
+            "stock_seconds": spread(seconds["stock"], 3),
+            "snapkv_seconds": spread(seconds["snapkv"], 3),
+            "against_stock": spread(ratios(seconds["snapkv"], seconds["stock"]), 4),
+        }
+
+
+def speed(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
+    """The same requests by either engine in turns."""
+    prompts = [document.prompt_ids for document in documents]
+    with both_engines(sizes, prompts[0]) as engines:
+        yield from _rounds(sizes, documents, engines)
+
+
+def _rounds(sizes: Sizes, documents: list[Document], engines: dict[str, Engine]) -> Iterator[Row]:
+    prompts = [document.prompt_ids for document in documents]
     for number in range(sizes.rounds):
         for name, engine in engines.items():
             start = time.perf_counter()
@@ -273,8 +309,6 @@ def speed(sizes: Sizes, documents: list[Document], loaded: LoadedModel) -> Itera
                 "most_running": max(steps.running),
                 "needles": _found(documents, answers),
             }
-    for engine in engines.values():
-        engine.close()
 
 
 def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
@@ -284,17 +318,22 @@ def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
     )
 
 
-def measure(sizes: Sizes) -> Iterator[Row]:
-    """All parts; every row says with what it was measured."""
+PARTS = ("budget of the prompt", "library", "reading", "speed")
+
+
+def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
+    """Some parts; every row says with what it was measured."""
     loaded, haystack = load("demo"), load_haystack()
     environment = describe_environment() | {"vllm": installed()}
 
     def documents(count: int, tokens: int) -> list[Document]:
         return make_documents(loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)
 
-    parts: list[Callable[[], Iterator[Row]]] = [
-        lambda: iter([equal_to_stock(sizes, documents(sizes.equal_prompts, sizes.equal_tokens))]),
-        lambda: iter(
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
+        "budget of the prompt": lambda: iter(
+            [equal_to_stock(sizes, documents(sizes.equal_prompts, sizes.equal_tokens))]
+        ),
+        "library": lambda: iter(
             [
                 like_the_library(
                     sizes,
@@ -303,53 +342,13 @@ def measure(sizes: Sizes) -> Iterator[Row]:
                 )
             ]
         ),
-        lambda: speed(sizes, documents(sizes.requests, sizes.prompt_tokens), loaded),
-    ]
+        "reading": lambda: reading(sizes, documents(sizes.requests, sizes.prompt_tokens)),
+        "speed": lambda: speed(sizes, documents(sizes.requests, sizes.prompt_tokens)),
+    }
     description = loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"}
-    for part in parts:
-        for row in part():
+    for name in names:
+        for row in parts[name]():
             yield {**row, "votes": VOTES, "model": description, "environment": environment}
-
-
-def page(rows: Sequence[Row]) -> str:
-    """The page, out of nothing but rows."""
-    equal = next(row for row in rows if row["part"] == "budget of the prompt")
-    library = next(row for row in rows if row["part"] == "library")
-    table = [_line(name, rows) for name in ("stock", "snapkv")]
-    first = next(row for row in rows if row["part"] == "speed")
-    header = ("engine", "seconds", "prefill s", "decode s", "decode steps", "most at once", "found")
-    return f"""# Serving: stock vLLM and compressed prompts
-
-{environment_line(rows)}, vLLM {rows[0]["environment"]["vllm"]}.
-Made by `python -m benchmarks.serving`; rows in `serving.jsonl`.
-
-With a budget of the prompt's length, {equal["same_answers"]} of {equal["prompts"]} greedy answers
-of {ANSWER_TOKENS} tokens are stock vLLM's (float32).
-
-At budget {library["budget"]}, {library["same_sets"]} of {library["sets"]} kept sets (one a prompt,
-layer and KV head) are those of `CompressedCache`, and {library["same_answers"]} of
-{library["prompts"]} answers. Of stock vLLM's answers {library["stock_like_transformers"]} are those
-of transformers.
-
-{first["requests"]} requests of {first["prompt_tokens"]:,} prompt and {first["new_tokens"]} new
-tokens at once, in {first["blocks"]} blocks of {BLOCK_TOKENS} tokens, bfloat16; kernel
-{VOTES["kernel_size"]}, max pooling. Either engine in turns, median of the rounds. "Found" are the
-magic numbers in the answers.
-
-{markdown_table(header, table)}
-"""
-
-
-def _line(name: str, rows: Sequence[Row]) -> list[str]:
-    mine = [row for row in rows if row.get("engine") == name]
-
-    def median(key: str) -> float:
-        return statistics.median(row[key] for row in mine)
-
-    label = name if mine[0]["budget"] is None else f"{name}, budget {mine[0]['budget']}"
-    seconds = [f"{median(f'{part}seconds'):.1f}" for part in ("", "prefill_", "decode_")]
-    counts = [f"{median(key):.0f}" for key in ("decode_steps", "most_running")]
-    return [label, *seconds, *counts, f"{median('needles'):.0f}/{mine[0]['requests']}"]
 
 
 def main() -> None:
@@ -357,15 +356,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small sizes, printed only")
     parser.add_argument("--render", action="store_true", help="only render the page")
+    parser.add_argument("--only", choices=PARTS, help="measure one part, keep the other rows")
     given = parser.parse_args()
     if given.small:
         rows = list(measure(SMALL))
         print("\n".join(json.dumps(row) for row in rows))
-        print(page(rows))
+        print(render(rows))
         return
     if not given.render:
-        write_rows(ROWS, measure(Sizes()))
-    PAGE.write_text(page(read_rows(ROWS)), encoding="utf-8")
+        names = [given.only] if given.only else PARTS
+        kept = read_rows(ROWS) if given.only else []
+        new = list(measure(Sizes(), names))
+        write_rows(ROWS, [*(row for row in kept if row["part"] not in names), *new])
+    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
 
 
 if __name__ == "__main__":

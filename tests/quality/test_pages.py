@@ -10,6 +10,7 @@ from benchmarks import (
     quality,
     ragged,
     readme,
+    serving,
     speed,
     studies,
 )
@@ -24,6 +25,7 @@ PAGES = {
     "chunked": chunked,
     "flat": flat,
     "medusa": medusa,
+    "serving": serving,
 }
 
 
