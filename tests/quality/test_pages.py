@@ -2,6 +2,7 @@
 
 import pytest
 from benchmarks import (
+    bits,
     chunked,
     evaluation,
     flat,
@@ -17,6 +18,7 @@ from benchmarks import (
 from benchmarks.records import read_rows
 
 PAGES = {
+    "bits": bits,
     "quality": quality,
     "speed": speed,
     "methods": methods,
