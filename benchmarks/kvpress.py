@@ -46,6 +46,12 @@ _NAMES = {
     "snapkv": "snapkv",
     "transformers": "full cache",
 }
+EXPLAINED = """\
+A token behind the compressed prompt gains more here, measured against the full cache on the same
+transformers; that this transformers is slower per token than kvpress's hides it in the column
+before. Reading a short prompt costs more here: the choice of every layer is also checked against
+the model's own attention, and its fixed cost counts where there are few tokens to read."""
+
 _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
 
@@ -200,6 +206,7 @@ def render(rows: list[Row]) -> str:
                 for row in rows
             ],
         ),
+        EXPLAINED,
         "Rendered from `kvpress.jsonl` by `python -m benchmarks.kvpress`; each row has all "
         "settings.",
     ]

@@ -28,5 +28,16 @@ def test_the_peer_keeps_the_budget_and_every_cache_has_its_rows(monkeypatch):
     assert all(row["against_kvpress"]["p50"] == 1 for row in rows if row["cache"] == "kvpress")
 
 
+def test_what_the_page_says_is_in_the_rows():
+    shares = {
+        (row["benchmark"], row["cache"], row["prompt_tokens"]): row["against_full"]["p50"]
+        for row in read_rows(kvpress.ROWS)
+    }
+    for length in kvpress.LENGTHS:
+        assert shares["decode", "snapkv", length] < shares["decode", "kvpress", length] < 1
+        assert shares["prefill", "snapkv", length] < 1.06
+    assert shares["prefill", "snapkv", 1024] > shares["prefill", "kvpress", 1024]
+
+
 def test_the_page_is_what_its_rows_render_to():
     assert kvpress.PAGE.read_text("utf-8") == kvpress.render(read_rows(kvpress.ROWS))
