@@ -23,6 +23,12 @@ def test_what_is_kept_is_what_the_library_keeps():
     assert row["same_answers"] >= row["stock_like_transformers"]
 
 
+def test_reading_alone_takes_less_than_a_tenth_longer():
+    (row,) = rows_of("reading")
+    assert 1 < row["against_stock"]["p50"] < 1.1
+    assert row["prompts"] == 16
+
+
 def test_five_times_as_many_requests_decode_five_times_as_fast():
     fast = rows_of("speed")
     decode = {
