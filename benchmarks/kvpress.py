@@ -49,8 +49,8 @@ _NAMES = {
 EXPLAINED = """\
 A token behind the compressed prompt gains more here, measured against the full cache on the same
 transformers; that this transformers is slower per token than kvpress's hides it in the column
-before. Reading a short prompt costs more here: the choice of every layer is also checked against
-the model's own attention, and its fixed cost counts where there are few tokens to read."""
+before. Reading costs a few percent more than the full cache's here, one or two at most in kvpress;
+a part of it is that the choice of every layer is checked against the model's own attention."""
 
 _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""

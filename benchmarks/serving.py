@@ -347,8 +347,10 @@ def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
     }
     description = loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"}
     for name in names:
+        dtype = "bfloat16" if name in ("reading", "speed") else "float32"
+        model = description | {"dtype": dtype}
         for row in parts[name]():
-            yield {**row, "votes": VOTES, "model": description, "environment": environment}
+            yield {**row, "votes": VOTES, "model": model, "environment": environment}
 
 
 def main() -> None:

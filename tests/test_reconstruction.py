@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from snapkv import (
     AdaKV,
@@ -10,12 +10,13 @@ from snapkv import (
     CompressedCache,
     InvalidArgumentError,
     KVzip,
+    PromptTooLongError,
     PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
 from snapkv.reconstruction import read_context, read_twice
-from tests.families import random_ids, tiny_model
+from tests.families import random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
 TOKENS, BUDGET, WINDOW, CHUNK = 70, 30, 4, 32
@@ -62,6 +63,23 @@ def test_the_cache_goes_on_as_any_compressed_one():
     assert cache.report().kept_tokens == BUDGET + 4
 
 
+def short_model(positions):
+    config = tiny_config("llama", max_position_embeddings=positions)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_pieces_are_as_short_as_the_positions_left():
+    torch.manual_seed(0)
+    model, ids, seen = short_model(TOKENS + 13), random_ids(1, TOKENS), []
+    hook = model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(int(named["position_ids"].max())), with_kwargs=True
+    )
+    with hook:
+        cache = read_context(model, ids, POLICY, instruction_ids=INSTRUCTION)
+    assert max(seen) == TOKENS + 13 - 1
+    assert cache.report().kept_tokens == BUDGET
+
+
 def test_heads_may_keep_different_numbers():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     cache = read_context(model, ids, AdaKV(POLICY))
@@ -84,6 +102,8 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
     begun.layers[0].update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
     with pytest.raises(CacheMismatchError, match="cache: expected an empty one where a text"):
         read_twice(model, ids, begun)
+    with pytest.raises(PromptTooLongError, match="positions left to repeat the text at"):
+        read_context(short_model(TOKENS + 3), ids, POLICY, instruction_ids=INSTRUCTION)
     with pytest.raises(UnsupportedModelError, match="model: expected full attention in every"):
         read_context(tiny_model("gemma3_text"), ids, POLICY)
     with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when"):

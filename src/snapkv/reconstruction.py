@@ -15,7 +15,12 @@ from transformers import PreTrainedModel
 
 from snapkv import ops
 from snapkv.cache import CompressedCache
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
+from snapkv.errors import (
+    CacheMismatchError,
+    InvalidArgumentError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer
 
 INSTRUCTION = "\n\nRepeat the text above word for word:\n\n"
@@ -48,6 +53,7 @@ def read_context(
 
     Raises:
         InvalidArgumentError: a policy that needs no second reading.
+        PromptTooLongError: the model has no positions left to repeat the text at.
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
     cache = CompressedCache(model, policy)
@@ -95,7 +101,7 @@ def repeat_context(
             "ExpectedAttention or SnapKV"
         )
     tokens = input_ids.shape[1]
-    chunk = min(scorer.chunk_tokens, tokens)
+    chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, past_key_values=cache, logits_to_keep=1)
     observers = [_Observer(tokens) for _ in cache.layers]
@@ -110,6 +116,25 @@ def repeat_context(
     _observe(cache, [None] * len(cache.layers))
     cache.prompt_end = tokens
     return [observer.prompt() for observer in observers]
+
+
+def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
+    """How many positions the model has behind those that are read.
+
+    Raises:
+        PromptTooLongError: none.
+    """
+    text = model.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is None:
+        return read_tokens
+    if read_tokens >= positions:
+        raise PromptTooLongError(
+            f"input_ids: expected positions left to repeat the text at, since the model has "
+            f"{positions:,}, got {read_tokens:,} tokens with the instruction; shorten the text, or "
+            "use ExpectedAttention, which reads it once"
+        )
+    return int(positions) - read_tokens
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:

@@ -55,6 +55,9 @@ def test_a_method_that_reads_twice_chooses_before_the_question(snapkv, demo_only
     behind = answer["cache"]["seen_tokens"] - answer["prompt_tokens"]
     asked = answer["cache"]["kept_tokens"] - 128  # the question and what follows are read after it
     assert 10 < asked - behind < 40
+    done = snapkv("ask", document, *ASK, *options, "--self-speculate")
+    assert done.status == 2
+    assert "drafts: expected none with kvzip" in done.err
     done = snapkv("generate", document, "--policy", "kvzip")
     assert done.status == 2
     assert "policy: expected one that chooses when a prompt has been read once" in done.err

@@ -55,6 +55,13 @@ def test_other_layers_dtypes_and_training_are_left_alone():
     assert replaced(layers) == 0
 
 
+@torch.no_grad()
+def test_under_autocast_the_dtype_is_the_layers_own():
+    layer, states = Linear(8, 8), torch.randn(1, 3, 8)
+    with torch.autocast("cpu", torch.bfloat16), fast_few_rows(layer):
+        assert layer(states).dtype == torch.bfloat16
+
+
 def test_two_at_once_leave_nothing_behind():
     layer = Linear(4, 4)
     with fast_few_rows(layer):

@@ -8,6 +8,7 @@ from snapkv.decoding import methods
 from snapkv.decoding.methods import DraftMethod
 from snapkv.errors import InvalidArgumentError
 from snapkv.models import LoadedModel
+from snapkv.policies import Policy
 
 
 def require_one_way(options: RunOptions) -> None:
@@ -26,6 +27,21 @@ def require_one_way(options: RunOptions) -> None:
     if len(given) > 1:
         raise InvalidArgumentError(
             f"drafts: expected one of {', '.join(ways)}, got {' and '.join(given)}; leave one out"
+        )
+
+
+def require_one_reading_of_drafts(options: RunOptions, policy: Policy) -> None:
+    """Refuse drafts behind a text that is read twice: they are verified from its beginning.
+
+    Raises:
+        InvalidArgumentError: both were asked for.
+    """
+    drafted = (options.medusa, options.assistant, options.prompt_lookup)
+    asked = options.self_speculate or any(way is not None for way in drafted)
+    if asked and "second_reading" in policy.needs:
+        raise InvalidArgumentError(
+            f"drafts: expected none with {policy.name}, which has the documents read twice, got "
+            "some; leave the draft option out"
         )
 
 

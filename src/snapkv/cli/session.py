@@ -12,7 +12,11 @@ from rich.console import Console
 
 from snapkv import __version__
 from snapkv.answering import Answer, answer
-from snapkv.cli.drafts import draft_method, require_one_way
+from snapkv.cli.drafts import (
+    draft_method,
+    require_one_reading_of_drafts,
+    require_one_way,
+)
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
@@ -39,6 +43,7 @@ class Session:
         self._settings = settings
         require_one_way(options)
         self._policy = build_policy(options)
+        require_one_reading_of_drafts(options, self._policy)
         self._errors = Console(stderr=True)
         self._loaded = load_model(options, self._errors)
         self._drafts = draft_method(options, self._loaded, self._errors)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Module
+from torch.nn import Linear, Module, Parameter
 
 MOST_ROWS = 5
 """Beyond so many rows torch's own product is the faster one."""
@@ -35,13 +35,15 @@ def fast_few_rows(model: Module) -> Iterator[None]:
 
 
 def _is_slow(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32
+    plain = type(weight) is Parameter and type(weight.data) is Tensor
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 def _forward(module: Linear, states: Tensor) -> Tensor:
     """(..., N): states (..., K) through a weight (N, K), as `Linear.forward` does."""
     rows = states.numel() // module.in_features
-    if not 1 < rows <= MOST_ROWS or torch.is_grad_enabled():
+    usual = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if usual or not 1 < rows <= MOST_ROWS or states.dtype != module.weight.dtype:
         return Linear.forward(module, states)
     product = torch.mm(module.weight, states.reshape(rows, -1).T).T
     if module.bias is not None:

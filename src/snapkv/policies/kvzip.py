@@ -16,9 +16,9 @@ class KVzip(PrefixPolicy):
 
     A position's score is the highest attention that any query of the repetition pays it, in any
     head of the group. No question takes part, so the choice serves questions that are not known
-    yet; `snapkv.reconstruction.read_context` does the second reading. It costs about as much as the
-    first one, and attention over the whole text besides: two to three times one prefill. Here the
-    softmax runs over the whole text, where the published code takes each piece's own part of it.
+    yet; `snapkv.reconstruction.read_context` does the second reading. It costs as much as the
+    first one, attention over the whole text, and noting it: three to four times one prefill. Here
+    the softmax runs over the whole text, where the published code takes each piece's own part of it.
     `AdaKV(KVzip(...))` lets heads keep different numbers, as published.
 
     Args:

@@ -134,7 +134,7 @@ def _part(name: str, value: Any, places: Tensor, seen: int) -> Any:
     if name == "attention_mask" and value is not None:
         return value[:, : seen + int(places[0]) + len(places)]
     if name in _PER_TOKEN and value is not None and value.shape[1] > 1:
-        return value[:, places]
+        return value[:, places.to(value.device)]
     return value
 
 
