@@ -18,7 +18,7 @@ class KVzip(PrefixPolicy):
     head of the group. No question takes part, so the choice serves questions that are not known
     yet; `snapkv.reconstruction.read_context` does the second reading. It costs as much as the
     first one, attention over the whole text, and noting it: three to four times one prefill. Here
-    the softmax runs over the whole text, where the published code takes each piece's own part of it.
+    the softmax runs over the whole text, where the published code takes each piece's own part.
     `AdaKV(KVzip(...))` lets heads keep different numbers, as published.
 
     Args:
