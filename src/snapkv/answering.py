@@ -228,7 +228,7 @@ def continue_ids(
 
 def _read_context(loaded: LoadedModel, ids: Tensor, cache: CompressedCache) -> None:
     """Read and compress what stands before a question, as often as the policy wants."""
-    if "second_reading" in cache.policy.needs:
+    if cache.policy.reads_twice:
         repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
         read_twice(loaded.model, ids, cache, instruction_ids=repeat)
         return

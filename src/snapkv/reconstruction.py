@@ -143,7 +143,7 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
     Raises:
         InvalidArgumentError: such a policy.
     """
-    if "second_reading" in policy.needs:
+    if policy.reads_twice:
         raise InvalidArgumentError(
             f"policy: expected one that chooses when a prompt has been read once, got "
             f"{policy.name}, which has the model read a text twice, before any question is known; "

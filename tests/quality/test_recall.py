@@ -1,5 +1,7 @@
 """What recall must show: as many right answers as the full cache, where plain SnapKV loses many."""
 
+from statistics import mean
+
 import pytest
 from benchmarks.quotes import quoted_document
 from benchmarks.recall import (
@@ -9,6 +11,7 @@ from benchmarks.recall import (
     PLAIN,
     RECALL,
     ROWS,
+    TWICE,
     cap_bytes,
     measure_questions,
     render,
@@ -48,6 +51,14 @@ def test_recall_answers_what_reading_again_answers(rows):
             answers.setdefault(key, set()).add(row["right"])
     assert answers
     assert all(len(right) == 1 for right in answers.values())
+
+
+def test_a_second_reading_takes_three_to_four_times_one(rows):
+    seconds = {
+        name: [r["read_seconds"] for r in rows if r.get("contender") == name]
+        for name in (FULL, TWICE)
+    }
+    assert 3 < mean(seconds[TWICE]) / mean(seconds[FULL]) < 4
 
 
 def test_fifty_turns_stay_below_the_cap_and_the_host_holds_what_was_seen(rows):

@@ -11,11 +11,11 @@ from snapkv.models import LoadedModel
 from snapkv.policies import Policy
 
 
-def require_one_way(options: RunOptions) -> None:
-    """Refuse several ways at once.
+def require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
+    """Refuse several ways at once, and any behind documents that are read twice.
 
     Raises:
-        InvalidArgumentError: more than one was given.
+        InvalidArgumentError: such options.
     """
     ways = {
         "--medusa": options.medusa is not None,
@@ -28,20 +28,10 @@ def require_one_way(options: RunOptions) -> None:
         raise InvalidArgumentError(
             f"drafts: expected one of {', '.join(ways)}, got {' and '.join(given)}; leave one out"
         )
-
-
-def require_one_reading_of_drafts(options: RunOptions, policy: Policy) -> None:
-    """Refuse drafts behind a text that is read twice: they are verified from its beginning.
-
-    Raises:
-        InvalidArgumentError: both were asked for.
-    """
-    drafted = (options.medusa, options.assistant, options.prompt_lookup)
-    asked = options.self_speculate or any(way is not None for way in drafted)
-    if asked and "second_reading" in policy.needs:
+    if given and policy.reads_twice:
         raise InvalidArgumentError(
             f"drafts: expected none with {policy.name}, which has the documents read twice, got "
-            "some; leave the draft option out"
+            f"{given[0]}; leave it out"
         )
 
 

@@ -12,11 +12,7 @@ from rich.console import Console
 
 from snapkv import __version__
 from snapkv.answering import Answer, answer
-from snapkv.cli.drafts import (
-    draft_method,
-    require_one_reading_of_drafts,
-    require_one_way,
-)
+from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
@@ -41,9 +37,8 @@ class Session:
     def __init__(self, options: RunOptions, settings: GenerationSettings) -> None:
         self._options = options
         self._settings = settings
-        require_one_way(options)
         self._policy = build_policy(options)
-        require_one_reading_of_drafts(options, self._policy)
+        require_drafts_that_fit(options, self._policy)
         self._errors = Console(stderr=True)
         self._loaded = load_model(options, self._errors)
         self._drafts = draft_method(options, self._loaded, self._errors)
@@ -56,7 +51,7 @@ class Session:
     @property
     def reads_twice(self) -> bool:
         """Whether the method reads the documents twice, and chooses before the question."""
-        return "second_reading" in self._policy.needs
+        return self._policy.reads_twice
 
     def run(self, prompt: Prompt, *, request: dict[str, Any]) -> None:
         """Answer once or, to compare, twice; then show what was asked for.

@@ -39,6 +39,11 @@ class Policy(ABC):
         """What the method cannot work without."""
         return frozenset()
 
+    @property
+    def reads_twice(self) -> bool:
+        """Whether `snapkv.reconstruction` has to read the prompt."""
+        return "second_reading" in self.needs
+
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """The same method, for the tokens of this tokenizer; itself where it looks at none."""
         del tokenizer
