@@ -7,7 +7,6 @@ The documents are those of the quality benchmark: one magic number in a long tex
 end. Rows: `docs/results/bits.jsonl`. Page: `docs/results/bits.md`.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -19,7 +18,7 @@ from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
 from benchmarks.reading import ReadPrompt, read_prompt
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from benchmarks.scoring import score_answer
 from snapkv import FullCache, SnapKV
 from snapkv.cache import format_bytes
@@ -121,15 +120,5 @@ def _measurements() -> Iterator[Row]:
         yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        write_rows(ROWS, _measurements())
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)

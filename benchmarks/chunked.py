@@ -7,7 +7,6 @@ The documents are those of the quality benchmark: one magic number in a long tex
 end. Rows: `docs/results/chunked.jsonl`. Page: `docs/results/chunked.md`.
 """
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import CompressedCache, SnapKV
 from snapkv.evaluate.haystack import load_haystack
 from snapkv.models import load
@@ -157,15 +156,5 @@ def _measurements() -> Iterator[Row]:
         yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        write_rows(ROWS, _measurements())
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)

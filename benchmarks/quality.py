@@ -6,21 +6,13 @@
 Rows: `docs/results/quality.jsonl`. Page: `docs/results/quality.md`.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, make_documents
-from benchmarks.records import (
-    RESULTS,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    write_rows,
-)
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
@@ -154,15 +146,5 @@ def _label(row: Row) -> str:
     return f"{window}, {kind} {settings['kernel_size']}"
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        write_rows(ROWS, measure())
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_render(__doc__, measure, render, rows=ROWS, page=PAGE)

@@ -6,7 +6,6 @@
 Rows: `docs/results/ragged.jsonl`. Page: `docs/results/ragged.md`.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,14 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, make_documents
 from benchmarks.reading import read_prompt
-from benchmarks.records import (
-    RESULTS,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    write_rows,
-)
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.evaluate.haystack import load_haystack
 from snapkv.measure.timing import Spent, alternate, ratios, spent_on, spread
@@ -240,15 +232,5 @@ def _ratio(ratio: dict[str, float]) -> str:
     return f"{ratio['p50']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})"
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        write_rows(ROWS, measure())
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_render(__doc__, measure, render, rows=ROWS, page=PAGE)

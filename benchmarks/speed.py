@@ -6,7 +6,6 @@
 Rows: `docs/results/speed.jsonl`. Page: `docs/results/speed.md`.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 
@@ -15,14 +14,7 @@ from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED
 from benchmarks.peak_memory import measure_peaks
 from benchmarks.prompts import prompt_of
-from benchmarks.records import (
-    RESULTS,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    write_rows,
-)
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv.cache import format_bytes
 from snapkv.models import LoadedModel, load
 
@@ -144,15 +136,5 @@ def _ratio(ratio: dict[str, float]) -> str:
     return f"{ratio['p50']:.3f} ({ratio['p20']:.3f} to {ratio['p80']:.3f})"
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        write_rows(ROWS, measure())
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_render(__doc__, measure, render, rows=ROWS, page=PAGE)

@@ -102,8 +102,7 @@ def _read(
     if "logits_to_keep" in inspect.signature(forward).parameters:
         earlier["logits_to_keep"] = 1  # nobody sees them
     seen, window = cache.get_seq_length(), _voting_tokens(cache)
-    prompt = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    every = torch.arange(tokens, device=prompt.device)
+    every = torch.arange(tokens, device=_prompt(kwargs).device)
     for start in range(0, tokens, chunk_tokens):
         stop = min(start + chunk_tokens, tokens)
         given = kwargs if stop == tokens else earlier
@@ -138,6 +137,12 @@ def _part(name: str, value: Any, places: Tensor, seen: int) -> Any:
     return value
 
 
+def _prompt(kwargs: dict[str, Any]) -> Any:
+    """Ids or embeddings, whichever was given."""
+    ids = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if ids is None else ids
+
+
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name; ids may come first without one."""
     if len(args) > 1:
@@ -154,8 +159,7 @@ def _require_plain_prompt(kwargs: dict[str, Any], cache: CompressedCache) -> int
     Raises:
         InvalidArgumentError: pads, or arguments that are not known to belong to tokens one by one.
     """
-    ids = kwargs.get("input_ids")
-    prompt = kwargs.get("inputs_embeds") if ids is None else ids
+    prompt = _prompt(kwargs)
     if prompt is None:
         raise InvalidArgumentError(
             "input_ids: expected the prompt's ids or inputs_embeds, got neither; pass one of them"
