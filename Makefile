@@ -3,14 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
+TRITON := .triton
 KVPRESS := .venv-kvpress
 SERVING := .venv-vllm/.installed
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-serving test-browser docs check format results \
-    kvpress clean
+.PHONY: help demo test test-slow test-oldest test-kernels test-serving \
+    test-browser docs check format results kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +32,9 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py tests/decoding
+
+test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
+	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m triton tests/ops
 
 test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
@@ -70,7 +74,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .venv-vllm $(OLDEST) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .venv-vllm $(OLDEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
@@ -84,6 +88,11 @@ $(OLDEST): constraints-oldest.txt $(INSTALLED)
 	rm -rf $@
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ \
 	    -r constraints-oldest.txt
+	touch $@
+
+$(TRITON): requirements-triton.txt $(INSTALLED)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ -r $<
 	touch $@
 
 $(KVPRESS)/.installed: constraints-kvpress.txt

@@ -1,10 +1,6 @@
 """Attention to heads of different length: the reference by hand, the others by the reference."""
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +19,6 @@ from tests.ops.ragged_cases import (
 )
 
 FAST = ("grouped", "blocked")
-ROOT = Path(__file__).parents[2]
 
 
 def test_two_heads_by_hand():
@@ -132,23 +127,6 @@ def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch):
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"impl: expected auto.*got 'fast'"):
         ragged_attention(**states(LENGTHS["tiny"], 1), impl="fast")
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="needs the package triton, which torch's CPU build does not bring: pip install triton",
-)
-def test_the_kernel_in_tritons_interpreter_equals_the_reference():
-    """In a process of its own: triton decides when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.ragged_cases", "triton"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 on_cuda = [

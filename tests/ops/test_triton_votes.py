@@ -2,10 +2,6 @@
 
 import importlib.util
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,30 +18,11 @@ from tests.ops.vote_cases import (
     states,
 )
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_runs_in_torch_meets_the_rule_that_kernels_are_held_to(impl, dtype):
     require_votes(impl, dtype, shapes=("gqa-63", "one of prefix"), reduces=REDUCES)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="needs the package triton, which torch's CPU build does not bring: pip install triton",
-)
-def test_the_kernels_in_tritons_interpreter_err_no_more_than_the_reference():
-    """In a process of its own: triton decides when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.vote_cases", "triton"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 OPERATIONS = {

@@ -39,9 +39,7 @@ def ragged_attention(
     rows = Hq // H * Q
     keys, values = keys.contiguous(), values.contiguous()
     tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
-    # Rows of queries, and keys of one step of a program; float32 fills shared memory twice as fast.
-    most_rows, step = (16, 32) if queries.dtype == torch.float32 else (64, 64)
-    tile = min(most_rows, max(16, triton.next_power_of_2(rows)))
+    tile, step = _tiles(queries, max(D, Dv), rows)
     longest = max(max(row) for row in layout.head_tokens) + S
     split = _split_tokens(len(keys) + B * H * S)
     splits = triton.cdiv(longest, split)
@@ -91,6 +89,14 @@ def ragged_attention(
             **widths,
         )
     return output
+
+
+def _tiles(queries: Tensor, width: int, rows: int) -> tuple[int, int]:
+    """Rows of queries of a program, and keys of one of its steps: what registers hold."""
+    most_rows, step = (64, 64) if width <= 128 else (32, 32)
+    if queries.dtype == torch.float32:  # multiplied without tensor cores
+        most_rows = step = 16
+    return min(most_rows, max(16, triton.next_power_of_2(rows))), step
 
 
 def _split_tokens(tokens: int) -> int:

@@ -3,11 +3,13 @@
 The vote reads the keys twice. First every split of the keys tells each row of queries its highest
 score and the sum of its exponentials; the splits are put together in torch, two numbers per row.
 Then every block of keys adds up what it receives from the rows, and from the query heads of its
-group where they are reduced. No score leaves a multiprocessor. All sums are float32.
+group where they are reduced. No score leaves a multiprocessor. All sums are float32; scores are
+multiplied by log2(e), since a multiprocessor knows powers of two only.
 
 Importing this module imports triton; `snapkv.ops.api` does so only where the kernels are to run.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 _SPLIT_TOKENS = 256, 4096  # the smallest and the largest split of the first pass
-_PROGRAMS = 1024  # programs to aim at: a few for each multiprocessor of a large device
+_PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large device
+_BLOCK_BYTES = 65536  # keys that a program of the second pass holds
+_FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
 _POOLED = 1024  # votes of one program
 _GATHERED = 32  # rows of one program
+_LOG2_E = math.log2(math.e)
 
 
 def window_votes(
@@ -36,72 +41,118 @@ def window_votes(
     Hkv, T = keys.shape[1], keys.shape[2]
     keys = keys if keys.stride(-1) == 1 else keys.contiguous()
     queries = queries.contiguous()
-    # Keys of one step and rows of queries; float32 fills shared memory twice as fast.
-    block, most_rows = (32, 32) if keys.dtype == torch.float32 else (64, 64)
+    slope, ceiling = scaling * _LOG2_E, 0.0
+    if softcap is not None:  # c tanh(x / c) is c (2 sigmoid(2 x / c) - 1)
+        slope, ceiling = 2 * scaling / softcap, softcap * _LOG2_E
     common: dict[str, Any] = {
         "CAPPED": softcap is not None,
         "PADDED": pad_tokens is not None,
         "D": D,
         "D_BLOCK": max(16, triton.next_power_of_2(D)),
-        "KEYS": block,
     }
     pads = queries if pad_tokens is None else pad_tokens.to(torch.int64)
-    numbers = (Hkv, T, W, *keys.stride()[:3], scaling, softcap or 0.0)
+    numbers = (Hkv, T, W, *keys.stride()[:3], slope, ceiling)
     with torch.cuda.device_of(keys):
-        marks = _split_marks(queries, keys, pads, numbers, most_rows, common)
+        marks = _split_marks(queries, keys, pads, numbers, common)
         if sinks is not None:  # one more split, of one exponential
-            column = sinks.float().view(1, 1, Hq, 1).expand(B, 1, Hq, W).reshape(B * Hkv, 1, -1)
+            column = sinks.float().mul(_LOG2_E).view(1, 1, Hq, 1).expand(B, 1, Hq, W)
+            column = column.reshape(B * Hkv, 1, -1)
             of_sinks = torch.stack([column, torch.ones_like(column)], dim=-1)
             marks = torch.cat([marks, of_sinks], dim=1)
-        highest, shares = _put_together(marks)
-        heads = Hq if group_reduce == "none" else Hkv
-        votes = queries.new_empty(B, heads, T - W, dtype=torch.float32)
-        if votes.numel():
-            _add_up[(triton.cdiv(T - W, block), B * Hkv)](
-                queries,
-                keys,
-                pads,
-                highest,
-                shares,
-                votes,
-                *numbers,
-                Hq // Hkv,
-                REDUCE=group_reduce,
-                TILE=min(most_rows, max(16, triton.next_power_of_2(W))),
-                **common,
-            )
-    return votes
+        totals = _put_together(marks)
+        return _votes(queries, keys, pads, totals, numbers, common, group_reduce)
 
 
 def _split_marks(
-    queries: Tensor,
-    keys: Tensor,
-    pads: Tensor,
-    numbers: tuple[Any, ...],
-    most_rows: int,
-    common: dict[str, Any],
+    queries: Tensor, keys: Tensor, pads: Tensor, numbers: tuple[Any, ...], common: dict[str, Any]
 ) -> Tensor:
     """Highest score and sum of exponentials per split and row: (B * Hkv, splits, G * W, 2)."""
     B, Hkv, T, _ = keys.shape
     rows = queries.shape[1] // Hkv * queries.shape[2]
-    tile = min(most_rows, max(16, triton.next_power_of_2(rows)))
+    tile, block = _first_tiles(keys, rows)
     tiles = B * Hkv * triton.cdiv(rows, tile)
     least, most = _SPLIT_TOKENS
     split = min(most, max(least, triton.next_power_of_2(triton.cdiv(T * tiles, _PROGRAMS))))
     marks = queries.new_empty(B * Hkv, triton.cdiv(T, split), rows, 2, dtype=torch.float32)
     _sum_exponentials[(tiles, marks.shape[1])](
-        queries, keys, pads, marks, *numbers, rows, split, TILE=tile, **common
+        queries,
+        keys,
+        pads,
+        marks,
+        *numbers,
+        rows,
+        split,
+        TILE=tile,
+        KEYS=block,
+        num_warps=8 if tile == 128 else 4,
+        **common,
     )
     return marks
 
 
-def _put_together(marks: Tensor) -> tuple[Tensor, Tensor]:
-    """Highest score and one over the sum of exponentials of every row: (B * Hkv, G * W) each."""
+def _put_together(marks: Tensor) -> Tensor:
+    """Base-two logarithm of the sum of exponentials of every row: (B * Hkv, G * W).
+
+    Infinite for the row of a pad, which sees nothing and so gives nothing.
+    """
     highest, sums = marks.unbind(dim=-1)
     most = highest.amax(dim=1, keepdim=True)
-    most = most.masked_fill(most.isneginf(), 0.0)  # the row of a pad, which sees nothing
-    total = (sums * (highest - most).exp()).sum(dim=1)
-    return most.squeeze(1), total.masked_fill(total == 0, 1.0).reciprocal()
+    most = most.masked_fill(most.isneginf(), 0.0)
+    total = (sums * (highest - most).exp2()).sum(dim=1)
+    return (most.squeeze(1) + total.log2()).masked_fill(total == 0, float("inf"))
+
+
+def _votes(
+    queries: Tensor,
+    keys: Tensor,
+    pads: Tensor,
+    totals: Tensor,
+    numbers: tuple[Any, ...],
+    common: dict[str, Any],
+    group_reduce: str,
+) -> Tensor:
+    """The weights of every key, added up: (B, Hkv, P), or (B, Hq, P) for "none", float32."""
+    (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
+    G = Hq // Hkv
+    votes = queries.new_empty(B, Hq if group_reduce == "none" else Hkv, T - W, dtype=torch.float32)
+    # What is added up needs no border between the query heads of a group.
+    heads, rows = (G, W) if group_reduce in ("none", "max") else (1, G * W)
+    tile, block = _second_tiles(keys, common["D_BLOCK"], rows)
+    if votes.numel():
+        _add_up[(triton.cdiv(T - W, block), B * Hkv)](
+            queries,
+            keys,
+            pads,
+            totals,
+            votes,
+            *numbers,
+            heads,
+            rows,
+            1 / G if group_reduce == "mean" else 1.0,
+            EACH=group_reduce == "none",
+            TILE=tile,
+            KEYS=block,
+            num_warps=8 if block == 256 else 4,
+            num_stages=2,
+            **common,
+        )
+    return votes
+
+
+def _first_tiles(keys: Tensor, rows: int) -> tuple[int, int]:
+    """Rows of queries of a program of the first pass, and keys of one of its steps."""
+    if keys.dtype == torch.float32:
+        return _FLOAT32_TILES
+    return min(128, max(16, triton.next_power_of_2(rows))), 64
+
+
+def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
+    """Rows of queries of one step of a program of the second pass, and the keys it holds."""
+    if keys.dtype == torch.float32:
+        return _FLOAT32_TILES
+    most_rows = 64 if width <= 128 else 32
+    block = min(256, _BLOCK_BYTES // (width * keys.element_size()))
+    return min(most_rows, max(16, triton.next_power_of_2(rows))), block
 
 
 def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
@@ -143,30 +194,46 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
 
 
 @triton.jit
-def _scores(
-    queries, key_rows, place, row, rows, own, first, scaling, softcap, T,
-    CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Scores of a tile of rows on some keys, minus infinity where a row does not see a key."""
-    across = tl.arange(0, D_BLOCK)
-    keys = tl.load(
-        key_rows[:, None] + across[None, :],
-        mask=(place < T)[:, None] & (across < D)[None, :],
-        other=0.0,
-    )
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
+def _in_base_two(products, slope, ceiling, CAPPED: tl.constexpr):
+    """Scores times log2(e), from products of queries and keys."""
     if CAPPED:
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
-    seen = (place[None, :] <= own[:, None]) & (row < rows)[:, None]
-    if PADDED:
-        seen = seen & (place >= first)[None, :]
-    return tl.where(seen, scores, float("-inf"))
+        return ceiling * (2 * tl.sigmoid(slope * products) - 1)
+    return slope * products
+
+
+@triton.jit
+def _rows(at, row, there, D: tl.constexpr, D_BLOCK: tl.constexpr):
+    """Some rows of D numbers, zeros beside them and where nothing is there."""
+    across = tl.arange(0, D_BLOCK)
+    inside = there[:, None] & (across < D)[None, :]
+    return tl.load(at + row[:, None] + across[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _step(
+    queries, keys_at, place, own, first, most, total, per_token, slope, ceiling, T,
+    MASKED: tl.constexpr, CAPPED: tl.constexpr, PADDED: tl.constexpr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Highest score and sum of exponentials of a tile of rows, some keys later."""
+    keys = _rows(keys_at, place.to(tl.int64) * per_token, place < T, D, D_BLOCK)
+    products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    scores = _in_base_two(products, slope, ceiling, CAPPED)
+    if MASKED:
+        seen = place[None, :] <= own[:, None]
+        if PADDED:
+            seen = seen & (place >= first)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(most, tl.max(scores, axis=1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
+    gained = tl.sum(tl.exp2(scores - shift[:, None]), axis=1)
+    return higher, total * tl.exp2(most - shift) + gained
 
 
 @triton.jit(do_not_specialize=["Hkv", "T", "W", "rows", "split"])
 def _sum_exponentials(
     queries_at, keys_at, pads_at, marks_at,
-    Hkv, T, W, per_batch, per_head, per_token, scaling, softcap, rows, split,
+    Hkv, T, W, per_batch, per_head, per_token, slope, ceiling, rows, split,
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -175,77 +242,70 @@ def _sum_exponentials(
     head, part = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(1)
     row = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     own = T - W + row % W
-    across = tl.arange(0, D_BLOCK)
-    queries = tl.load(
-        queries_at + (head * rows + row)[:, None] * D + across[None, :],
-        mask=(row < rows)[:, None] & (across < D)[None, :],
-        other=0.0,
-    )
+    queries = _rows(queries_at, (head * rows + row) * D, row < rows, D, D_BLOCK)
     first = 0
     if PADDED:
         first = tl.load(pads_at + head // Hkv)
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
-    for begin in range(part * split, tl.minimum((part + 1) * split, T), KEYS):
-        place = begin + tl.arange(0, KEYS)
-        scores = _scores(
-            queries, start + place.to(tl.int64) * per_token, place, row, rows, own, first,
-            scaling, softcap, T, CAPPED, PADDED, D, D_BLOCK,
+    begin, end = part * split, tl.minimum((part + 1) * split, T)
+    # Every row sees all keys before the window, but for pads.
+    within = tl.maximum(begin, tl.minimum(end, T - W) // KEYS * KEYS)
+    for at in range(begin, within, KEYS):
+        most, total = _step(
+            queries, start, at + tl.arange(0, KEYS), own, first, most, total, per_token, slope,
+            ceiling, T, PADDED, CAPPED, PADDED, D, D_BLOCK,
         )  # fmt: skip
-        higher = tl.maximum(most, tl.max(scores, axis=1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
-        total = total * tl.exp(most - shift) + tl.sum(tl.exp(scores - shift[:, None]), axis=1)
-        most = higher
+    for at in range(within, end, KEYS):
+        most, total = _step(
+            queries, start, at + tl.arange(0, KEYS), own, first, most, total, per_token, slope,
+            ceiling, T, True, CAPPED, PADDED, D, D_BLOCK,
+        )  # fmt: skip
     slot = (head * tl.num_programs(1) + part) * rows + row
     tl.store(marks_at + slot * 2, most, mask=row < rows)
     tl.store(marks_at + slot * 2 + 1, total, mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["Hkv", "T", "W", "G"])
+@triton.jit(do_not_specialize=["Hkv", "T", "W", "heads", "rows"])
 def _add_up(
-    queries_at, keys_at, pads_at, highest_at, shares_at, votes_at,
-    Hkv, T, W, per_batch, per_head, per_token, scaling, softcap, G,
-    REDUCE: tl.constexpr,
+    queries_at, keys_at, pads_at, totals_at, votes_at,
+    Hkv, T, W, per_batch, per_head, per_token, slope, ceiling, heads, rows, share,
+    EACH: tl.constexpr,
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What one block of the prefix receives from the window of every query head of its group."""
-    head = tl.program_id(1).to(tl.int64)
+    """What one block of the prefix receives from the windows of one KV head's query heads.
+
+    The largest of `heads` sums over `rows`, or each of them. The whole window sees the prefix, so
+    nothing is hidden but pads.
+    """
+    head, prefix = tl.program_id(1).to(tl.int64), T - W
     place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    across, prefix = tl.arange(0, D_BLOCK), T - W
-    first = 0
-    if PADDED:
-        first = tl.load(pads_at + head // Hkv)
+    there = place < prefix
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
-    reduced = tl.zeros((KEYS,), tl.float32)
-    for member in range(0, G):
+    keys = _rows(start, place.to(tl.int64) * per_token, there, D, D_BLOCK)
+    given = there
+    if PADDED:
+        given = there & (place >= tl.load(pads_at + head // Hkv))
+    received = tl.zeros((KEYS,), tl.float32)
+    for member in range(0, heads):
         votes = tl.zeros((KEYS,), tl.float32)
-        for begin in range(0, W, TILE):
+        for begin in range(0, rows, TILE):
             row = begin + tl.arange(0, TILE)
-            slot = (head * G + member) * W + row
-            queries = tl.load(
-                queries_at + slot[:, None] * D + across[None, :],
-                mask=(row < W)[:, None] & (across < D)[None, :],
-                other=0.0,
-            )
-            scores = _scores(
-                queries, start + place.to(tl.int64) * per_token, place, row, W, prefix + row,
-                first, scaling, softcap, T, CAPPED, PADDED, D, D_BLOCK,
-            )  # fmt: skip
-            highest = tl.load(highest_at + slot, mask=row < W, other=0.0)
-            shares = tl.load(shares_at + slot, mask=row < W, other=0.0)
-            votes += tl.sum(tl.exp(scores - highest[:, None]) * shares[:, None], axis=0)
-        if REDUCE == "none":
-            tl.store(votes_at + (head * G + member) * prefix + place, votes, mask=place < prefix)
-        elif REDUCE == "max":
-            reduced = tl.maximum(reduced, votes)
+            slot = (head * heads + member) * rows + row
+            queries = _rows(queries_at, slot * D, row < rows, D, D_BLOCK)
+            totals = tl.load(totals_at + slot, mask=row < rows, other=float("inf"))
+            products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+            scores = _in_base_two(products, slope, ceiling, CAPPED)
+            votes += tl.sum(tl.exp2(scores - totals[None, :]), axis=1)
+        votes = tl.where(given, votes, 0.0)
+        if EACH:
+            tl.store(votes_at + (head * heads + member) * prefix + place, votes, mask=there)
         else:
-            reduced += votes
-    if REDUCE == "mean":
-        reduced = reduced / G
-    if REDUCE != "none":
-        tl.store(votes_at + head * prefix + place, reduced, mask=place < prefix)
+            received = tl.maximum(received, votes)
+    if not EACH:
+        tl.store(votes_at + head * prefix + place, received * share, mask=there)
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -1,0 +1,128 @@
+"""Every kernel, compiled to machine code of devices that are not here.
+
+Run as a process of its own: triton is told of a device before any kernel is asked for, and a launch
+compiles and ends there.
+"""
+
+import contextlib
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+# Compute capability, and the shared memory that a program may take there, in bytes.
+DEVICES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+MOST_SPILLED_BYTES = 128  # of the 1,020 that a thread has in registers
+SHAPES = {  # B, Hq, Hkv, W, T, D
+    "llama-3.1-8b": (1, 32, 8, 32, 32768, 128),
+    "lwm-7b": (2, 32, 32, 32, 16384, 128),
+    "qwen2.5-7b": (1, 28, 4, 64, 32768, 128),
+    "smollm2-135m": (4, 9, 3, 32, 8192, 64),
+    "head_dim 256": (1, 16, 8, 32, 8192, 256),
+    "head_dim 80": (1, 32, 32, 16, 4096, 80),
+}
+
+
+class Device:
+    """What triton asks a driver when it compiles."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def resources(cubin):
+    """Bytes per thread that did not fit into registers, as the disassembler says."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    return int(re.search(r"STACK:(\d+)", said)[1]) + int(re.search(r"LOCAL:(\d+)", said)[1])
+
+
+def run_all(dtype):
+    """Ask for every kernel; on this device each is compiled and none runs."""
+    from snapkv.ops import triton_votes
+
+    for shape, extras in itertools.product(SHAPES.values(), (False, True)):
+        B, Hq, Hkv, W, T, D = shape
+        queries = torch.empty(B, Hq, W, D, dtype=dtype)
+        keys = torch.empty(B, Hkv, T, D, dtype=dtype)
+        options, pads = {}, None
+        if extras:
+            options = {"softcap": 50.0, "sinks": torch.zeros(Hq)}
+            pads = torch.zeros(B, dtype=torch.int64)
+        for reduce in ("mean", "max", "none"):
+            triton_votes.window_votes(
+                queries, keys, scaling=1.0, group_reduce=reduce, pad_tokens=pads, **options
+            )
+        triton_votes.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
+        run_ragged(queries[:, :, :1], Hkv, options)
+        run_ragged(queries, Hkv, options)
+    for kernel_size, pooling in ((7, "avg"), (13, "max")):
+        triton_votes.pool_votes(torch.empty(1, 8, 32768), kernel_size, pooling)
+
+
+def run_ragged(queries, kv_heads, options):
+    from snapkv.ops import RaggedLayout, triton_ragged
+
+    B, D = queries.shape[0], queries.shape[-1]
+    layout = RaggedLayout(((700,) * kv_heads,) * B, queries.device)
+    kept = queries.new_empty(700 * kv_heads * B, D)
+    tail = queries.new_empty(B, kv_heads, 64, D)
+    triton_ragged.ragged_attention(queries, kept, kept, layout, tail, tail, scaling=1.0, **options)
+
+
+def compiled(capability, dtype):
+    """Every kernel that was compiled for a device: name, bytes spilled, bytes shared."""
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(Device(capability))
+    kernels, launch = {}, JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **options):
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
+        kernels[kernel.hash] = self.fn.__name__, kernel
+        return kernel
+
+    JITFunction.run, device_of = compile_only, torch.cuda.device_of
+    torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
+    try:
+        run_all(dtype)
+    finally:
+        JITFunction.run, torch.cuda.device_of = launch, device_of
+    for name, kernel in kernels.values():
+        yield name, resources(kernel.asm["cubin"]), kernel.metadata.shared
+
+
+KERNELS = {"_sum_exponentials", "_add_up", "_pool", "_gather", "_attend_split", "_put_together"}
+
+if __name__ == "__main__":
+    names, capability = set(), int(sys.argv[1])
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, spilled, shared in compiled(capability, dtype):
+            names.add(name)
+            assert spilled <= MOST_SPILLED_BYTES, f"{name}, {dtype}: {spilled} bytes spilled"
+            assert shared <= DEVICES[capability], f"{name}, {dtype}: {shared} bytes shared"
+    assert names == KERNELS, names
