@@ -24,7 +24,7 @@ from snapkv.cache.keeping import keep_tokens
 from snapkv.cache.layer import CompressedLayer
 from snapkv.calls import Attended, AttentionCall, attend_stored
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
-from snapkv.faithfulness import require_faithful_scores
+from snapkv.faithfulness import doubt_scores, require_faithful
 from snapkv.masks import leading_pads, mask_function, prompt_mask
 from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer
 from snapkv.projections import output_weight
@@ -104,7 +104,7 @@ def _attention(
         if not handed.cache.reads_piecewise:
             layer.set_aside()
         return output
-    return _attend_prompt_end(call, layer, end)
+    return _attend_prompt_end(call, handed)
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
@@ -122,13 +122,14 @@ def _hold(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -
         layer.hold(layer.policy.hold(read, cap_tokens))
 
 
-def _attend_prompt_end(call: AttentionCall, layer: CompressedLayer, end: int) -> Attended:
+def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
 
     Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
     tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
     """
-    drafts = layer.cumulative_length - end
+    layer = handed.layer
+    drafts = layer.cumulative_length - handed.prompt_end
     own, slots = call.query.shape[2] - drafts, layer.stored_tokens - drafts
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = _prompt_layer(call, layer, own, slots, pads)
@@ -136,7 +137,7 @@ def _attend_prompt_end(call: AttentionCall, layer: CompressedLayer, end: int) ->
         selection = layer.policy.select(prompt)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
-        _check_scores(call, layer, prompt, output[:, own - 1])
+        _check_scores(call, handed, prompt, output[:, own - 1])
         layer.end_prompt(selection, prompt)
         return output, weights
     read = replace(
@@ -147,7 +148,7 @@ def _attend_prompt_end(call: AttentionCall, layer: CompressedLayer, end: int) ->
         mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], slots, pads),
     )
     output, _ = read.attend()
-    _check_scores(call, layer, prompt, output[:, -1])
+    _check_scores(call, handed, prompt, output[:, -1])
     layer.end_prompt(selection, prompt)
     behind = replace(call, query=call.query[:, :, own:], key=layer.keys, value=layer.values)
     if layer.ragged is None:  # what attention sees may be an expansion of what is stored
@@ -225,12 +226,28 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
 
 
 def _check_scores(
-    call: AttentionCall, layer: CompressedLayer, prompt: PromptLayer, last_output: Tensor
+    call: AttentionCall, handed: handoff.Handoff, prompt: PromptLayer, last_output: Tensor
 ) -> None:
-    """Where a policy scores by attention, it must be the model's."""
-    if layer.policy.query_tokens:
-        eager = call.implementation == "eager"
-        require_faithful_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
+    """Where a policy scores by attention, it must be the model's.
+
+    A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
+    """
+    if not handed.layer.policy.query_tokens:
+        return
+    eager = call.implementation == "eager"
+    doubts = handed.cache.doubts
+    found = doubt_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
+    if found is not None:
+        doubts.append(found)
+    if not _is_behind(last_output) or prompt.depth in (0, prompt.num_layers - 1):
+        waiting = doubts[:]
+        doubts.clear()
+        require_faithful(waiting)
+
+
+def _is_behind(states: Tensor) -> bool:
+    """Whether these are still being computed while Python goes on."""
+    return states.is_cuda
 
 
 def _evict(call: AttentionCall, layer: CompressedLayer) -> None:

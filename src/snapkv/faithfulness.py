@@ -3,14 +3,17 @@
 A family may do something to its scores that the votes do not know of (a bias, a temperature,
 another kind of softmax). Scoring it anyway would silently keep the wrong tokens. So at the end of
 every prompt the attention of the last query is computed once from the states the policy sees, and
-compared with what the model's own attention returned for it. One row costs next to nothing.
+compared with what the model's own attention returned for it. One row costs next to nothing; on a
+GPU it is judged later, since to ask there is to wait.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapkv.cache.doubt import Doubt
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 
@@ -19,10 +22,11 @@ _LOW_PRECISION_TOLERANCE = 0.1
 _BLOCK_TOKENS = 8192
 
 
-def require_faithful_scores(
+@torch.no_grad()
+def doubt_scores(
     layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool = False
-) -> None:
-    """Raise unless the model's attention of the last query is what the policy would compute.
+) -> Doubt | None:
+    """Compare the model's attention of the last query with what the policy would compute.
 
     Args:
         layer: the states of the layer at the end of the prompt.
@@ -31,20 +35,35 @@ def require_faithful_scores(
         rounds_scores: whether the model's attention rounds its scores to the dtype of `output`, as
             eager attention does; fused attention holds them in float32.
 
-    Raises:
-        UnsupportedModelError: the relative difference is beyond what rounding explains.
+    Returns:
+        What `require_faithful` judges; None in training, where dropout makes the output random.
     """
     if getattr(module, "training", False):
-        return  # dropout makes the model's own output random
+        return None
     scores = _last_query_scores(layer)
     expected = _attend(layer, scores)
     difference = (expected - output.float()).norm() / expected.norm().clamp(min=1e-12)
-    if not bool(difference <= _tolerance(output, scores, rounds_scores)):
-        raise UnsupportedModelError(
-            f"model: expected attention that scaling, soft-cap and sinks describe, got "
-            f"{type(module).__name__}, whose output differs by {float(difference):.1%} in layer "
-            f"{layer.layer_idx}; its votes would be wrong, so it cannot be compressed"
-        )
+    return Doubt(
+        difference=difference,
+        tolerance=_tolerance(output, scores, rounds_scores),
+        attention=type(module).__name__,
+        layer_idx=layer.layer_idx,
+    )
+
+
+def require_faithful(doubts: Iterable[Doubt]) -> None:
+    """Raise unless every difference is one that rounding explains.
+
+    Raises:
+        UnsupportedModelError: a larger one, or one that is not a number.
+    """
+    for doubt in doubts:
+        if not bool(doubt.difference <= doubt.tolerance):
+            raise UnsupportedModelError(
+                f"model: expected attention that scaling, soft-cap and sinks describe, got "
+                f"{doubt.attention}, whose output differs by {float(doubt.difference):.1%} in "
+                f"layer {doubt.layer_idx}; its votes would be wrong, so it cannot be compressed"
+            )
 
 
 def _tolerance(output: Tensor, scores: Tensor, rounds_scores: bool) -> Tensor:

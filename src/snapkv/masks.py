@@ -74,14 +74,23 @@ def leading_pads(
     last = visible[:, 0, -1]
     pads = prompt_tokens - last.sum(dim=-1)
     columns = torch.arange(prompt_tokens, device=last.device)
-    if not torch.equal(last, columns >= pads[:, None]):
+    elsewhere = (last != (columns >= pads[:, None])).any()
+    not_causal = torch.zeros_like(elsewhere)
+    if not (isinstance(mask, Tensor) and mask.ndim == 2):
+        not_causal = _sees_otherwise(visible, pads)
+    found = torch.stack([elsewhere, not_causal, pads.any()]).tolist()  # a GPU is waited for once
+    if found[0]:
         raise UnsupportedModelError(
             "attention_mask: expected padding on the left only, got masked positions at the end "
             "or in the middle of the prompt; tokenize with padding_side='left'"
         )
-    if not (isinstance(mask, Tensor) and mask.ndim == 2):
-        _require_causal(visible, pads)
-    return pads if bool(pads.any()) else None
+    if found[1]:
+        raise UnsupportedModelError(
+            "attention_mask: expected a causal mask over the observation window, got one that is "
+            "not (packed sequences, or tokens that see each other in both directions); such a "
+            "prompt cannot be voted on"
+        )
+    return pads if found[2] else None
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
@@ -100,18 +109,13 @@ def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
     return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
 
 
-def _require_causal(visible: Tensor, pads: Tensor) -> None:
-    """Refuse masks whose voting rows are not plainly causal (packed or bidirectional prompts)."""
+def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
+    """() bool: whether voting rows are not plainly causal (packed or bidirectional prompts)."""
     rows, columns = visible.shape[-2:]
     expected = ops.window_visibility(rows, columns, pads, device=visible.device)
     positions = torch.arange(columns - rows, columns, device=visible.device)
     real = (positions >= pads[:, None])[:, None, :, None]
-    if bool(((visible != expected) & real).any()):
-        raise UnsupportedModelError(
-            "attention_mask: expected a causal mask over the observation window, got one that is "
-            "not (packed sequences, or tokens that see each other in both directions); such a "
-            "prompt cannot be voted on"
-        )
+    return ((visible != expected) & real).any()
 
 
 def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from snapkv import CompressedCache, SnapKV, attention
 from snapkv.errors import SnapKVError, UnsupportedModelError
-from snapkv.faithfulness import require_faithful_scores
+from snapkv.faithfulness import doubt_scores, require_faithful
 from snapkv.policies import PromptLayer
+from tests.families import random_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
@@ -50,6 +52,11 @@ def attention_output(layer, *, scaling=0.25, bias=None, row=0):
 
 def whole_output(layer, **options):
     return torch.cat([attention_output(layer, row=row, **options) for row in range(2)])
+
+
+def require_faithful_scores(layer, output, module):
+    doubt = doubt_scores(layer, output, module)
+    require_faithful([] if doubt is None else [doubt])
 
 
 def module():
@@ -182,3 +189,26 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
     with pytest.raises(UnsupportedModelError):
         require_faithful_scores(layer, output, module())
     require_faithful_scores(replace(layer, scaling=128**-0.5), output, module())
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, monkeypatch):
+    """As on a GPU: the first layer at once, the others together; the error names the right one."""
+    model, judged = tiny_model("llama"), []
+
+    def doubtful(prompt, *arguments, **options):
+        doubt = doubt_scores(prompt, *arguments, **options)
+        return replace(doubt, difference=doubt.difference + (prompt.layer_idx == wrong))
+
+    def watched(doubts):
+        judged.append([doubt.layer_idx for doubt in doubts])
+        require_faithful(doubts)
+
+    monkeypatch.setattr(attention, "_is_behind", lambda states: True)
+    monkeypatch.setattr(attention, "doubt_scores", doubtful)
+    monkeypatch.setattr(attention, "require_faithful", watched)
+    cache = CompressedCache(model, SnapKV(budget=8, window_size=4))
+    with pytest.raises(UnsupportedModelError, match=f"in layer {wrong};"):
+        model(random_ids(1, 32), past_key_values=cache)
+    assert judged == ([[0]] if wrong == 0 else [[0], [1, 2, 3]])
+    assert not cache.doubts

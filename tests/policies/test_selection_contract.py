@@ -333,5 +333,6 @@ def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
     layer = PromptLayer(
         queries=keys, keys=keys, values=keys, scaling=1.0, layer_idx=0, pad_tokens=pads
     )
-    kept = policy.kept_prefix_tokens(layer).tolist()
-    assert kept == [math.floor(ratio * max(0, tokens - 32)) for tokens in lengths]
+    assert policy.kept_prefix_tokens(layer) == [
+        math.floor(ratio * max(0, tokens - 32)) for tokens in lengths
+    ]

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache import handoff
 from snapkv.cache.announced import AnnouncedCache
 from snapkv.cache.codes import Bits
+from snapkv.cache.doubt import Doubt
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
 from snapkv.cache.quantised import require_quantisable
@@ -112,6 +113,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         self.ahead_tokens = 0
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
+        self.doubts: list[Doubt] = []
 
     # What transformers asks of a cache.
 

@@ -45,6 +45,7 @@ class StoredTokens(DynamicLayer):
         self.held = False
         self.pad_tokens: Tensor | None = None
         self.filler_tokens: Tensor | None = None
+        self._hidden_slots: tuple[Tensor, bool] | None = None
         self.hides_more_than_padding = False
         self.ragged: RaggedStates | None = None
         self.slot_scores: Tensor | None = None
@@ -97,7 +98,11 @@ class StoredTokens(DynamicLayer):
     def holds_fillers(self) -> bool:
         """Whether any stored slot must be hidden."""
         hidden = self.pad_tokens if self.kept is None else self.filler_tokens
-        return hidden is not None and bool(hidden.any())
+        if hidden is None:
+            return False
+        if self._hidden_slots is None or self._hidden_slots[0] is not hidden:
+            self._hidden_slots = hidden, bool(hidden.any())  # once, not for every token
+        return self._hidden_slots[1]
 
     def visible_slots(self, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and not a filler."""

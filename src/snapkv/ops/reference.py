@@ -4,7 +4,7 @@ Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W win
 (T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -320,7 +320,9 @@ def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
     return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
 
 
-def keep_best(scores: Tensor, keep_tokens: Tensor, pad_tokens: Tensor | None = None) -> Tensor:
+def keep_best(
+    scores: Tensor, keep_tokens: Sequence[int] | Tensor, pad_tokens: Tensor | None = None
+) -> Tensor:
     """The best positions of every head, ascending; of equal scores the lower position wins.
 
     Every head returns as many entries as the one that keeps most. A head that keeps fewer begins
@@ -328,7 +330,8 @@ def keep_best(scores: Tensor, keep_tokens: Tensor, pad_tokens: Tensor | None = N
 
     Args:
         scores: (B, H, P) float32.
-        keep_tokens: (B,) or (B, H) int64, how many real positions each row or head keeps; 0 to P.
+        keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or a tensor of
+            them, (B,) or (B, H) int64, for which a GPU has to be waited for.
         pad_tokens: (B,), leading pads of each row; a pad never beats a token.
 
     Returns:
@@ -337,8 +340,12 @@ def keep_best(scores: Tensor, keep_tokens: Tensor, pad_tokens: Tensor | None = N
     if pad_tokens is not None:
         pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
         scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))
-    most = int(keep_tokens.max())
+    most = int(keep_tokens.max()) if isinstance(keep_tokens, Tensor) else max(keep_tokens)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
+    if not isinstance(keep_tokens, Tensor):
+        if min(keep_tokens) == most:
+            return order.sort(dim=-1).values
+        keep_tokens = torch.tensor(keep_tokens, device=scores.device)
     wanted = keep_tokens.view(scores.shape[0], -1, 1)
     rank = torch.arange(most, device=scores.device)
     return order.masked_fill(rank >= wanted, -1).sort(dim=-1).values

@@ -71,12 +71,9 @@ class AdaKV(Policy):
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
         rows = [
-            self._row_shares(row, int(kept), 0 if layer.pad_tokens is None else int(pads))
-            for row, kept, pads in zip(
-                scores,
-                self.policy.kept_prefix_tokens(layer),
-                scores.new_zeros(len(scores)) if layer.pad_tokens is None else layer.pad_tokens,
-                strict=True,
+            self._row_shares(row, kept, layer.keys.shape[2] - tokens)
+            for row, kept, tokens in zip(
+                scores, self.policy.kept_prefix_tokens(layer), layer.row_lengths, strict=True
             )
         ]
         return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))
@@ -99,10 +96,8 @@ class AdaKV(Policy):
         """
         heads, prefix = scores.shape[0], scores.shape[1] - pads
         flat = scores[:, pads:].reshape(1, 1, -1)
-        total = torch.tensor([mean * heads], device=scores.device)
-        winners = torch.bincount(
-            ops.keep_best(flat, total)[0, 0] // max(prefix, 1), minlength=heads
-        )
+        best = ops.keep_best(flat, [mean * heads])[0, 0]
+        winners = torch.bincount(best // max(prefix, 1), minlength=heads)
         shares = [
             float(won) * (1 - self.safeguard) + mean * self.safeguard for won in winners.tolist()
         ]

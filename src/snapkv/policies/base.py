@@ -145,12 +145,24 @@ def keep_best_and_recent(
     """
     B, H, S = scores.shape
     older = max(S - recent_tokens, 0)
-    wanted = torch.as_tensor(best_tokens, device=scores.device).expand(B).clamp(max=older)
-    if filler_tokens is not None:
-        wanted = wanted.minimum((older - filler_tokens).clamp(min=0))
-    best = ops.keep_best(scores[..., :older], wanted, filler_tokens)
+    best = ops.keep_best(
+        scores[..., :older], _wanted(scores, best_tokens, older, filler_tokens), filler_tokens
+    )
     recent = torch.arange(older, S, device=scores.device)
     return torch.cat([best, recent.expand(B, H, -1)], dim=-1)
+
+
+def _wanted(
+    scores: Tensor, best_tokens: int | Tensor, older: int, filler_tokens: Tensor | None
+) -> list[int] | Tensor:
+    """How many of the older slots each row keeps; numbers where all keep the same."""
+    B = scores.shape[0]
+    if filler_tokens is None and isinstance(best_tokens, int):
+        return [min(best_tokens, older)] * B
+    wanted = torch.as_tensor(best_tokens, device=scores.device).expand(B).clamp(max=older)
+    if filler_tokens is None:
+        return wanted
+    return wanted.minimum((older - filler_tokens).clamp(min=0))
 
 
 @dataclass(frozen=True)
@@ -217,7 +229,7 @@ class PrefixPolicy(Policy):
     def fits(self, layer: PromptLayer) -> bool:
         """Whether nothing of the prompt has to be dropped."""
         prefix_tokens = layer.keys.shape[2] - self.window_size
-        return prefix_tokens <= 0 or prefix_tokens <= int(self.kept_prefix_tokens(layer).max())
+        return prefix_tokens <= 0 or prefix_tokens <= max(self.kept_prefix_tokens(layer))
 
     def require_cap(self, cap_tokens: int) -> None:
         """Raise unless the cap has room for the budget."""
@@ -232,11 +244,11 @@ class PrefixPolicy(Policy):
 
     def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
         """Keep the last tokens and the best before them, the same number in every layer."""
-        prefix = torch.full_like(layer.row_tokens, cap_tokens - self.window_size)
+        prefix = [cap_tokens - self.window_size] * layer.keys.shape[0]
         return self._best_and_window(layer, prefix)
 
-    def _best_and_window(self, layer: PromptLayer, keep_tokens: Tensor) -> Selection:
-        """The best of the prefix, (B,) of them in every row, and the window."""
+    def _best_and_window(self, layer: PromptLayer, keep_tokens: list[int]) -> Selection:
+        """The best of the prefix, so many of them in every row, and the window."""
         prompt_tokens = layer.keys.shape[2]
         prefix_tokens = prompt_tokens - self.window_size
         best = ops.keep_best(self.score(layer), keep_tokens, layer.pad_tokens)
@@ -244,21 +256,25 @@ class PrefixPolicy(Policy):
         keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
         if layer.pad_tokens is None:
             return Selection(keep_indices=keep_indices, prompt_tokens=prompt_tokens)
-        kept_tokens = keep_tokens + layer.row_tokens.clamp(max=self.window_size)
+        prefix = torch.tensor(keep_tokens, device=best.device)
+        kept_tokens = prefix + layer.row_tokens.clamp(max=self.window_size)
         return Selection(
             keep_indices=keep_indices,
             prompt_tokens=prompt_tokens,
             filler_tokens=keep_indices.shape[-1] - kept_tokens,
         )
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
-        """(B,) int64: positions each row keeps of its own prefix."""
-        prefix = (layer.row_tokens - self.window_size).clamp(min=0)
-        if self.keep_ratio is None:
-            assert self.budget is not None
-            return prefix.clamp(max=self.budget - self.window_size)
-        kept = [math.floor(self.keep_ratio * tokens) for tokens in prefix.tolist()]
-        return torch.tensor(kept, dtype=torch.int64, device=prefix.device)
+    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: positions each row keeps of its own prefix."""
+        prefixes = self.prefix_lengths(layer)
+        if self.keep_ratio is not None:
+            return [math.floor(self.keep_ratio * tokens) for tokens in prefixes]
+        assert self.budget is not None
+        return [min(tokens, self.budget - self.window_size) for tokens in prefixes]
+
+    def prefix_lengths(self, layer: PromptLayer) -> list[int]:
+        """B numbers: tokens of each row before the window, pads left out."""
+        return [max(0, tokens - self.window_size) for tokens in layer.row_lengths]
 
 
 def require_int(argument: str, value: object, *, minimum: int) -> None:

@@ -72,8 +72,8 @@ class CriticalKV(PrefixPolicy):
         """The layer's output projection."""
         return self.policy.needs | {"output_weight"}
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
-        """(B,) int64: what the scoring policy keeps."""
+    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: what the scoring policy keeps."""
         return self.policy.kept_prefix_tokens(layer)
 
     def score(self, layer: PromptLayer) -> Tensor:
@@ -83,7 +83,7 @@ class CriticalKV(PrefixPolicy):
         weighed = (_raised(scores, layer.pad_tokens) + _EPSILON) * ops.reduce_group(
             norms, scores.shape[1], "mean"
         )
-        first_tokens = (self.kept_prefix_tokens(layer).double() * self.first_share).long()
+        first_tokens = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
         first = ops.keep_best(scores, first_tokens, layer.pad_tokens)
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last

@@ -3,9 +3,6 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.base import require_int
 from snapkv.policies.snapkv import SnapKV
@@ -51,15 +48,13 @@ class PyramidKV(SnapKV):
             return None
         return self.window_size + 2 * (self.budget - self.window_size)
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> Tensor:
-        """(B,) int64: positions each row keeps of its own prefix in this layer."""
-        prefix = (layer.row_tokens - self.window_size).clamp(min=0)
-        means = super().kept_prefix_tokens(layer)
-        kept = [
-            self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth]
-            for mean, tokens in zip(means.tolist(), prefix.tolist(), strict=True)
+    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: positions each row keeps of its own prefix in this layer."""
+        means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
+        return [
+            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])
+            for mean, tokens in zip(means, prefixes, strict=True)
         ]
-        return torch.tensor(kept, device=prefix.device).minimum(prefix)
 
     def _layer_budgets(self, mean: int, prefix_tokens: int, num_layers: int) -> list[int]:
         """Prefix budgets from the bottom layer to the top one."""

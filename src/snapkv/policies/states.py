@@ -75,6 +75,14 @@ class PromptLayer(LayerStates):
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
         return total if self.pad_tokens is None else total - self.pad_tokens
 
+    @property
+    def row_lengths(self) -> list[int]:
+        """`row_tokens` as B numbers, for which a GPU is waited for only where there are pads."""
+        B, total = self.keys.shape[0], self.keys.shape[2]
+        if self.pad_tokens is None:
+            return [total] * B
+        return [total - pads for pads in self.pad_tokens.tolist()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
