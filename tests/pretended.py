@@ -1,0 +1,102 @@
+"""A device that is not there: tensors that say they are on it, and whose values are at hand.
+
+Every operation runs on the CPU, and an operation on tensors of both devices is refused, as a GPU
+would. What needs CUDA itself (streams, kernels, its memory) is not pretended.
+"""
+
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("pretended")
+DEVICE = torch.device("pretended", 0)
+MOVES = {"_to_copy", "copy_", "lift_fresh"}
+INDEXES = {"index", "index_put_", "_index_put_impl_"}  # those of a device take indices of the host
+
+
+class Pretended(torch.Tensor):
+    """A tensor on `DEVICE` whose values are in `held`, on the CPU."""
+
+    @staticmethod
+    def __new__(cls, held):
+        pretended = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=DEVICE,
+        )
+        pretended.held = held
+        return pretended
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        return run(function, arguments, options or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def run(function, arguments, options):
+    """Run an operation of PyTorch on the values, and say where its results are."""
+    name = function.overloadpacket.__name__
+    tensors = [t for t in tree_flatten((arguments, options))[0] if isinstance(t, torch.Tensor)]
+    there = [t for t in tensors if isinstance(t, Pretended)]
+    here = [t for t in tensors if not isinstance(t, Pretended) and t.dim()]
+    crosses = name in MOVES or (name in INDEXES and isinstance(arguments[0], Pretended))
+    if there and here and not crosses:
+        raise RuntimeError(f"{function}: expected all tensors on one device, got two")
+    asked = options.get("device")
+    if asked is not None:
+        options = options | {"device": torch.device("cpu")}
+    wraps = torch.device(asked).type == DEVICE.type if asked is not None else bool(there)
+    if name == "copy_":
+        wraps = isinstance(arguments[0], Pretended)
+    held, options = tree_map(_held, arguments), tree_map(_held, options)
+    if name == "histc":  # of integers a GPU only; mixtures of experts count with it there
+        held = (held[0].float(), *held[1:])
+    result = function(*held, **options)
+
+    def wrap(value):
+        if not isinstance(value, torch.Tensor) or not wraps:
+            return value
+        same = [t for t in there if t.held is value]
+        return same[0] if same else Pretended(value)
+
+    return tree_map(wrap, result)
+
+
+def _held(value):
+    return value.held if isinstance(value, Pretended) else value
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return run(function, arguments, options or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What PyTorch does before it comes to operations."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = dict(options or {})
+        if function is torch.Tensor.tolist:
+            return _held(arguments[0]).tolist()
+        if function in (torch.tensor, torch.as_tensor) and options.get("device") is not None:
+            device = options.pop("device")
+            return function(*arguments, **options).to(device)
+        if function is torch.Tensor.__getitem__ and isinstance(arguments[1], list):
+            arguments = (arguments[0], torch.tensor(arguments[1], dtype=torch.int64))
+        return function(*arguments, **options)
+
+
+@contextlib.contextmanager
+def pretending():
+    """Inside, tensors can be made on the device and moved there and back."""
+    with _Operations(), _Functions():
+        yield DEVICE
