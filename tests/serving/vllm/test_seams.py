@@ -167,6 +167,33 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
     assert not cache[[0, 2, 3]].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_size", [64, 96, 128])
+def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
+    from snapkv.serving.layouts.cpu import _packings
+
+    assert all(packing.strides for packing in _packings("vec", 128, head_size, dtype))
+
+
+def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
+    from snapkv.serving.layouts import cpu
+
+    places = torch.randperm(16 * 64, generator=torch.Generator().manual_seed(0))
+    packing = cpu._Packing.of(places, 16, 64)
+    assert packing.strides is None
+    monkeypatch.setattr(cpu, "_packings", lambda *of: (packing, packing))
+    keys = torch.randn(2, 3, 16, 64)
+    cache = torch.zeros(2, 3, 16, 2 * 64)
+    for half in cache.view(2, 3, 32, 64).chunk(2, dim=2):
+        half.copy_(keys.flatten(2)[..., places.argsort()].view(keys.shape))
+    layout, blocks = cpu.CpuLayout(cache, "vec"), torch.tensor([1, 0])
+    expected = torch.cat([keys[1], keys[0]], dim=1)[None]
+    assert torch.equal(layout.read_keys(blocks, 20), expected[:, :, :20])
+    assert torch.equal(
+        layout.read_values(blocks, torch.tensor([[[3, 17]]])), expected[:, :, [3, 17]]
+    )
+
+
 def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
