@@ -7,6 +7,7 @@ compared with what the model's own attention returned for it. One row costs next
 GPU it is judged later, since to ask there is to wait.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,8 @@ from snapkv.policies import PromptLayer
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
 _BLOCK_TOKENS = 8192
+_SMALLEST = 1e-12  # norm of an output
+_MOST_ROUNDING = 100.0  # where scores err by more, anything is explained
 
 
 @torch.no_grad()
@@ -42,10 +45,12 @@ def doubt_scores(
         return None
     scores = _last_query_scores(layer)
     expected = _attend(layer, scores)
-    difference = (expected - output.float()).norm() / expected.norm().clamp(min=1e-12)
+    largest = scores if layer.pad_tokens is None else scores.masked_fill(scores.isinf(), 0.0)
+    found = [(expected - output.float()).norm(), expected.norm(), largest.abs().max()]
     return Doubt(
-        difference=difference,
-        tolerance=_tolerance(output, scores, rounds_scores),
+        found=torch.stack(found),
+        tolerance=_TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE),
+        epsilon=_epsilon(output, rounds_scores),
         attention=type(module).__name__,
         layer_idx=layer.layer_idx,
     )
@@ -54,26 +59,29 @@ def doubt_scores(
 def require_faithful(doubts: Iterable[Doubt]) -> None:
     """Raise unless every difference is one that rounding explains.
 
+    Attention that rounds its scores errs by their size times epsilon.
+
     Raises:
         UnsupportedModelError: a larger one, or one that is not a number.
     """
     for doubt in doubts:
-        if not bool(doubt.difference <= doubt.tolerance):
+        difference, size, largest = doubt.found.tolist()
+        difference /= max(size, _SMALLEST)
+        explained = doubt.tolerance + math.expm1(min(doubt.epsilon * largest, _MOST_ROUNDING))
+        if not difference <= explained:
             raise UnsupportedModelError(
                 f"model: expected attention that scaling, soft-cap and sinks describe, got "
-                f"{doubt.attention}, whose output differs by {float(doubt.difference):.1%} in "
-                f"layer {doubt.layer_idx}; its votes would be wrong, so it cannot be compressed"
+                f"{doubt.attention}, whose output differs by {difference:.1%} in layer "
+                f"{doubt.layer_idx}; its votes would be wrong, so it cannot be compressed"
             )
 
 
-def _tolerance(output: Tensor, scores: Tensor, rounds_scores: bool) -> Tensor:
-    """What rounding explains: attention that rounds its scores errs by their size times epsilon."""
-    base = _TOLERANCE.get(output.dtype, _LOW_PRECISION_TOLERANCE)
+def _epsilon(output: Tensor, rounds_scores: bool) -> float:
+    """Rounding of the scores of the model's attention, relative to their size."""
     epsilon = torch.finfo(output.dtype if rounds_scores else torch.float32).eps
     if output.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        epsilon = max(epsilon, 2.0**-10)  # float32 products are rounded to 10 bits there
-    largest = scores.masked_fill(scores.isinf(), 0.0).abs().max()
-    return base + torch.expm1(epsilon * largest)
+        return max(epsilon, 2.0**-10)  # float32 products are rounded to 10 bits there
+    return epsilon
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
@@ -95,8 +103,10 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
     """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
-    total = scores.logsumexp(dim=-1, keepdim=True)
-    if layer.sinks is not None:
-        total = torch.logaddexp(total, layer.sinks.float().view(1, scores.shape[1], -1, 1))
-    weights = (scores - total).exp().to(layer.values.dtype)
-    return (weights @ layer.values).flatten(1, 2).float()
+    if layer.sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sinks = layer.sinks.float().view(1, scores.shape[1], -1, 1)
+        total = torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sinks)
+        weights = (scores - total).exp()
+    return (weights.to(layer.values.dtype) @ layer.values).flatten(1, 2).float()
