@@ -10,7 +10,7 @@ SERVING := .venv-vllm/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-kernels test-serving \
+.PHONY: help demo test test-slow test-oldest test-devices test-kernels test-serving \
     test-browser docs check format results kvpress clean
 
 help: ## Show this list
@@ -32,6 +32,9 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
 	    tests/test_generate.py tests/test_models.py tests/decoding
+
+test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices tests/test_devices.py
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
 	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m triton tests/ops

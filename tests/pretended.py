@@ -5,6 +5,7 @@ would. What needs CUDA itself (streams, kernels, its memory) is not pretended.
 """
 
 import contextlib
+import functools
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,14 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-_setup_privateuseone_for_python_backend("pretended")
-DEVICE = torch.device("pretended", 0)
+NAME = "pretended"
 MOVES = {"_to_copy", "copy_", "lift_fresh"}
 INDEXES = {"index", "index_put_", "_index_put_impl_"}  # those of a device take indices of the host
+JOINS = {"stack", "cat"}  # others take a single number of the host
+
+
+@functools.cache
+def device():
+    """The device; from the first call on this process takes it for its accelerator."""
+    _setup_privateuseone_for_python_backend(NAME)
+    return torch.device(NAME, 0)
 
 
 class Pretended(torch.Tensor):
-    """A tensor on `DEVICE` whose values are in `held`, on the CPU."""
+    """A tensor on the device whose values are in `held`, on the CPU."""
 
     @staticmethod
     def __new__(cls, held):
@@ -30,7 +38,7 @@ class Pretended(torch.Tensor):
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
             layout=held.layout,
-            device=DEVICE,
+            device=device(),
         )
         pretended.held = held
         return pretended
@@ -45,16 +53,18 @@ class Pretended(torch.Tensor):
 def run(function, arguments, options):
     """Run an operation of PyTorch on the values, and say where its results are."""
     name = function.overloadpacket.__name__
-    tensors = [t for t in tree_flatten((arguments, options))[0] if isinstance(t, torch.Tensor)]
-    there = [t for t in tensors if isinstance(t, Pretended)]
-    here = [t for t in tensors if not isinstance(t, Pretended) and t.dim()]
-    crosses = name in MOVES or (name in INDEXES and isinstance(arguments[0], Pretended))
-    if there and here and not crosses:
+    there = [t for t in _tensors(arguments, options) if isinstance(t, Pretended)]
+    must_match = arguments
+    if name in INDEXES and isinstance(arguments[0], Pretended):
+        must_match = (arguments[0], *arguments[2:])
+    here = [t for t in _tensors(must_match, options) if not isinstance(t, Pretended)]
+    here = [t for t in here if t.dim() or name in JOINS]
+    if there and here and name not in MOVES:
         raise RuntimeError(f"{function}: expected all tensors on one device, got two")
     asked = options.get("device")
     if asked is not None:
         options = options | {"device": torch.device("cpu")}
-    wraps = torch.device(asked).type == DEVICE.type if asked is not None else bool(there)
+    wraps = torch.device(asked).type == NAME if asked is not None else bool(there)
     if name == "copy_":
         wraps = isinstance(arguments[0], Pretended)
     held, options = tree_map(_held, arguments), tree_map(_held, options)
@@ -69,6 +79,10 @@ def run(function, arguments, options):
         return same[0] if same else Pretended(value)
 
     return tree_map(wrap, result)
+
+
+def _tensors(*values):
+    return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
 
 
 def _held(value):
@@ -98,5 +112,6 @@ class _Functions(TorchFunctionMode):
 @contextlib.contextmanager
 def pretending():
     """Inside, tensors can be made on the device and moved there and back."""
+    there = device()
     with _Operations(), _Functions():
-        yield DEVICE
+        yield there

@@ -30,8 +30,9 @@ from snapkv.decoding import CandidateTree, Medusa, SelfSpeculation
 from snapkv.reconstruction import read_context
 from tests.decoding.heads import random_heads
 from tests.families import CASES, random_ids, tiny_model
-from tests.pretended import DEVICE, Pretended, pretending
+from tests.pretended import Pretended, pretending
 
+pytestmark = pytest.mark.devices
 PROMPT, NEW = 64, 6
 SNAPKV = SnapKV(16, window_size=4, kernel_size=3)
 BUDGET = {"budget": 24, "window_size": 4}
@@ -72,19 +73,28 @@ def require_same(monkeypatch):
     def require(run, family="llama", implementation="sdpa"):
         here = tiny_model(family, implementation)
         expected = run(here, lambda tensor: tensor)
-        with pretending():
-            there = copy.deepcopy(here).to(DEVICE)
-            got = run(there, lambda tensor: tensor.to(DEVICE))
-            assert got.device == DEVICE
+        with pretending() as device:
+            there = copy.deepcopy(here).to(device)
+            got = run(there, lambda tensor: tensor.to(device))
+            assert got.device == device
             got = got.cpu()
         torch.testing.assert_close(got, expected)
 
     return require
 
 
-def test_tensors_of_two_devices_are_refused():
-    with pretending(), pytest.raises(RuntimeError, match="expected all tensors on one device"):
-        torch.ones(3, device=DEVICE) + torch.ones(3)
+MIXED = {
+    "sum": lambda here, there: there + here,
+    "index of the host": lambda here, there: here[there.long()],
+    "values put from the host": lambda here, there: there.index_put_((there.long(),), here),
+    "joined numbers": lambda here, there: torch.stack([there.sum(), here.sum()]),
+}
+
+
+@pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
+def test_tensors_of_two_devices_are_refused(mix):
+    with pretending() as device, pytest.raises(RuntimeError, match="all tensors on one device"):
+        mix(torch.ones(3), torch.ones(3, device=device))
 
 
 @pytest.mark.parametrize("pads", [0, 9])

@@ -1,5 +1,7 @@
 """How often a GPU would be waited for: every time Python asks for a number that is on it."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from snapkv import H2O, CompressedCache, SnapKV, attention
 from tests.families import random_ids, tiny_model
 
-LAYERS = 4
 ASKING = {"item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
 SNAPKV = SnapKV(budget=16, window_size=4, kernel_size=3)
 
@@ -30,16 +31,23 @@ class Asked(TorchDispatchMode):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Runs something as on a GPU and tells how often it asked."""
+    """Runs a forward pass as on a GPU; how often it asked, in each layer and behind the last."""
     monkeypatch.setattr(attention, "_is_behind", lambda states: True)
     to_list, lists = torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or to_list(t))
 
-    def count(run):
+    def count(model, ids, **options):
         lists.clear()
+        marks = [0]
         with torch.no_grad(), Asked() as mode:
-            run()
-        return mode.times + len(lists)
+            hooks = [
+                layer.register_forward_hook(lambda *_: marks.append(mode.times + len(lists)))
+                for layer in model.model.layers
+            ]
+            model(ids, **options)
+        for hook in hooks:
+            hook.remove()
+        return [later - before for before, later in itertools.pairwise(marks)]
 
     return count
 
@@ -47,22 +55,23 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(
     ("policy", "storage", "prompt", "token"),
     [
-        (SNAPKV, "dynamic", 0, 0),
-        (H2O(budget=24), "dynamic", 0, 0),
-        (SNAPKV, "static", 3, 2),  # how many slots are filled, once per pass
+        (SNAPKV, "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
+        (H2O(budget=24), "dynamic", [1, 0, 0, 3], [0, 0, 0, 0]),
+        # how many slots are filled: once per pass, and for the mask behind a prompt
+        (SNAPKV, "static", [1, 1, 1, 4], [2, 0, 0, 0]),
     ],
     ids=["snapkv", "h2o", "static"],
 )
-def test_no_layer_is_waited_for_but_where_its_attention_is_judged(
+def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
     policy, storage, prompt, token, asked
 ):
-    """The judged ones are asked for together: at the first layer, and at the last."""
+    """The check of the votes asks of the first layer, and of all others behind the last."""
     model = tiny_model("llama")
     cache = CompressedCache(model, policy, storage=storage)
     ids = random_ids(2, 64)
-    assert asked(lambda: model(ids, past_key_values=cache)) == LAYERS + prompt
+    assert asked(model, ids, past_key_values=cache) == prompt
     for _ in range(2):
-        assert asked(lambda: model(ids[:, :1], past_key_values=cache)) == token
+        assert asked(model, ids[:, :1], past_key_values=cache) == token
 
 
 def test_tokens_behind_a_padded_batch_are_not_waited_for_in_every_layer(asked):
@@ -74,6 +83,6 @@ def test_tokens_behind_a_padded_batch_are_not_waited_for_in_every_layer(asked):
     times = []
     for _ in range(3):
         mask = torch.cat([mask, mask[:, -1:]], dim=1)
-        step = {"past_key_values": cache, "attention_mask": mask}
-        times.append(asked(lambda step=step: model(ids[:, :1], **step)))
-    assert times == [1 + LAYERS, 1, 1]  # transformers asks once, whether to make a mask
+        times.append(asked(model, ids[:, :1], past_key_values=cache, attention_mask=mask))
+    # transformers asks once, whether to make a mask
+    assert times == [[2, 1, 1, 1], [1, 0, 0, 0], [1, 0, 0, 0]]

@@ -240,9 +240,8 @@ def _check_scores(
     if found is not None:
         doubts.append(found)
     if not _is_behind(last_output) or prompt.depth in (0, prompt.num_layers - 1):
-        waiting = doubts[:]
+        require_faithful(doubts)
         doubts.clear()
-        require_faithful(waiting)
 
 
 def _is_behind(states: Tensor) -> bool:

@@ -45,7 +45,7 @@ def doubt_scores(
         return None
     scores = _last_query_scores(layer)
     expected = _attend(layer, scores)
-    largest = scores if layer.pad_tokens is None else scores.masked_fill(scores.isinf(), 0.0)
+    largest = scores.masked_fill(scores.isinf(), 0.0)
     found = [(expected - output.float()).norm(), expected.norm(), largest.abs().max()]
     return Doubt(
         found=torch.stack(found),

@@ -72,6 +72,11 @@ def leading_pads(
     rows = min(max(window_tokens, 1), query_idx + 1)
     visible = _visible(mask, query_idx + 1 - rows, rows, prompt_tokens)
     last = visible[:, 0, -1]
+    if last.shape[-1] != prompt_tokens:
+        raise UnsupportedModelError(
+            f"attention_mask: expected a column for each of {prompt_tokens:,} tokens, got "
+            f"{last.shape[-1]:,}; pass one that goes with the input_ids"
+        )
     pads = prompt_tokens - last.sum(dim=-1)
     columns = torch.arange(prompt_tokens, device=last.device)
     elsewhere = (last != (columns >= pads[:, None])).any()

@@ -14,7 +14,7 @@ import tempfile
 import torch
 
 # Compute capability, and the shared memory that a program may take there, in bytes.
-DEVICES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+DEVICES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 MOST_SPILLED_BYTES = 128  # of the 1,020 that a thread has in registers
 SHAPES = {  # B, Hq, Hkv, W, T, D
     "llama-3.1-8b": (1, 32, 8, 32, 32768, 128),
@@ -22,6 +22,8 @@ SHAPES = {  # B, Hq, Hkv, W, T, D
     "qwen2.5-7b": (1, 28, 4, 64, 32768, 128),
     "smollm2-135m": (4, 9, 3, 32, 8192, 64),
     "head_dim 256": (1, 16, 8, 32, 8192, 256),
+    "head_dim 256, wide groups": (1, 4, 1, 32, 8192, 256),
+    "head_dim 192": (1, 32, 16, 64, 8192, 192),
     "head_dim 80": (1, 32, 32, 16, 4096, 80),
 }
 

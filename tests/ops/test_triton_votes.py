@@ -64,6 +64,16 @@ def test_what_the_kernels_do_not_know_is_named(monkeypatch):
     assert "gradients" in api._obstacle("gather_tokens", wide)
 
 
+def test_gpus_of_older_generations_are_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    states = torch.zeros(1, 1, 4, 64)
+    for capability, obstacle in (((7, 5), "older generation than compute"), ((8, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        named = triton_support.obstacle(states)
+        assert named is None if obstacle is None else obstacle in named
+
+
 def test_auto_says_once_what_it_chose(caplog):
     triton_support.say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="snapkv.ops"):

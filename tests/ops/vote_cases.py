@@ -116,11 +116,27 @@ def require_gather(impl, device="cpu", dtypes=(torch.float32, torch.bfloat16, to
         assert torch.equal(got, expected), f"{impl}, {dtype}, dim {dim}, heads {heads}"
 
 
+def require_far_heads(impl):
+    """Heads of so many tokens that the last one begins beyond what 32 bits count."""
+    numbers, heads = 2**30, 4
+    held = torch.empty(
+        (heads - 1) * numbers + 128, dtype=torch.float16
+    )  # memory of what is touched
+    states = held.as_strided((1, heads, 8, 16), (held.numel(), numbers, 16, 1))
+    for head in range(heads):
+        states[0, head] = torch.arange(8 * 16).view(8, 16) + head
+    kept = torch.tensor([1, 5]).expand(1, heads, 2)
+    expected = gather_tokens(states, kept, impl="reference")
+    assert torch.equal(gather_tokens(states, kept, impl=impl), expected)
+
+
 if __name__ == "__main__":
     kernel = sys.argv[1]
     require_votes(kernel, torch.float32, reduces=("none", "mean"))
     require_votes(kernel, torch.float32, shapes=("gqa-63",))
     # The interpreter multiplies no bfloat16 matrices.
-    require_votes(kernel, torch.float16, shapes=("gqa-63", "mqa-d96"), reduces=("mean",))
+    in_float16 = ("gqa-63", "mqa-d96", "several splits")
+    require_votes(kernel, torch.float16, shapes=in_float16, reduces=("mean",))
     require_pooling(kernel)
     require_gather(kernel)
+    require_far_heads(kernel)

@@ -130,6 +130,8 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             return keys, values
         if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
+                if self.doubts:
+                    raise _interrupted()
                 layer.require_room(layer.stored_tokens + key_states.shape[-2])
             return layer.update(key_states, value_states)
         new_tokens = key_states.shape[-2]
@@ -151,14 +153,10 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             layer.cumulative_length + new_tokens != first.cumulative_length
         )
         unfinished = pending is not None and pending.cache is self
-        if unfinished or uneven:
-            if unfinished:
-                handoff.take()
-            raise CacheMismatchError(
-                "past_key_values: expected every layer's attention to run through snapkv, got a "
-                "forward pass that was interrupted or used another attention implementation; "
-                "call cache.reset(), or make a new CompressedCache after changing the model"
-            )
+        if unfinished:
+            handoff.take()
+        if unfinished or uneven or (layer is first and self.doubts):
+            raise _interrupted()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
@@ -173,6 +171,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
         super().reset()
+        self.doubts.clear()
         pending = handoff.peek()
         if pending is not None and pending.cache is self:
             handoff.take()
@@ -308,3 +307,11 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
     def owns(self, module: Any) -> bool:
         """Whether `module` is part of the model this cache was made for."""
         return module in self._modules
+
+
+def _interrupted() -> CacheMismatchError:
+    return CacheMismatchError(
+        "past_key_values: expected every layer's attention to run through snapkv, got a "
+        "forward pass that was interrupted or used another attention implementation; "
+        "call cache.reset(), or make a new CompressedCache after changing the model"
+    )

@@ -12,6 +12,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether triton runs kernels in its interpreter, on any device, slowly: for tests."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LEAST_CAPABILITY = 8, 0
+"""Of a GPU; older ones have less memory in a multiprocessor than the kernels take."""
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
 
@@ -28,6 +30,8 @@ def obstacle(states: Tensor) -> str | None:
         return "without the package triton"
     if not states.is_cuda and not INTERPRETED:
         return f"with tensors on {states.device.type}, where it does not run"
+    if states.is_cuda and torch.cuda.get_device_capability(states.device) < LEAST_CAPABILITY:
+        return "on a GPU of an older generation than compute capability 8.0"
     if states.requires_grad and torch.is_grad_enabled():
         return "with gradients, which it does not compute"
     if states.dtype not in DTYPES:

@@ -69,7 +69,7 @@ def _split_marks(
     """Highest score and sum of exponentials per split and row: (B * Hkv, splits, G * W, 2)."""
     B, Hkv, T, _ = keys.shape
     rows = queries.shape[1] // Hkv * queries.shape[2]
-    tile, block = _first_tiles(keys, rows)
+    tile, block = _first_tiles(keys, common["D_BLOCK"], rows)
     tiles = B * Hkv * triton.cdiv(rows, tile)
     least, most = _SPLIT_TOKENS
     split = min(most, max(least, triton.next_power_of_2(triton.cdiv(T * tiles, _PROGRAMS))))
@@ -139,11 +139,12 @@ def _votes(
     return votes
 
 
-def _first_tiles(keys: Tensor, rows: int) -> tuple[int, int]:
+def _first_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
     """Rows of queries of a program of the first pass, and keys of one of its steps."""
     if keys.dtype == torch.float32:
         return _FLOAT32_TILES
-    return min(128, max(16, triton.next_power_of_2(rows))), 64
+    most_rows = 128 if width <= 128 else 64
+    return min(most_rows, max(16, triton.next_power_of_2(rows))), 64
 
 
 def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
@@ -303,7 +304,7 @@ def _add_up(
         if EACH:
             tl.store(votes_at + (head * heads + member) * prefix + place, votes, mask=there)
         else:
-            received = tl.maximum(received, votes)
+            received = tl.maximum(received, votes, propagate_nan=tl.PropagateNan.ALL)
     if not EACH:
         tl.store(votes_at + head * prefix + place, received * share, mask=there)
 
@@ -336,7 +337,8 @@ def _gather(
     D: tl.constexpr, D_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some of the rows that one head keeps."""
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
     row, across = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, D_BLOCK)
     indices = indices_at + batch * index_batch + head * index_head + row * index_token
     token = tl.maximum(tl.load(indices, mask=row < K, other=0).to(tl.int64), 0)

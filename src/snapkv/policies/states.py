@@ -1,5 +1,6 @@
 """What a policy sees of one layer, and what it answers."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,7 @@ class PromptLayer(LayerStates):
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
         return total if self.pad_tokens is None else total - self.pad_tokens
 
-    @property
+    @functools.cached_property
     def row_lengths(self) -> list[int]:
         """`row_tokens` as B numbers, for which a GPU is waited for only where there are pads."""
         B, total = self.keys.shape[0], self.keys.shape[2]

@@ -115,8 +115,7 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
 
 def best(attention: Tensor, keep_tokens: int) -> Tensor:
     """The most attended positions of every head (Eq. 3): (Hq, P) bool; ties go to the lower."""
-    wanted = torch.tensor([keep_tokens], device=attention.device)
-    kept = ops.keep_best(attention[None], wanted)[0]
+    kept = ops.keep_best(attention[None], [keep_tokens])[0]
     return torch.zeros_like(attention, dtype=torch.bool).scatter_(1, kept, True)
 
 
