@@ -35,9 +35,10 @@ def test_what_the_page_says_is_in_the_rows():
     }
     for length in kvpress.LENGTHS:
         assert shares["decode", "snapkv", length] < shares["decode", "kvpress", length] < 1
-        assert shares["prefill", "snapkv", length] < 1.06
-        assert shares["prefill", "kvpress", length] < 1.02
-    assert shares["prefill", "snapkv", 1024] > shares["prefill", "kvpress", 1024]
+    ours, theirs = shares["prefill", "snapkv", 1024], shares["prefill", "kvpress", 1024]
+    assert 1.02 < theirs < ours < 1.05
+    assert 0.005 < ours - theirs < 0.015
+    assert max(shares["prefill", "snapkv", 4096], shares["prefill", "kvpress", 4096]) < 1
 
 
 def test_the_page_is_what_its_rows_render_to():
