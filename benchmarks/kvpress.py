@@ -7,7 +7,6 @@ kvpress runs in a process of its own, which waits while another works. Rows:
 `docs/results/kvpress.jsonl`. Page: `docs/results/kvpress.md`.
 """
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -25,7 +24,7 @@ from benchmarks.magic_number import SEED
 from benchmarks.prefill import reader
 from benchmarks.prompts import prompt_of
 from benchmarks.reading import ReadPrompt, read_prompt
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import FullCache, SnapKV
 from snapkv.measure.contenders import Contender, compressed, full
 from snapkv.measure.timing import alternate, ratios, spread
@@ -215,23 +214,13 @@ def render(rows: list[Row]) -> str:
 
 
 def _measurements() -> Iterator[Row]:
+    if not PYTHON.is_file():
+        sys.exit(f"expected kvpress's environment, got no {PYTHON}; run make kvpress")
     environment, loaded = describe_environment(), load("demo")
     for row in measure(loaded.model, {n: prompt_of(loaded, n) for n in LENGTHS}):
         print(row, file=sys.stderr)
         yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        if not PYTHON.is_file():
-            parser.error(f"expected kvpress's environment, got no {PYTHON}; run make kvpress")
-        write_rows(ROWS, _measurements())
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
-
-
 if __name__ == "__main__":
-    main()
+    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)

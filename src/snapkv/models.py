@@ -25,7 +25,7 @@ from snapkv.errors import (
     SnapKVError,
     UnsupportedModelError,
 )
-from snapkv.plan import free_bytes, out_of_memory_explained, weights_advice
+from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.policies import FullCache
 from snapkv.suggestions import nearest
 
@@ -54,9 +54,7 @@ class LoadedModel:
     @property
     def max_tokens(self) -> int | None:
         """Positions the model has for prompt and answer together; None where there is no limit."""
-        config = self.model.config.get_text_config(decoder=True)
-        positions: int | None = getattr(config, "max_position_embeddings", None)
-        return positions
+        return max_positions(self.model)
 
     def description(self) -> dict[str, Any]:
         """What a result must say about the model it was made with."""

@@ -21,6 +21,7 @@ from snapkv.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
+from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer
 
 INSTRUCTION = "\n\nRepeat the text above word for word:\n\n"
@@ -124,8 +125,7 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
     Raises:
         PromptTooLongError: none.
     """
-    text = model.config.get_text_config(decoder=True)
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = max_positions(model)
     if positions is None:
         return read_tokens
     if read_tokens >= positions:
@@ -134,7 +134,7 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
             f"{positions:,}, got {read_tokens:,} tokens with the instruction; shorten the text, or "
             "use ExpectedAttention, which reads it once"
         )
-    return int(positions) - read_tokens
+    return positions - read_tokens
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:

@@ -69,7 +69,7 @@ def test_gpus_of_older_generations_are_named(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     states = torch.zeros(1, 1, 4, 64)
     for capability, obstacle in (((7, 5), "older generation than compute"), ((8, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr(triton_support, "_capability", lambda _, found=capability: found)
         named = triton_support.obstacle(states)
         assert named is None if obstacle is None else obstacle in named
 

@@ -114,6 +114,13 @@ def test_padding_that_is_not_on_the_left_is_refused(form, visible):
     assert isinstance(caught.value, SnapKVError)
 
 
+@pytest.mark.parametrize("form", FORMS[:5])
+def test_a_mask_of_fewer_columns_than_tokens_is_refused(form):
+    mask = in_form(form, columns_visible())
+    with pytest.raises(UnsupportedModelError, match=f"for each of {T + 1} tokens, got {T}; pass"):
+        leading_pads(mask, T - 1, T + 1, WINDOW)
+
+
 def window_sees_ahead(allowed):
     allowed[:, :, -WINDOW:, -WINDOW:] = True
 

@@ -125,13 +125,13 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         if self._looks_at_tokens and layer_idx <= self._first:
             seen, shape = self.get_seq_length(), (key_states.shape[0], key_states.shape[-2])
             require_announced(self._coming, seen, shape, self.policy.name)
+        if layer_idx == self._first and not torch.compiler.is_compiling() and self.doubts:
+            raise _interrupted()
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return keys, values
         if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
-                if self.doubts:
-                    raise _interrupted()
                 layer.require_room(layer.stored_tokens + key_states.shape[-2])
             return layer.update(key_states, value_states)
         new_tokens = key_states.shape[-2]
@@ -155,7 +155,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         unfinished = pending is not None and pending.cache is self
         if unfinished:
             handoff.take()
-        if unfinished or uneven or (layer is first and self.doubts):
+        if unfinished or uneven:
             raise _interrupted()
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -340,15 +340,15 @@ def keep_best(
     if pad_tokens is not None:
         pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
         scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))
-    most = int(keep_tokens.max()) if isinstance(keep_tokens, Tensor) else max(keep_tokens)
+    if isinstance(keep_tokens, Tensor):
+        least, most = 0, int(keep_tokens.max())
+    else:
+        least, most = min(keep_tokens), max(keep_tokens)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
-    if not isinstance(keep_tokens, Tensor):
-        if min(keep_tokens) == most:
-            return order.sort(dim=-1).values
-        keep_tokens = torch.tensor(keep_tokens, device=scores.device)
-    wanted = keep_tokens.view(scores.shape[0], -1, 1)
-    rank = torch.arange(most, device=scores.device)
-    return order.masked_fill(rank >= wanted, -1).sort(dim=-1).values
+    if least < most:
+        wanted = torch.as_tensor(keep_tokens, device=scores.device).view(scores.shape[0], -1, 1)
+        order = order.masked_fill(torch.arange(most, device=scores.device) >= wanted, -1)
+    return order.sort(dim=-1).values
 
 
 def kept_indices(kept: Tensor) -> Tensor:

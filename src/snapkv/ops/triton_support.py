@@ -30,13 +30,18 @@ def obstacle(states: Tensor) -> str | None:
         return "without the package triton"
     if not states.is_cuda and not INTERPRETED:
         return f"with tensors on {states.device.type}, where it does not run"
-    if states.is_cuda and torch.cuda.get_device_capability(states.device) < LEAST_CAPABILITY:
+    if states.is_cuda and _capability(states.device) < LEAST_CAPABILITY:
         return "on a GPU of an older generation than compute capability 8.0"
     if states.requires_grad and torch.is_grad_enabled():
         return "with gradients, which it does not compute"
     if states.dtype not in DTYPES:
         return f"with {states.dtype}, which it does not know"
     return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 
 from snapkv.cache.report import tensor_bytes
 from snapkv.errors import UnsupportedModelError
-from snapkv.plan.memory import weights_bytes
+from snapkv.plan.memory import max_positions, weights_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
         hidden_token_bytes=hidden * size,
         pair_flops=4 * heads * head_dim * len(full),
         token_flops=2 * (weights - embedding_bytes - expert_bytes + visited) // size,
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=max_positions(outline),
         dtype=str(outline.dtype).removeprefix("torch."),
     )
 

@@ -242,14 +242,19 @@ def chunked_advice(
     )
 
 
+def max_positions(model: Any) -> int | None:
+    """Positions the model has for prompt and answer together; None where there is no limit."""
+    text = model.config.get_text_config(decoder=True)
+    positions: int | None = getattr(text, "max_position_embeddings", None)
+    return positions
+
+
 def _fits(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
     """How many tokens would fit, unless the estimate contradicts what happened or the model."""
     if available_bytes is None:
         return ""
     tokens = _longest_prompt(model, available_bytes)
-    text = model.config.get_text_config(decoder=True)
-    positions = getattr(text, "max_position_embeddings", None) or tokens
-    if not 0 < tokens < prompt_tokens or tokens > positions:
+    if not 0 < tokens < prompt_tokens or tokens > (max_positions(model) or tokens):
         return ""
     return f"; about {tokens:,} tokens would fit"
 
