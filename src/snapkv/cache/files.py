@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,12 +22,14 @@ _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 _MOST_HEADER_BYTES = 100_000_000  # what safetensors itself allows
 _BLOCK_BYTES = 1 << 22
+_ABANDONED_SECONDS = 3600  # no save goes on for so long without writing
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any]) -> None:
     """Write tensors and notes to a file, which appears under its name when it is complete.
 
     The file's header holds the SHA-256 of all its bytes, with zeros in the digest's own place.
+    What earlier saves of this file have left because they were killed is removed.
 
     Args:
         path: the file; one that is there is replaced at the end.
@@ -41,6 +44,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
     whole = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
         try:
+            _remove_abandoned(path)
             save_file(whole, partial, metadata)
             _seal(partial)
             os.replace(partial, path)
@@ -51,6 +55,17 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
         raise CacheFileError(
             f"path: expected to write a cache to {str(path)!r}, got: {error}; choose another place"
         ) from error
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove partial files under this name that nobody has written to for long."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.partial")
+    oldest = time.time() - _ABANDONED_SECONDS
+    for found in path.parent.iterdir():
+        if name.fullmatch(found.name):
+            with contextlib.suppress(FileNotFoundError):  # another save was faster
+                if found.stat().st_mtime < oldest:
+                    found.unlink()
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
