@@ -10,7 +10,7 @@ SERVING := .venv-vllm/.installed
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
-.PHONY: help demo test test-slow test-oldest test-devices test-kernels test-serving \
+.PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
     test-browser docs check format results kvpress clean
 
 help: ## Show this list
@@ -48,6 +48,9 @@ docs: $(INSTALLED) ## The documentation, into build/docs, with every link checke
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m pytest -m docs tests/docs
 
+test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV among the caches of `snapkv bench`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/measure tests/cli
+
 test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
 
@@ -74,7 +77,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.bits
 	$(BIN)/python -m benchmarks.flat
 
-kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be timed beside this (benchmarks.kvpress)
+kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
 	rm -rf .venv .venv-vllm $(OLDEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \

@@ -4,16 +4,20 @@
     python -m benchmarks.gpu --part decode   one of them
     python -m benchmarks.gpu --small         tiny sizes on a CPU, so that this file cannot rot
 
+With `--kvpress-python`, kvpress's SnapKV is measured beside the paper's cell and reading, in an
+environment of its own.
+
 Weights are random, in published shapes. A row is written as soon as it is measured; a part that
 the time left is too short for is skipped, and a row says so.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from snapkv import SnapKV, ops
 from snapkv.measure.bandwidth import copy_bandwidth
 from snapkv.measure.contenders import Contender, compressed, full
 from snapkv.measure.decode import DecodeBench
+from snapkv.measure.kvpress import Kvpress
 from snapkv.measure.prefill import PrefillBench
 from snapkv.measure.shapes import random_model
 from snapkv.measure.timing import spent_on, spread
@@ -43,6 +48,7 @@ class Sizes:
         layers: fewer layers than the shapes have; None for all.
         memory_gb: cap on the device's memory for the long prefill.
         long_seconds: how long the longest prefill may take.
+        kvpress_python: the interpreter of an environment with kvpress; None leaves it out.
     """
 
     shape: str = "llama-3.1-8b"
@@ -63,6 +69,7 @@ class Sizes:
     long_seconds: float = 150.0
     tokens: int = 32
     rounds: int = 5
+    kvpress_python: Path | None = None
 
 
 SMALL = Sizes(
@@ -94,6 +101,17 @@ def _policies(budget: int) -> list[Contender]:
     ]
 
 
+@contextlib.contextmanager
+def _beside(model: Any, budget: int, sizes: Sizes) -> Iterator[list[Kvpress]]:
+    """kvpress's SnapKV in its own process, where its environment is given."""
+    if sizes.kvpress_python is None:
+        yield []
+        return
+    label, policy = f"kvpress snapkv@{budget}", SnapKV(budget)
+    with Kvpress(label, sizes.kvpress_python, model, policy) as theirs:
+        yield [theirs]
+
+
 def decode(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """Time per token against transformers' caches, by length and batch."""
     model = _model(sizes.shape, device, sizes)
@@ -115,15 +133,16 @@ def decode(device: torch.device, sizes: Sizes) -> Iterator[Row]:
 def paper_cell(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """The paper's cell: a 7B multi-head shape, 16k, batch 2, capacity 2048 (Fig. 7)."""
     model = _model(sizes.paper_shape, device, sizes)
-    for row in DecodeBench(
-        model=model,
-        contenders=[full("transformers"), *_policies(sizes.paper_budget)],
-        lengths=[sizes.paper_length],
-        batches=[2],
-        tokens=sizes.tokens,
-        rounds=sizes.rounds,
-    ).rows():
-        yield row | {"part": "paper cell"}
+    with _beside(model, sizes.paper_budget, sizes) as theirs:
+        for row in DecodeBench(
+            model=model,
+            contenders=[full("transformers"), *theirs, *_policies(sizes.paper_budget)],
+            lengths=[sizes.paper_length],
+            batches=[2],
+            tokens=sizes.tokens,
+            rounds=sizes.rounds,
+        ).rows():
+            yield row | {"part": "paper cell"}
 
 
 def votes(device: torch.device, sizes: Sizes) -> Iterator[Row]:
@@ -165,18 +184,19 @@ def _vote(queries: torch.Tensor, keys: torch.Tensor, impl: Any) -> Callable[[], 
 def prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """What compression adds to reading a prompt, in time and at the peak of memory."""
     model = _model(sizes.shape, device, sizes)
-    bench = PrefillBench(
-        model=model,
-        contenders=[full("transformers"), _policies(sizes.budget)[1]],
-        lengths=[sizes.prefill_length],
-        rounds=sizes.rounds,
-    )
-    yield from bench.times()
+    with _beside(model, sizes.budget, sizes) as theirs:
+        bench = PrefillBench(
+            model=model,
+            contenders=[full("transformers"), *theirs, _policies(sizes.budget)[1]],
+            lengths=[sizes.prefill_length],
+            rounds=sizes.rounds,
+        )
+        yield from bench.times()
+        if device.type == "cuda":
+            yield from bench.peaks()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, sizes.prefill_length), generator=generator)
     yield from measure_overhead(model, ids.to(device), SnapKV(sizes.budget), rounds=sizes.rounds)
-    if device.type == "cuda":
-        yield from bench.peaks()
 
 
 def long_prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:
@@ -288,11 +308,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=ROWS)
     parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--kvpress-python", type=Path)
     given = parser.parse_args(arguments)
     if not given.small and not torch.cuda.is_available():
         parser.error("expected a CUDA device, got none; pass --small to try it on a CPU")
     device = torch.device("cpu" if given.small else "cuda")
-    sizes = SMALL if given.small else Sizes()
+    sizes = replace(SMALL if given.small else Sizes(), kvpress_python=given.kvpress_python)
     run(given.part or list(PARTS), device, sizes, given.output, 60 * given.minutes)
 
 

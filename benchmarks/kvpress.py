@@ -3,20 +3,18 @@
     make kvpress                    its environment: it does not take the transformers used here
     python -m benchmarks.kvpress    measure, write the rows, render the page (about six minutes)
 
-kvpress runs in a process of its own, which waits while another works. Rows:
+kvpress runs in processes of their own, which wait while another works. Rows:
 `docs/results/kvpress.jsonl`. Page: `docs/results/kvpress.md`.
 """
 
-import contextlib
-import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
@@ -27,6 +25,7 @@ from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import FullCache, SnapKV
 from snapkv.measure.contenders import Contender, compressed, full
+from snapkv.measure.kvpress import Kvpress
 from snapkv.measure.timing import alternate, ratios, spread
 from snapkv.models import load
 
@@ -56,45 +55,6 @@ _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
 
 
-class KvpressPeer:
-    """The process that runs kvpress; `run` does one piece of work there.
-
-    Args:
-        python: the interpreter of its environment.
-        settings: as `benchmarks.kvpress_peer` takes them.
-    """
-
-    def __init__(self, python: Path, settings: dict[str, Any]) -> None:
-        script = Path(__file__).with_name("kvpress_peer.py")
-        self._process = subprocess.Popen(
-            [str(python), "-I", str(script)],  # nothing of this environment on its path
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.versions = self._ask(settings)
-
-    def run(self, what: str) -> float:
-        """Do "prefill" or "decode" once, or the same of the full cache ("prefill full"); ms."""
-        return float(self._ask({"run": what})["wall_ms"])
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            self.close()
-            raise RuntimeError(f"the kvpress process ended with status {self._process.returncode}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-
-
 @torch.inference_mode()
 def measure(
     model: Any,
@@ -111,44 +71,31 @@ def measure(
         prefill_rounds: turns of every cache that count.
         decode_rounds: tokens of every cache that count.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+    with (
+        Kvpress("kvpress", PYTHON, model, POLICY, weights=True) as theirs,
+        Kvpress("kvpress full", PYTHON, model, None, weights=True) as theirs_full,
+    ):
         for length, ids in prompts.items():
-            settings = _settings(folder, model, ids)
-            with contextlib.closing(KvpressPeer(PYTHON, settings)) as peer:
-                named = {
-                    "prompt_tokens": length,
-                    "policy": POLICY.describe(),
-                    "peer": peer.versions,
-                }
-                read = {
-                    "kvpress": lambda: peer.run("prefill"),  # runs at once
-                    "kvpress full": lambda: peer.run("prefill full"),
-                    **_readers(model, ids),
-                }
-                yield from _rows("prefill", read, prefill_rounds, named)
-                steps = {
-                    "kvpress": lambda: peer.run("decode"),
-                    "kvpress full": lambda: peer.run("decode full"),
-                    **_decoders(read_prompt(model, ids)),
-                }
-                yield from _rows("decode", steps, decode_rounds, named)
+            prompt = torch.tensor([ids])
+            theirs.read(prompt)
+            peer = theirs.versions | {"kept_tokens": theirs.kept_tokens}
+            named = {"prompt_tokens": length, "policy": POLICY.describe(), "peer": peer}
+            read = {
+                "kvpress": partial(theirs.read, prompt),
+                "kvpress full": partial(theirs_full.read, prompt),
+                **_readers(model, prompt),
+            }
+            yield from _rows("prefill", read, prefill_rounds, named)
+            steps = {
+                "kvpress": partial(theirs, 1),
+                "kvpress full": partial(theirs_full, 1),
+                **_decoders(read_prompt(model, ids)),
+            }
+            yield from _rows("decode", steps, decode_rounds, named)
 
 
-def _settings(folder: str, model: Any, ids: list[int]) -> dict[str, Any]:
-    return {
-        "model": folder,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "prompt_ids": ids,
-        "budget": POLICY.budget,
-        "window_size": POLICY.window_size,
-        "kernel_size": POLICY.kernel_size,
-    }
-
-
-def _readers(model: Any, ids: list[int]) -> dict[str, Callable[[], float]]:
-    prompt, contenders = torch.tensor([ids]), (compressed("snapkv", POLICY), full("transformers"))
+def _readers(model: Any, prompt: Tensor) -> dict[str, Callable[[], float]]:
+    contenders = compressed("snapkv", POLICY), full("transformers")
 
     def timed(contender: Contender) -> Callable[[], float]:
         read = reader(model, prompt, contender)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,15 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows) == 4
 
 
+def test_weights_that_are_mapped_do_not_count_where_they_are_first_used():
+    """The real model, whose weights come into memory when they are used."""
+    command = (sys.executable, "-m", "snapkv", "bench", "memory", "--baseline", "none", "--json")
+    sizes = ("--lengths", "64,1k", "--budget", "48")
+    done = subprocess.run([*command, *sizes], stdout=subprocess.PIPE, check=True)
+    short, long = json.loads(done.stdout)["rows"]
+    assert short["peak_growth_bytes"] < long["peak_growth_bytes"] < 2**27
+
+
 def test_a_process_that_fails_ends_the_command_with_its_status(snapkv, tiny, monkeypatch):
     failed = subprocess.CompletedProcess([], 2, stdout="")
     monkeypatch.setattr(bench.subprocess, "run", lambda *a, **o: failed)
@@ -158,6 +168,11 @@ def test_the_table_is_for_people(snapkv, tiny, full_at_100, monkeypatch):
     ("arguments", "said"),
     [
         (("decode", "--baseline", "transformer"), "baseline: expected one of transformers"),
+        (("decode", "--baseline", "kvpress"), "kvpress_python: expected the interpreter"),
+        (
+            ("prefill", "--baseline", "kvpress", "--policy", "tova"),
+            "baseline: expected a snapkv policy",
+        ),
         (("decode", "--storage", "disk"), "storage: expected dynamic, static or both"),
         (("decode", "--tokens", "400"), "tokens and rounds: expected at most 512"),
         (("decode", "--rounds", "1"), "rounds: expected at least 2"),

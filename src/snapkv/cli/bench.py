@@ -13,7 +13,6 @@ import typer
 
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ModelOptions, with_options
-from snapkv.errors import InvalidArgumentError
 
 _compare, _work, _output = "What to compare", "Work", "Output"
 
@@ -55,10 +54,18 @@ class BenchOptions(ModelOptions):
     baseline: Annotated[
         str,
         typer.Option(
-            help="transformers' own caches: transformers, transformers-static, transformers-int4",
+            help="transformers' own caches: transformers, transformers-static, transformers-int4; "
+            "kvpress: its SnapKV, for every snapkv policy",
             rich_help_panel=_compare,
         ),
     ] = "transformers"
+    kvpress_python: Annotated[
+        str | None,
+        typer.Option(
+            help="Interpreter of an environment with kvpress, for that baseline",
+            rich_help_panel=_compare,
+        ),
+    ] = None
     lengths: Annotated[
         str, typer.Option(help="Prompt tokens, with commas: 1k,8k", rich_help_panel=_work)
     ] = "1k,4k"
@@ -94,10 +101,10 @@ def decode(
     from snapkv.measure.bandwidth import copy_bandwidth
     from snapkv.measure.decode import DecodeBench
 
-    def rows(model: Any) -> Iterable[dict[str, Any]]:
+    def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         return DecodeBench(
             model=model,
-            contenders=_contenders(options),
+            contenders=contenders,
             lengths=integers("lengths", options.lengths),
             batches=integers("batch", options.batch),
             tokens=tokens,
@@ -122,7 +129,8 @@ def prefill(
     options: BenchOptions,
 ) -> None:
     """Time to read a prompt."""
-    _run(options, lambda model: _prefill_bench(options, chunk_tokens, cap_tokens, model).times())
+    pieces = chunk_tokens, cap_tokens
+    _run(options, lambda *compared: _prefill_bench(options, *pieces, *compared).times())
 
 
 @app.command()
@@ -140,12 +148,12 @@ def memory(
 ) -> None:
     """Most memory held at once while a prompt is read, and what is held after it."""
 
-    def rows(model: Any) -> Iterable[dict[str, Any]]:
+    def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         if model.device.type == "cuda" or os.environ.get(_ALONE):
-            bench = _prefill_bench(options, chunk_tokens, cap_tokens, model)
+            bench = _prefill_bench(options, chunk_tokens, cap_tokens, model, contenders)
             peaks: Iterable[dict[str, Any]] = bench.peaks()
             return peaks
-        return _measured_alone(sys.argv[1:], [each.label for each in _contenders(options)])
+        return _measured_alone(sys.argv[1:], [each.label for each in contenders])
 
     _run(options, rows)
 
@@ -184,10 +192,10 @@ def throughput(
     """Tokens per second at the largest batch whose caches fit into the same memory."""
     from snapkv.measure.throughput import ThroughputBench
 
-    def rows(model: Any) -> Iterable[dict[str, Any]]:
+    def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         return ThroughputBench(
             model=model,
-            contenders=_contenders(options),
+            contenders=contenders,
             lengths=integers("lengths", options.lengths),
             memory_bytes=int(memory_gb * 1e9),
             tokens=tokens,
@@ -198,13 +206,17 @@ def throughput(
 
 
 def _prefill_bench(
-    options: BenchOptions, chunk_tokens: int | None, cap_tokens: int | None, model: Any
+    options: BenchOptions,
+    chunk_tokens: int | None,
+    cap_tokens: int | None,
+    model: Any,
+    contenders: list[Any],
 ) -> Any:
     from snapkv.measure.prefill import PrefillBench
 
     return PrefillBench(
         model=model,
-        contenders=_contenders(options),
+        contenders=contenders,
         lengths=integers("lengths", options.lengths),
         batches=integers("batch", options.batch),
         rounds=options.rounds,
@@ -213,34 +225,17 @@ def _prefill_bench(
     )
 
 
-def _contenders(options: BenchOptions) -> list[Any]:
-    """transformers' caches, then every policy at every budget in every storage."""
-    from snapkv.cli.sweep import methods, specs
-    from snapkv.measure.contenders import compressed, full
-
-    storages = specs([options.storage])
-    for storage in storages:
-        if storage not in ("dynamic", "static"):
-            raise InvalidArgumentError(
-                f"storage: expected dynamic, static or both, got {options.storage!r}"
-            )
-    policies = methods([], options.policy or ["snapkv"], integers("budget", options.budget))
-    found = [full(name) for name in specs([options.baseline])] + [
-        compressed(f"{each.label} {storage}", each.policy, storage=storage)
-        for each in policies
-        for storage in storages
-    ]
-    only = os.environ.get(_ALONE)
-    return [each for each in found if only in (None, each.label)]
-
-
-def _run(options: BenchOptions, bench: Callable[[Any], Iterable[dict[str, Any]]]) -> None:
+def _run(
+    options: BenchOptions, bench: Callable[[Any, list[Any]], Iterable[dict[str, Any]]]
+) -> None:
     """Load the model, measure, and show or store the rows."""
     from rich.console import Console
 
+    from snapkv.cli.caches import compared_caches
     from snapkv.cli.loading import load_model
     from snapkv.cli.tables import bench_table
     from snapkv.measure.environment import describe
+    from snapkv.measure.kvpress import Kvpress
 
     console = Console(stderr=True)
     alone = _ALONE in os.environ  # the process that asked for this one stores and draws
@@ -255,8 +250,14 @@ def _run(options: BenchOptions, bench: Callable[[Any], Iterable[dict[str, Any]]]
         model, named = _shaped(options, console)
     block = {"model": named, "environment": describe(model.device)}
     rows = []
-    with console.status("measuring") as status:
-        for row in bench(model):
+    with (
+        console.status("measuring") as status,
+        compared_caches(options, model, only=os.environ.get(_ALONE)) as contenders,
+    ):
+        peers = [each for each in contenders if isinstance(each, Kvpress)]
+        if peers:
+            block["kvpress"] = peers[0].versions  # of one environment
+        for row in bench(model, contenders):
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
             if options.output is not None and not alone:

@@ -77,9 +77,12 @@ def bench_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row per measurement, with the columns that any of them has."""
     shown = [_shown(row) for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
+    if all(row["status"] == "ok" for row in rows):
+        names.remove("status")
     table = Table(caption="times and ratios are medians")
     for name in names:
-        table.add_column(name, justify="left" if name == "cache" else "right", overflow="fold")
+        first = name == "cache"
+        table.add_column(name, justify="left" if first else "right", overflow="fold", no_wrap=first)
     for row in shown:
         table.add_row(*[row.get(name, "") for name in names])
     return table
@@ -89,7 +92,7 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
     """A measurement as text: medians of what has percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():
-        if name in ("bench", "filled") or value is None:
+        if name in ("bench", "filled", "least_ms") or value is None:
             continue
         if isinstance(value, dict):
             cells[name.replace("_", " ")] = f"{value['p50']:.3g}"

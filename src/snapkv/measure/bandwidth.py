@@ -2,9 +2,7 @@
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from snapkv.measure.memory import cache_bytes
 from snapkv.measure.timing import spent_on
 
 _COPIED_BYTES = {"cuda": 2**31, "cpu": 2**28}
@@ -20,8 +18,8 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (min(times) / 1000)
 
 
-def least_ms_per_token(model: PreTrainedModel, cache: Cache, bytes_per_second: float) -> float:
-    """The time to read every weight and all that the cache holds once.
+def least_ms_per_token(model: PreTrainedModel, held_bytes: int, bytes_per_second: float) -> float:
+    """The time to read every weight and all that a cache holds once.
 
     Of the embedding only a row is read, unless the output projection shares its matrix.
     """
@@ -29,4 +27,4 @@ def least_ms_per_token(model: PreTrainedModel, cache: Cache, bytes_per_second: f
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
         weights -= embedding.weight.nbytes
-    return float(1000 * (weights + cache_bytes(cache)) / bytes_per_second)
+    return float(1000 * (weights + held_bytes) / bytes_per_second)

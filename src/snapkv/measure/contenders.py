@@ -60,8 +60,8 @@ def full(name: str) -> Contender:
     """
     if name not in FULL_CACHES:
         raise InvalidArgumentError(
-            f"baseline: expected one of {', '.join(FULL_CACHES)}, got "
-            f"{name!r}{nearest(name, FULL_CACHES)}"
+            f"baseline: expected one of {', '.join(BASELINES)}, got "
+            f"{name!r}{nearest(name, BASELINES)}"
         )
     return Contender(label=name, make=FULL_CACHES[name])
 
@@ -86,6 +86,9 @@ FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
     "transformers-int4": _quantized,
 }
 """transformers' own caches by the name that `snapkv bench --baseline` takes."""
+
+BASELINES = (*FULL_CACHES, "kvpress")
+"""All that it takes."""
 
 
 @torch.no_grad()

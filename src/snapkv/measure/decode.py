@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.measure.bandwidth import least_ms_per_token
 from snapkv.measure.contenders import ROOM_TOKENS, Contender, filled
+from snapkv.measure.kvpress import Kvpress
 from snapkv.measure.memory import cache_bytes
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
@@ -37,7 +38,7 @@ class DecodeBench:
     """
 
     model: PreTrainedModel
-    contenders: Sequence[Contender]
+    contenders: Sequence[Contender | Kvpress]
     lengths: Sequence[int]
     batches: Sequence[int] = (1,)
     tokens: int = 16
@@ -61,11 +62,11 @@ class DecodeBench:
                 yield from self._cell(batch, length)
 
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
-        decoders: dict[str, _Decoder] = {}
+        decoders: dict[str, Decoder] = {}
         for contender in self.contenders:
             try:
                 with out_of_memory_explained(lambda: "full"):
-                    decoder = _Decoder(contender, self.model, batch, length)
+                    decoder = decoder_behind(contender, self.model, batch, length)
                     decoder(1)
             except OutOfMemoryError:
                 yield self._row(contender.label, batch, length) | {"status": "out of memory"}
@@ -79,45 +80,69 @@ class DecodeBench:
         for name, samples in runs.items():
             yield (
                 self._row(name, batch, length)
-                | {"status": "ok", "filled": True, "held_bytes": cache_bytes(decoders[name].cache)}
-                | self._times(samples, next(iter(runs.values())), decoders[name])
+                | {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
+                | self._times(samples, next(iter(runs.values())), batch, decoders[name])
             )
 
     def _row(self, name: str, batch: int, length: int) -> Row:
         return {"bench": "decode", "cache": name, "batch": batch, "length": length}
 
-    def _times(self, samples: list[float], base: list[float], decoder: "_Decoder") -> Row:
+    def _times(
+        self, samples: list[float], base: list[float], batch: int, decoder: "Decoder"
+    ) -> Row:
         ms = spread(samples, 3)
         times: Row = {
             "ms_per_token": ms,
             "ratio": spread(ratios(samples, base), 4),
-            "tokens_per_second": round(1000 * decoder.batch / ms["p50"], 2),
+            "tokens_per_second": round(1000 * batch / ms["p50"], 2),
         }
         if self.bytes_per_second is not None:
-            least = least_ms_per_token(self.model, decoder.cache, self.bytes_per_second)
+            least = least_ms_per_token(self.model, decoder.held_bytes, self.bytes_per_second)
             times |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
         return times
 
 
-def _round(decoder: "_Decoder", tokens: int) -> Callable[[], float]:
+class Decoder(Protocol):
+    """A cache behind a prompt, and what is generated behind it."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the cache holds."""
+
+    def __call__(self, tokens: int) -> float:
+        """Generate greedily; ms per token."""
+
+
+def decoder_behind(
+    contender: Contender | Kvpress, model: PreTrainedModel, batch: int, length: int
+) -> Decoder:
+    """A contender's cache behind a prompt that was never read."""
+    if isinstance(contender, Kvpress):
+        return contender.filled(batch, length)
+    return _Decoder(contender, model, batch, length)
+
+
+def _round(decoder: Decoder, tokens: int) -> Callable[[], float]:
     return lambda: decoder(tokens)
 
 
 class _Decoder:
-    """A cache behind a prompt that was never read, and what is generated behind it."""
+    """Decodes in this process, through `model.generate`."""
 
     def __init__(
         self, contender: Contender, model: PreTrainedModel, batch: int, length: int
     ) -> None:
         self._contender, self._model = contender, model
-        self._seen = length
-        self.batch = batch
-        self.cache = filled(contender, model, batch=batch, tokens=length)
+        self._batch, self._seen = batch, length
+        self._cache = filled(contender, model, batch=batch, tokens=length)
+
+    @property
+    def held_bytes(self) -> int:
+        return cache_bytes(self._cache)
 
     def __call__(self, tokens: int) -> float:
-        """Generate greedily through `model.generate`; ms per token."""
         self._contender.enter(self._model)
-        shape = (self.batch, self._seen + 1)
+        shape = (self._batch, self._seen + 1)
         ids = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
         self._seen += tokens
 
@@ -125,7 +150,7 @@ class _Decoder:
             self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
+                past_key_values=self._cache,
                 max_new_tokens=tokens,
                 min_new_tokens=tokens,
                 do_sample=False,

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.measure.contenders import Contender
+from snapkv.measure.kvpress import Kvpress
 from snapkv.measure.memory import cache_bytes, peak_growth_bytes
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
@@ -36,7 +38,7 @@ class PrefillBench:
     """
 
     model: PreTrainedModel
-    contenders: Sequence[Contender]
+    contenders: Sequence[Contender | Kvpress]
     lengths: Sequence[int]
     batches: Sequence[int] = (1,)
     rounds: int = 5
@@ -63,6 +65,7 @@ class PrefillBench:
         Once a cache has not fitted, longer prompts are not tried with it.
         """
         full: set[tuple[str, int]] = set()
+        self._load_weights()
         for batch, length in self._cells():
             for contender in self.contenders:
                 row = self._row("memory", contender, batch, length)
@@ -75,6 +78,14 @@ class PrefillBench:
                     full.add((contender.label, batch))
                     yield row | {"status": "out of memory"}
 
+    @torch.no_grad()
+    def _load_weights(self) -> None:
+        """Use every weight: those in a mapped file come into memory when they are first used."""
+        for parameter in self.model.parameters():
+            parameter.sum()
+        for contender in self.contenders:
+            self._ms(contender, self._ids(1, 1))
+
     def _cells(self) -> Iterator[tuple[int, int]]:
         for batch in self.batches:
             for length in sorted(self.lengths):
@@ -86,7 +97,7 @@ class PrefillBench:
         rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
         for contender in self.contenders:
             try:
-                self._read(contender, ids)
+                self._ms(contender, ids)
             except OutOfMemoryError:
                 yield rows[contender.label] | {"status": "out of memory"}
             else:
@@ -97,16 +108,24 @@ class PrefillBench:
             times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
             yield rows[name] | {"status": "ok"} | times
 
-    def _timed_reader(self, contender: Contender, ids: Tensor) -> Callable[[], float]:
-        return lambda: spent_on(lambda: self._read(contender, ids)).wall_ms
+    def _timed_reader(self, contender: Contender | Kvpress, ids: Tensor) -> Callable[[], float]:
+        return lambda: self._ms(contender, ids)
 
-    def _peak(self, contender: Contender, batch: int, length: int) -> Row:
-        ids, caches = self._ids(batch, length), []
+    def _ms(self, contender: Contender | Kvpress, ids: Tensor) -> float:
+        if isinstance(contender, Kvpress):
+            return contender.read(ids)
+        return spent_on(lambda: self._read(contender, ids)).wall_ms
+
+    def _peak(self, contender: Contender | Kvpress, batch: int, length: int) -> Row:
+        ids = self._ids(batch, length)
+        if isinstance(contender, Kvpress):
+            return contender.peak(ids)
+        caches: list[Cache] = []
         peak = peak_growth_bytes(lambda: caches.append(self._read(contender, ids)), ids.device)
         return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
 
     @torch.no_grad()
-    def _read(self, contender: Contender, ids: Tensor) -> Any:
+    def _read(self, contender: Contender, ids: Tensor) -> Cache:
         """The cache after the prompt.
 
         Raises:
@@ -125,14 +144,15 @@ class PrefillBench:
             return layer_by_layer(self.model, chunk_tokens=self.chunk_tokens)
         return chunked(self.model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
 
-    def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
+    def _row(self, bench: str, contender: Contender | Kvpress, batch: int, length: int) -> Row:
+        in_pieces = isinstance(contender, Contender) and contender.policy is not None
         return {
             "bench": bench,
             "cache": contender.label,
             "batch": batch,
             "length": length,
-            "chunk_tokens": self.chunk_tokens if contender.policy is not None else None,
-            "cap_tokens": self.cap_tokens if contender.policy is not None else None,
+            "chunk_tokens": self.chunk_tokens if in_pieces else None,
+            "cap_tokens": self.cap_tokens if in_pieces else None,
         }
 
     def _ids(self, batch: int, length: int) -> Tensor:

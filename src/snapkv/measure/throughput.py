@@ -7,9 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from snapkv.errors import OutOfMemoryError
-from snapkv.measure.contenders import Contender, filled
-from snapkv.measure.decode import DecodeBench
-from snapkv.measure.memory import cache_bytes
+from snapkv.measure.contenders import Contender
+from snapkv.measure.decode import DecodeBench, decoder_behind
+from snapkv.measure.kvpress import Kvpress
 from snapkv.plan import out_of_memory_explained, weights_bytes
 
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ class ThroughputBench:
     """
 
     model: PreTrainedModel
-    contenders: Sequence[Contender]
+    contenders: Sequence[Contender | Kvpress]
     lengths: Sequence[int]
     memory_bytes: int
     most_requests: int = 256
@@ -43,7 +43,7 @@ class ThroughputBench:
             for contender in self.contenders:
                 yield self._row(contender, length)
 
-    def _row(self, contender: Contender, length: int) -> Row:
+    def _row(self, contender: Contender | Kvpress, length: int) -> Row:
         named = {
             "bench": "throughput",
             "cache": contender.label,
@@ -64,11 +64,11 @@ class ThroughputBench:
         (row,) = bench.rows()
         return row | named | {"limited_by": self._limit(requests)}
 
-    def _requests(self, contender: Contender, length: int) -> int:
+    def _requests(self, contender: Contender | Kvpress, length: int) -> int:
         """How many requests' caches fit beside the weights."""
         try:
             with out_of_memory_explained(lambda: contender.label):
-                one = cache_bytes(filled(contender, self.model, batch=1, tokens=length))
+                one = decoder_behind(contender, self.model, 1, length).held_bytes
         except OutOfMemoryError:
             return 0
         room = self.memory_bytes - weights_bytes(self.model)

@@ -1,0 +1,179 @@
+"""kvpress's SnapKV among the contenders, in a process of its own environment.
+
+kvpress takes an older transformers than snapkv does, so it cannot be imported here. Its process has
+a model of the same configuration and waits while others work.
+"""
+
+import contextlib
+import json
+import math
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.measure.memory import peak_growth_bytes
+from snapkv.policies import SnapKV
+
+Row = dict[str, Any]
+
+_WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+
+class Kvpress:
+    """A cache that kvpress's `SnapKVPress` compresses, or the full cache of its transformers.
+
+    kvpress pools with averages and combines query heads with their mean, whatever the policy says.
+
+    Args:
+        label: its name.
+        python: the interpreter of an environment with kvpress.
+        model: the model whose configuration is measured.
+        policy: budget (or ratio), window and kernel; None keeps every token.
+        weights: measure the model's own weights; else random ones, which take as long.
+
+    Raises:
+        InvalidArgumentError: no such interpreter, no kvpress there, or a model that kvpress does
+            not take.
+        OutOfMemoryError: the weights do not fit a second time.
+
+    Attributes:
+        versions: of kvpress and what it runs on.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        python: Path,
+        model: PreTrainedModel,
+        policy: SnapKV | None,
+        *,
+        weights: bool = False,
+    ) -> None:
+        self.label, self._policy, self._device = label, policy, model.device
+        if not python.is_file():
+            raise InvalidArgumentError(
+                "kvpress_python: expected the interpreter of an environment with kvpress, got "
+                f"{str(python)!r}; make one: python -m venv there; there/bin/pip install kvpress"
+            )
+        self._process = subprocess.Popen(
+            [str(python), "-I", str(_WORKER)],  # nothing of this environment on its path
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                (model if weights else model.config).save_pretrained(folder)
+                self.versions = self._ask(**_settings(model, folder, policy))
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def read(self, ids: Tensor) -> float:
+        """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
+        return float(self._read(ids)["ms"])
+
+    def peak(self, ids: Tensor) -> Row:
+        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
+        read: list[Row] = []
+        peak = peak_growth_bytes(
+            lambda: read.append(self._read(ids)), self._device, process=self._process.pid
+        )
+        return {
+            "peak_growth_bytes": read[0].get("peak_growth_bytes", peak),  # on CUDA its own
+            "held_bytes": read[0]["held_bytes"],
+        }
+
+    def filled(self, batch: int, length: int) -> "Kvpress":
+        """Itself, with a cache as a prompt of that many tokens leaves it, from random states."""
+        kept = self._kept_tokens(length)
+        self._last = self._ask(do="fill", batch=batch, length=length, kept_tokens=kept)
+        return self
+
+    def __call__(self, tokens: int) -> float:
+        """Generate greedily behind the last prompt; ms per token."""
+        self._last = self._ask(do="decode", tokens=tokens)
+        return float(self._last["ms"]) / tokens
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the last cache holds."""
+        return int(self._last["held_bytes"])
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """Token ids of the last call, by row."""
+        found: list[list[int]] = self._last["tokens"]
+        return found
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens that a layer of the last cache stores."""
+        return int(self._last["kept_tokens"])
+
+    def _read(self, ids: Tensor) -> Row:
+        kept = self._kept_tokens(ids.shape[1])
+        self._last = self._ask(do="read", ids=ids.tolist(), kept_tokens=kept)
+        return self._last
+
+    def _kept_tokens(self, length: int) -> int:
+        if self._policy is None:
+            return length
+        if self._policy.keep_ratio is None:
+            assert self._policy.budget is not None
+            return self._policy.budget
+        window = self._policy.window_size
+        return window + math.floor(self._policy.keep_ratio * (length - window))
+
+    def _ask(self, **question: Any) -> Row:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # no answer will come either
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        answer: Row = json.loads(line) if line else {"error": "its process has ended"}
+        if "out_of_memory" in answer:
+            raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
+        if "error" in answer:
+            raise InvalidArgumentError(
+                f"kvpress: expected it to measure {self.label!r}, got {answer['error']}; leave it "
+                "out of the baselines"
+            )
+        return answer
+
+    def _end(self) -> None:
+        self._process.communicate()
+
+
+def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
+    press = None
+    if policy is not None:
+        press = {"window_size": policy.window_size, "kernel_size": policy.kernel_size}
+    text = model.config.get_text_config(decoder=True)
+    return {
+        "model": folder,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attn_implementation": text._attn_implementation.rpartition("|")[2],
+        "threads": torch.get_num_threads(),
+        "press": press,
+    }
