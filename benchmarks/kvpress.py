@@ -1,7 +1,7 @@
 """Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
 
     make kvpress                    its environment: it does not take the transformers used here
-    python -m benchmarks.kvpress    measure, write the rows, render the page (about six minutes)
+    python -m benchmarks.kvpress    measure, write the rows, render the page (about nine minutes)
 
 kvpress runs in processes of their own, which wait while another works. Rows:
 `docs/results/kvpress.jsonl`. Page: `docs/results/kvpress.md`.
@@ -37,7 +37,7 @@ POLICY = SnapKV(512, window_size=32, kernel_size=7, pooling="avg")
 """kvpress pools with averages."""
 
 LENGTHS = (1024, 4096)
-PREFILL_ROUNDS, DECODE_ROUNDS = 5, 48
+PREFILL_ROUNDS, DECODE_ROUNDS = 8, 48
 _NAMES = {
     "kvpress": "kvpress, SnapKVPress",
     "kvpress full": "full cache, kvpress's transformers",

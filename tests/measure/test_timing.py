@@ -1,9 +1,14 @@
 import time
+from collections import Counter
+from itertools import pairwise, permutations
+
+import pytest
 
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 
 
-def test_contenders_take_turns_and_each_round_starts_with_another():
+def turns_of(names, rounds, warmup_rounds=0):
+    """The names in the order of their runs, and what came back: the number of the run."""
     order = []
 
     def contender(name):
@@ -13,9 +18,27 @@ def test_contenders_take_turns_and_each_round_starts_with_another():
 
         return run
 
-    times = alternate({name: contender(name) for name in "abc"}, rounds=2, warmup_rounds=1)
-    assert "".join(order) == "abcbcacab"
+    times = alternate(
+        {name: contender(name) for name in names}, rounds=rounds, warmup_rounds=warmup_rounds
+    )
+    return "".join(order), times
+
+
+def test_contenders_take_turns_and_each_round_starts_with_another():
+    order, times = turns_of("abc", rounds=2, warmup_rounds=1)
+    assert order == "abcbcacab"
     assert times == {"a": [6.0, 8.0], "b": [4.0, 9.0], "c": [5.0, 7.0]}
+    assert turns_of("abcd", rounds=4)[0] == "abdcbcadcdbadacb"
+
+
+@pytest.mark.parametrize(("names", "rounds"), [("ab", 2), ("abc", 6), ("abcd", 4), ("abcde", 10)])
+def test_each_comes_behind_each_of_the_others_equally_often(names, rounds):
+    order, _ = turns_of(names, rounds)
+    turns = [order[start : start + len(names)] for start in range(0, len(order), len(names))]
+    assert {"".join(sorted(turn)) for turn in turns} == {names}
+    pairs = Counter(pair for turn in turns for pair in pairwise(turn))
+    assert set(pairs) == set(permutations(names, 2))
+    assert set(pairs.values()) == {rounds // len(names)}
 
 
 def test_percentiles_and_ratios_of_pairs():

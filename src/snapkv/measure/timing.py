@@ -41,7 +41,9 @@ def alternate(
 ) -> dict[str, list[T]]:
     """Run all contenders in every round, each round starting with another one.
 
-    Noise of the machine then hits all of them alike, and the times of one round make a pair.
+    Noise of the machine then hits all of them alike, and the times of one round make a pair. What a
+    run leaves behind hits all of them too: in a cycle of rounds each comes behind each of the others
+    equally often (the design of Williams, 1949).
 
     Args:
         contenders: name to a function that does one run and returns what it took.
@@ -54,10 +56,19 @@ def alternate(
     names = list(contenders)
     times: dict[str, list[T]] = {name: [] for name in names}
     for index in range(warmup_rounds + rounds):
-        start = index % len(names)
-        for name in names[start:] + names[:start]:
-            times[name].append(contenders[name]())
+        for place in _order(len(names), index):
+            times[names[place]].append(contenders[names[place]]())
     return {name: of_name[warmup_rounds:] for name, of_name in times.items()}
+
+
+def _order(count: int, index: int) -> list[int]:
+    """The places of a round: 0, 1, -1, 2, -2, ... from another one each round.
+
+    An odd count takes two cycles until all is even, the second in reverse.
+    """
+    zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(count)]
+    order = [(place + index) % count for place in zigzag]
+    return order[::-1] if count % 2 and index // count % 2 else order
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
