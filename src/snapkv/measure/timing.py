@@ -41,9 +41,9 @@ def alternate(
 ) -> dict[str, list[T]]:
     """Run all contenders in every round, each round starting with another one.
 
-    Noise of the machine then hits all of them alike, and the times of one round make a pair. What a
-    run leaves behind hits all of them too: in a cycle of rounds each comes behind each of the others
-    equally often (the design of Williams, 1949).
+    Noise of the machine then hits all of them alike, and the times of one round make a pair. So
+    does what a run leaves behind: in a cycle of rounds each comes behind each of the others equally
+    often (the design of Williams, 1949).
 
     Args:
         contenders: name to a function that does one run and returns what it took.
