@@ -16,6 +16,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
+from snapkv.cache.growing import ROOM_TOKENS
 from tests.families import VOCABULARY, random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
@@ -204,7 +205,16 @@ def test_report_counts_bytes_of_the_tensors_and_of_a_full_cache(model, filled):
         assert (row["seen_tokens"], row["kept_tokens"]) == (PROMPT + 4, BUDGET + 4)
     assert sum(row["held_bytes"] for row in report["layers"]) == held
     kept = filled.layers[0].keys
-    assert kept.untyped_storage().nbytes() == kept.nbytes, "no view holds on to the whole prompt"
+    room = kept.untyped_storage().nbytes() - kept.nbytes
+    assert room == kept.nbytes // (BUDGET + 4) * ROOM_TOKENS, "and not the whole prompt"
+
+
+def test_behind_the_prompt_no_view_holds_on_to_all_of_it(model):
+    cache = CompressedCache(model, POLICY)
+    call(model, cache, random_ids(2, PROMPT))
+    for layer in cache.layers:
+        for states in (layer.keys, layer.values):
+            assert states.untyped_storage().nbytes() == states.nbytes
 
 
 def test_report_is_json_and_prints_a_table(filled):

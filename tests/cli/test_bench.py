@@ -170,6 +170,10 @@ def test_the_table_is_for_people(snapkv, tiny, full_at_100, monkeypatch):
         (("decode", "--baseline", "transformer"), "baseline: expected one of transformers"),
         (("decode", "--baseline", "kvpress"), "kvpress_python: expected the interpreter"),
         (
+            ("prefill", "--baseline", "kvpress", "--kvpress-python", sys.executable),
+            f"got status 1 from {sys.executable!r}, which said ModuleNotFoundError: No module",
+        ),
+        (
             ("prefill", "--baseline", "kvpress", "--policy", "tova"),
             "baseline: expected a snapkv policy",
         ),

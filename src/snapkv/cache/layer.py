@@ -60,6 +60,7 @@ class CompressedLayer(StoredTokens):
         self.rotation = rotation
         self.output_projection = output_projection
         self._history_tokens = policy.history_tokens if isinstance(policy, EvictingPolicy) else 0
+        self._grows_in_place = not isinstance(policy, EvictingPolicy)  # it moves what is stored
 
     # What transformers asks of a layer.
 
@@ -76,8 +77,7 @@ class CompressedLayer(StoredTokens):
             repeats = self.keys.shape[1] // key_states.shape[1]
             key_states = key_states.repeat_interleave(repeats, dim=1)
             value_states = value_states.repeat_interleave(repeats, dim=1)
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        return keys, values
+        return self._append(key_states, value_states)
 
     def _require_batch(self, batch: int) -> None:
         if self._is_filled and self.keys.shape[0] != batch:

@@ -47,6 +47,7 @@ class QuantisedLayer(CompressedLayer):
         self.bits: Bits = bits
         self.packed: tuple[Codes, Codes] | None = None
         self._is_spread = False
+        self._grows_in_place = False  # every step begins with other tensors
 
     @property
     def packed_tokens(self) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from snapkv.cache.growing import Growing
 from snapkv.cache.parked import ParkedTokens
 from snapkv.cache.ragged import RaggedStates
 from snapkv.cache.sinks import MovedSinks
@@ -55,6 +56,18 @@ class StoredTokens(DynamicLayer):
         self.parked: ParkedTokens | None = None
         self._query_tail: Tensor | None = None
         self._num_kv_heads = 0
+        self._grows_in_place = True
+        self._growing = Growing(), Growing()
+
+    def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens behind the others; returns all keys and values."""
+        if not (self._grows_in_place and self._is_filled):
+            keys, values = super().update(keys, values)
+            return keys, values
+        of_keys, of_values = self._growing
+        self.keys = of_keys.append(self.keys, keys)
+        self.values = of_values.append(self.values, values)
+        return self.keys, self.values
 
     @property
     def _is_filled(self) -> bool:

@@ -57,15 +57,19 @@ class Kvpress:
         weights: bool = False,
     ) -> None:
         self.label, self._policy, self._device = label, policy, model.device
+        self._python = str(python)
         if not python.is_file():
             raise InvalidArgumentError(
                 "kvpress_python: expected the interpreter of an environment with kvpress, got "
-                f"{str(python)!r}; make one: python -m venv there; there/bin/pip install kvpress"
+                f"{self._python!r}; make one: python -m venv there; there/bin/pip install kvpress"
             )
+        # What libraries print, and why it ended.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by _end
         self._process = subprocess.Popen(
-            [str(python), "-I", str(_WORKER)],  # nothing of this environment on its path
+            [self._python, "-I", str(_WORKER)],  # nothing of this environment on its path
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._said,
             text=True,
         )
         try:
@@ -150,7 +154,7 @@ class Kvpress:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        answer: Row = json.loads(line) if line else {"error": "its process has ended"}
+        answer: Row = json.loads(line) if line else {"error": self._last_words()}
         if "out_of_memory" in answer:
             raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
         if "error" in answer:
@@ -160,8 +164,15 @@ class Kvpress:
             )
         return answer
 
+    def _last_words(self) -> str:
+        status = self._process.wait()
+        self._said.seek(0)
+        lines = self._said.read().strip().splitlines() or ["nothing"]
+        return f"status {status} from {self._python!r}, which said {lines[-1]}"
+
     def _end(self) -> None:
         self._process.communicate()
+        self._said.close()
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:

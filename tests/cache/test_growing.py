@@ -1,0 +1,111 @@
+"""Appending in place gives what concatenation gives, and never changes what was handed out."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from snapkv import CompressedCache, SnapKV
+from snapkv.cache.growing import ROOM_TOKENS, Growing
+from tests.families import random_ids, tiny_model
+
+B, H, D = 2, 3, 4
+
+
+def states(tokens, seed=0):
+    return torch.randn(B, H, tokens, D, generator=torch.Generator().manual_seed(seed))
+
+
+def test_tokens_come_in_place_until_the_room_is_used_up():
+    growing, expected, places = Growing(), states(5), []
+    got = expected
+    for number in range(ROOM_TOKENS + 3):
+        token = states(1, seed=number)
+        got, expected = growing.append(got, token), torch.cat([expected, token], dim=-2)
+        assert torch.equal(got, expected)
+        places.append(got.data_ptr())
+    assert len(set(places)) == 2
+    assert places.index(places[-1]) == ROOM_TOKENS + 1  # the first token came with room behind it
+
+
+def test_what_was_handed_out_stays_as_it_is():
+    growing = Growing()
+    first = growing.append(states(5), states(2, seed=1))
+    before = first.clone()
+    second = growing.append(first, states(1, seed=2))
+    other = growing.append(first, states(1, seed=3))  # the slot behind it is taken
+    shorter = growing.append(second[..., :-2, :], states(1, seed=4))
+    assert torch.equal(first, before)
+    assert torch.equal(second, torch.cat([before, states(1, seed=2)], dim=-2))
+    assert torch.equal(other, torch.cat([before, states(1, seed=3)], dim=-2))
+    assert torch.equal(shorter, torch.cat([before[..., :-1, :], states(1, seed=4)], dim=-2))
+    assert second.data_ptr() == first.data_ptr() != other.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+)
+def test_a_copy_does_not_write_behind_what_the_original_handed_out(copied):
+    growing = Growing()
+    first = growing.append(states(5), states(1, seed=1))
+    theirs = copied(growing).append(first, states(1, seed=2))
+    ours = growing.append(first, states(1, seed=3))
+    assert torch.equal(theirs[..., -1:, :], states(1, seed=2))
+    assert torch.equal(ours[..., -1:, :], states(1, seed=3))
+
+
+def test_it_holds_no_memory_itself():
+    growing = Growing()
+    got = growing.append(states(5), states(1, seed=1))
+    where = growing._last
+    assert where() is got
+    del got
+    assert where() is None
+
+
+def test_many_tokens_at_once_leave_no_room():
+    got = Growing().append(states(5), states(ROOM_TOKENS + 1, seed=1))
+    assert got.untyped_storage().nbytes() == got.nbytes
+
+
+def test_gradients_flow_through_what_is_stored():
+    growing, stored = Growing(), states(5).requires_grad_()
+    growing.append(growing.append(stored, states(1)), states(1)).sum().backward()
+    assert_close(stored.grad, torch.ones_like(stored))
+
+
+def test_what_inference_mode_has_made_grows_outside_of_it():
+    growing = Growing()
+    with torch.inference_mode():
+        first = growing.append(states(5), states(1, seed=1))
+    second = growing.append(first, states(1, seed=2))
+    with torch.inference_mode():
+        third = growing.append(second, states(1, seed=3))
+    assert torch.equal(third, torch.cat([first, states(1, seed=2), states(1, seed=3)], dim=-2))
+
+
+def test_a_cache_branches_where_it_is_copied_and_where_it_is_cropped():
+    """Each branch says what it says alone."""
+    model, ids, tokens = tiny_model("llama"), random_ids(2, 80), random_ids(2, 12, seed=1)
+
+    @torch.no_grad()
+    def read(cache, more):
+        return [model(token, past_key_values=cache).logits for token in more.split(1, dim=1)]
+
+    def alone(*parts):
+        cache = CompressedCache(model, SnapKV(24, window_size=8))
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        return [read(cache, part) for part in parts][-1]
+
+    cache = CompressedCache(model, SnapKV(24, window_size=8))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    read(cache, tokens[:, :4])
+    twin = copy.deepcopy(cache)
+    read(cache, tokens[:, 4:8])
+    assert_close(read(twin, tokens[:, 8:]), alone(tokens[:, :4], tokens[:, 8:]))
+    cache.crop(-4)
+    assert_close(read(cache, tokens[:, 8:]), alone(tokens[:, :4], tokens[:, 8:]))
