@@ -1,0 +1,110 @@
+"""Time per token behind as many stored tokens: appended in place, or copied for every token.
+
+    python -m benchmarks.appending    measure, write the rows, render the page (two minutes)
+
+transformers' own cache concatenates what is stored and what is new. Caches are filled directly.
+Rows: `docs/results/appending.jsonl`. Page: `docs/results/appending.md`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from benchmarks.environment import describe_environment
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from snapkv import CompressedCache, SnapKV
+from snapkv.measure.contenders import Contender, compressed, filled, full
+from snapkv.measure.timing import alternate, ratios, spent_on, spread
+from snapkv.models import load
+
+ROWS = RESULTS / "appending.jsonl"
+PAGE = RESULTS / "appending.md"
+
+PROMPT_TOKENS, TOKENS = 4096, 96
+CELLS = ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024))
+"""Batch and stored tokens."""
+
+
+@torch.inference_mode()
+def measure(
+    model: Any,
+    *,
+    cells: Sequence[tuple[int, int]] = CELLS,
+    prompt_tokens: int = PROMPT_TOKENS,
+    tokens: int = TOKENS,
+) -> Iterator[Row]:
+    """A row per cell; transformers' cache has read a prompt of only what it stores."""
+    for batch, stored in cells:
+        ours, theirs = compressed("snapkv", SnapKV(stored)), full("transformers")
+        work = {
+            "snapkv": _decoder(model, ours, batch, prompt_tokens),
+            "transformers": _decoder(model, theirs, batch, stored),
+        }
+        times = alternate(work, rounds=tokens, warmup_rounds=4)
+        yield {
+            "benchmark": "appending",
+            "batch": batch,
+            "stored_tokens": stored,
+            "prompt_tokens": prompt_tokens,
+            "tokens": tokens,
+            "ms": spread(times["snapkv"], 2),
+            "copying_ms": spread(times["transformers"], 2),
+            "ratio": spread(ratios(times["snapkv"], times["transformers"]), 4),
+        }
+
+
+def _decoder(model: Any, contender: Contender, batch: int, seen: int) -> Callable[[], float]:
+    cache: Cache = filled(contender, model, batch=batch, tokens=seen)
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
+
+    def step() -> float:
+        contender.enter(model)
+        if isinstance(cache, CompressedCache):
+            cache.expect_tokens(token)
+        return spent_on(lambda: model(token, past_key_values=cache)).wall_ms
+
+    return step
+
+
+def render(rows: list[Row]) -> str:
+    """The page that these rows make."""
+    first = rows[0]
+    parts = [
+        "# Appending in place",
+        "A token behind a compressed prompt, and behind as many tokens in transformers' own cache, "
+        "which copies all of them to append one. Here a layer keeps room for 64 tokens behind what "
+        f"it stores. The prompt has {first['prompt_tokens']:,} tokens; caches are filled directly "
+        f"and decode in turn, {first['tokens']} tokens each: medians, and the median ratio of "
+        "pairs.",
+        environment_line(rows) + ".",
+        markdown_table(
+            ["batch", "stored tokens", "in place, ms", "copying, ms", "ratio"],
+            [
+                [
+                    str(row["batch"]),
+                    f"{row['stored_tokens']:,}",
+                    f"{row['ms']['p50']:.1f}",
+                    f"{row['copying_ms']['p50']:.1f}",
+                    f"{row['ratio']['p50']:.3f}",
+                ]
+                for row in rows
+            ],
+        ),
+        "Rendered from `appending.jsonl` by `python -m benchmarks.appending`; each row has all "
+        "settings.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measurements() -> Iterator[Row]:
+    environment, loaded = describe_environment(), load("demo")
+    for row in measure(loaded.model):
+        print(row, file=sys.stderr)
+        yield {**row, "model": loaded.description(), "environment": environment}
+
+
+if __name__ == "__main__":
+    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
