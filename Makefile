@@ -75,6 +75,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.recall
 	$(BIN)/python -m benchmarks.chunked
 	$(BIN)/python -m benchmarks.bits
+	$(BIN)/python -m benchmarks.appending
 	$(BIN)/python -m benchmarks.flat
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this

@@ -2,6 +2,7 @@
 
 import pytest
 from benchmarks import (
+    appending,
     bits,
     chunked,
     evaluation,
@@ -18,6 +19,7 @@ from benchmarks import (
 from benchmarks.records import read_rows
 
 PAGES = {
+    "appending": appending,
     "bits": bits,
     "quality": quality,
     "speed": speed,

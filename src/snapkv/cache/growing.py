@@ -39,7 +39,7 @@ class Growing:
         if self._last is None or self._last() is not stored or end > self._slots:
             stored = self._with_room(stored, end + ROOM_TOKENS)
         grown = stored.as_strided((*stored.shape[:2], end, stored.shape[3]), stored.stride())
-        grown[:, :, end - tokens :] = new
+        grown.narrow(2, end - tokens, tokens).copy_(new)
         self._last = weakref.ref(grown)
         return grown
 
