@@ -70,6 +70,13 @@ def test_many_tokens_at_once_leave_no_room():
     assert got.untyped_storage().nbytes() == got.nbytes
 
 
+def test_what_does_not_match_is_for_concatenation_to_judge():
+    growing, stored = Growing(), states(5)
+    assert growing.append(stored.bfloat16(), states(1)).dtype == torch.float32
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        growing.append(stored, states(1)[:, :1])
+
+
 def test_gradients_flow_through_what_is_stored():
     growing, stored = Growing(), states(5).requires_grad_()
     growing.append(growing.append(stored, states(1)), states(1)).sum().backward()

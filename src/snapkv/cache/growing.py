@@ -31,11 +31,11 @@ class Growing:
 
         Args:
             stored: (B, H, S, D).
-            new: (B, H, N, D), of the same dtype on the same device.
+            new: (B, H, N, D).
         """
-        tokens, end = new.shape[-2], stored.shape[-2] + new.shape[-2]
         if not _may_be_written_behind(stored, new):
             return torch.cat([stored, new], dim=-2)
+        tokens, end = new.shape[-2], stored.shape[-2] + new.shape[-2]
         if self._last is None or self._last() is not stored or end > self._slots:
             stored = self._with_room(stored, end + ROOM_TOKENS)
         grown = stored.as_strided((*stored.shape[:2], end, stored.shape[3]), stored.stride())
@@ -53,8 +53,11 @@ class Growing:
 
 
 def _may_be_written_behind(stored: Tensor, new: Tensor) -> bool:
-    """Whether nothing that looks at these operations would miss that a tensor changes."""
-    if new.shape[-2] > ROOM_TOKENS or torch.compiler.is_compiling():
+    """Whether it says the same as concatenation, and nothing would miss that a tensor changes."""
+    if stored.dtype != new.dtype or stored.device != new.device or torch.compiler.is_compiling():
+        return False
+    B, H, N, D = new.shape
+    if N > ROOM_TOKENS or stored.shape != (B, H, stored.shape[2], D):
         return False
     if torch.is_grad_enabled() and (stored.requires_grad or new.requires_grad):
         return False
