@@ -28,6 +28,7 @@ from benchmarks.medusa_gpu import figure_9
 from benchmarks.overhead import measure_overhead
 from benchmarks.records import RESULTS, Row
 from snapkv import SnapKV, ops
+from snapkv.errors import SnapKVError
 from snapkv.measure.bandwidth import copy_bandwidth
 from snapkv.measure.contenders import Contender, compressed, full
 from snapkv.measure.decode import DecodeBench
@@ -287,13 +288,21 @@ def run(names: list[str], device: torch.device, sizes: Sizes, path: Path, second
             rows: Iterator[Row] = part(device, sizes)
             if left < needed:
                 rows = iter([{"bench": name, "status": f"skipped: {left:.0f} seconds were left"}])
-            for row in rows:
+            for row in _or_failure(name, rows):
                 line = json.dumps({"part": name} | row | block)
                 print(line, file=sys.stderr)
                 file.write(line + "\n")
                 file.flush()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+
+
+def _or_failure(name: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows, and one that says why there are no more; the parts behind it are still measured."""
+    try:
+        yield from rows
+    except SnapKVError as error:
+        yield {"bench": name, "status": f"failed: {error}"}
 
 
 def _model(shape: str, device: torch.device, sizes: Sizes) -> Any:

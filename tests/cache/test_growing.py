@@ -9,9 +9,17 @@ from torch.testing import assert_close
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.cache.growing import ROOM_TOKENS, Growing
+from snapkv.inspect.leave_out import _branch
 from tests.families import random_ids, tiny_model
 
 B, H, D = 2, 3, 4
+
+
+@pytest.fixture(autouse=True)
+def no_grad(request):
+    """As in `generate`; with gradients nothing grows in place."""
+    with torch.set_grad_enabled("gradients" in request.node.name):
+        yield
 
 
 def states(tokens, seed=0):
@@ -77,41 +85,49 @@ def test_what_does_not_match_is_for_concatenation_to_judge():
         growing.append(stored, states(1)[:, :1])
 
 
-def test_gradients_flow_through_what_is_stored():
+def test_gradients_flow_through_what_is_stored_and_past_it():
     growing, stored = Growing(), states(5).requires_grad_()
     growing.append(growing.append(stored, states(1)), states(1)).sum().backward()
     assert_close(stored.grad, torch.ones_like(stored))
+    keys, query = states(5), states(1).requires_grad_()
+    for _ in range(2):  # what the first query saw is needed again behind the second
+        keys = growing.append(keys, states(1))
+        loss = torch.nn.functional.scaled_dot_product_attention(query, keys, keys).sum()
+        query.grad = None
+        loss.backward(retain_graph=True)
+    assert query.grad.abs().sum() > 0
 
 
 def test_what_inference_mode_has_made_grows_outside_of_it():
     growing = Growing()
     with torch.inference_mode():
         first = growing.append(states(5), states(1, seed=1))
+        assert growing.append(first, states(1, seed=9)).data_ptr() == first.data_ptr()
     second = growing.append(first, states(1, seed=2))
     with torch.inference_mode():
         third = growing.append(second, states(1, seed=3))
     assert torch.equal(third, torch.cat([first, states(1, seed=2), states(1, seed=3)], dim=-2))
 
 
-def test_a_cache_branches_where_it_is_copied_and_where_it_is_cropped():
-    """Each branch says what it says alone."""
+@pytest.mark.parametrize("copied", [copy.deepcopy, _branch], ids=["deep", "sharing"])
+def test_a_cache_branches_where_it_is_copied_and_where_it_is_cropped(copied):
+    """Each branch says what it says alone, appended by concatenation."""
     model, ids, tokens = tiny_model("llama"), random_ids(2, 80), random_ids(2, 12, seed=1)
 
-    @torch.no_grad()
     def read(cache, more):
         return [model(token, past_key_values=cache).logits for token in more.split(1, dim=1)]
 
     def alone(*parts):
         cache = CompressedCache(model, SnapKV(24, window_size=8))
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
+        for layer in cache.layers:
+            layer._grows_in_place = False
+        model(ids, past_key_values=cache)
         return [read(cache, part) for part in parts][-1]
 
     cache = CompressedCache(model, SnapKV(24, window_size=8))
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    model(ids, past_key_values=cache)
     read(cache, tokens[:, :4])
-    twin = copy.deepcopy(cache)
+    twin = copied(cache)
     read(cache, tokens[:, 4:8])
     assert_close(read(twin, tokens[:, 8:]), alone(tokens[:, :4], tokens[:, 8:]))
     cache.crop(-4)

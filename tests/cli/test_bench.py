@@ -168,7 +168,11 @@ def test_the_table_is_for_people(snapkv, tiny, full_at_100, monkeypatch):
     ("arguments", "said"),
     [
         (("decode", "--baseline", "transformer"), "baseline: expected one of transformers"),
-        (("decode", "--baseline", "kvpress"), "kvpress_python: expected the interpreter"),
+        (("decode", "--baseline", "kvpress"), "with kvpress, got None; make one"),
+        (
+            ("decode", "--baseline", "kvpress", "--kvpress-python", __file__),
+            "kvpress_python: expected an interpreter, got [Errno 13] Permission denied",
+        ),
         (
             ("prefill", "--baseline", "kvpress", "--kvpress-python", sys.executable),
             f"got status 1 from {sys.executable!r}, which said ModuleNotFoundError: No module",

@@ -58,14 +58,13 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove partial files under this name that nobody has written to for long."""
+    """Remove partial files under this name that nobody has written to for long, where it may."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.partial")
     oldest = time.time() - _ABANDONED_SECONDS
-    for found in path.parent.iterdir():
-        if name.fullmatch(found.name):
-            with contextlib.suppress(FileNotFoundError):  # another save was faster
-                if found.stat().st_mtime < oldest:
-                    found.unlink()
+    with contextlib.suppress(OSError):  # another's file, or another save was faster
+        for found in path.parent.iterdir():
+            if name.fullmatch(found.name) and found.stat().st_mtime < oldest:
+                found.unlink()
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

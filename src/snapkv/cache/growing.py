@@ -13,9 +13,9 @@ ROOM_TOKENS = 64
 class Growing:
     """Appends to (B, H, S, D) states, in place as long as there is room behind them.
 
-    What it hands out are views of the first slots of a buffer, in which every slot is written once:
-    what was handed out before stays as it is, and whatever else is given to it is copied to where
-    there is room. It holds no tensor itself.
+    What it hands out are views of the first slots of a buffer. It writes behind the last of them
+    only: what was handed out before stays as it is, and whatever else is given to it is copied to
+    where there is room. It holds no tensor itself, and layers may share it.
     """
 
     def __init__(self) -> None:
@@ -59,6 +59,6 @@ def _may_be_written_behind(stored: Tensor, new: Tensor) -> bool:
     B, H, N, D = new.shape
     if N > ROOM_TOKENS or stored.shape != (B, H, stored.shape[2], D):
         return False
-    if torch.is_grad_enabled() and (stored.requires_grad or new.requires_grad):
-        return False
+    if torch.is_grad_enabled():
+        return False  # a query may need the gradient of what it saw
     return torch.is_inference_mode_enabled() or not stored.is_inference()

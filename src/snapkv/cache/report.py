@@ -19,7 +19,7 @@ class CacheReport(dict[str, Any]):
         seen_tokens: tokens per row the cache has seen.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
         held_bytes: bytes of the stored keys and values of all layers. Room for tokens to come does
-            not count: of at most 64 per row and head, from the first token behind the prompt on.
+            not count: for 64 when it is made, at the first token behind the prompt.
         index_bytes: bytes of what is held beside them: the kept positions, and what a method that
             evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
         host_bytes: bytes of the keys and values that `recall` has put off the device.

@@ -61,7 +61,7 @@ class StoredTokens(DynamicLayer):
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens behind the others; returns all keys and values."""
-        if not (self._grows_in_place and self._is_filled):
+        if not (self._grows_in_place and self._is_filled and self.ragged is None):
             keys, values = super().update(keys, values)
             return keys, values
         of_keys, of_values = self._growing

@@ -254,10 +254,10 @@ def _run(
         console.status("measuring") as status,
         compared_caches(options, model, only=os.environ.get(_ALONE)) as contenders,
     ):
-        peers = [each for each in contenders if isinstance(each, Kvpress)]
-        if peers:
-            block["kvpress"] = peers[0].versions  # of one environment
+        peers = {each.label: each for each in contenders if isinstance(each, Kvpress)}
         for row in bench(model, contenders):
+            if row["cache"] in peers and "kvpress" not in row:  # a process of its own has said it
+                row["kvpress"] = peers[row["cache"]].versions
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
             if options.output is not None and not alone:

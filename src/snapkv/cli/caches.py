@@ -60,7 +60,8 @@ def _beside(python: str | None, model: Any, policies: Sequence[Method]) -> Itera
         )
     for method in alike:
         label = f"kvpress {method.label}"
-        yield label, partial(Kvpress, label, Path(python or ""), model, method.policy)  # type: ignore[arg-type] # it is SnapKV
+        where = None if python is None else Path(python)
+        yield label, partial(Kvpress, label, where, model, method.policy)  # type: ignore[arg-type] # it is SnapKV
 
 
 def _compressed(

@@ -77,7 +77,7 @@ def bench_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row per measurement, with the columns that any of them has."""
     shown = [_shown(row) for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
-    if all(row["status"] == "ok" for row in rows):
+    if rows and all(row["status"] == "ok" for row in rows):
         names.remove("status")
     table = Table(caption="times and ratios are medians")
     for name in names:
@@ -92,7 +92,7 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
     """A measurement as text: medians of what has percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():
-        if name in ("bench", "filled", "least_ms") or value is None:
+        if name in ("bench", "filled", "least_ms", "kvpress") or value is None:
             continue
         if isinstance(value, dict):
             cells[name.replace("_", " ")] = f"{value['p50']:.3g}"

@@ -120,8 +120,8 @@ def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
 def _branch(cache: CompressedCache) -> CompressedCache:
     """A cache that can be fed while the one that it starts from stays as it is.
 
-    Layers append by making new tensors, so theirs are shared; states that are overwritten in place
-    are copied.
+    What a layer has stored it never overwrites (`snapkv.cache.growing`), so that is shared; states
+    that are overwritten in place are copied.
     """
     branch = copy.copy(cache)
     branch.layers = [

@@ -18,8 +18,8 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (min(times) / 1000)
 
 
-def least_ms_per_token(model: PreTrainedModel, held_bytes: int, bytes_per_second: float) -> float:
-    """The time to read every weight and all that a cache holds once.
+def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_second: float) -> float:
+    """The time to read every weight and that much of a cache once.
 
     Of the embedding only a row is read, unless the output projection shares its matrix.
     """
@@ -27,4 +27,4 @@ def least_ms_per_token(model: PreTrainedModel, held_bytes: int, bytes_per_second
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
         weights -= embedding.weight.nbytes
-    return float(1000 * (weights + held_bytes) / bytes_per_second)
+    return float(1000 * (weights + cache_bytes) / bytes_per_second)

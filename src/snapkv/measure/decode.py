@@ -7,10 +7,11 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.measure.bandwidth import least_ms_per_token
 from snapkv.measure.contenders import ROOM_TOKENS, Contender, filled
-from snapkv.measure.kvpress import Kvpress
+from snapkv.measure.kvpress import Kvpress, forget
 from snapkv.measure.memory import cache_bytes
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
@@ -83,6 +84,7 @@ class DecodeBench:
                 | {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
                 | self._times(samples, next(iter(runs.values())), batch, decoders[name])
             )
+        forget(self.contenders)
 
     def _row(self, name: str, batch: int, length: int) -> Row:
         return {"bench": "decode", "cache": name, "batch": batch, "length": length}
@@ -97,7 +99,7 @@ class DecodeBench:
             "tokens_per_second": round(1000 * batch / ms["p50"], 2),
         }
         if self.bytes_per_second is not None:
-            least = least_ms_per_token(self.model, decoder.held_bytes, self.bytes_per_second)
+            least = least_ms_per_token(self.model, decoder.read_bytes, self.bytes_per_second)
             times |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
         return times
 
@@ -107,7 +109,11 @@ class Decoder(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the cache holds."""
+        """Bytes that the cache holds, room for tokens to come included."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of what attention reads for a token."""
 
     def __call__(self, tokens: int) -> float:
         """Generate greedily; ms per token."""
@@ -138,6 +144,12 @@ class _Decoder:
 
     @property
     def held_bytes(self) -> int:
+        return cache_bytes(self._cache)
+
+    @property
+    def read_bytes(self) -> int:
+        if isinstance(self._cache, CompressedCache):
+            return self._cache.report().held_bytes
         return cache_bytes(self._cache)
 
     def __call__(self, tokens: int) -> float:

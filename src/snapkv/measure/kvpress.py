@@ -7,8 +7,10 @@ a model of the same configuration and waits while others work.
 import contextlib
 import json
 import math
+import signal
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,7 +31,8 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 class Kvpress:
     """A cache that kvpress's `SnapKVPress` compresses, or the full cache of its transformers.
 
-    kvpress pools with averages and combines query heads with their mean, whatever the policy says.
+    Its process starts with the first thing that is asked of it. kvpress pools with averages and
+    combines query heads with their mean, whatever the policy says.
 
     Args:
         label: its name.
@@ -39,46 +42,33 @@ class Kvpress:
         weights: measure the model's own weights; else random ones, which take as long.
 
     Raises:
-        InvalidArgumentError: no such interpreter, no kvpress there, or a model that kvpress does
-            not take.
-        OutOfMemoryError: the weights do not fit a second time.
-
-    Attributes:
-        versions: of kvpress and what it runs on.
+        InvalidArgumentError: no such interpreter; later, what kvpress does not take.
+        OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
     """
 
     def __init__(
         self,
         label: str,
-        python: Path,
+        python: Path | None,
         model: PreTrainedModel,
         policy: SnapKV | None,
         *,
         weights: bool = False,
     ) -> None:
-        self.label, self._policy, self._device = label, policy, model.device
-        self._python = str(python)
-        if not python.is_file():
+        if python is None or not python.is_file():
             raise InvalidArgumentError(
                 "kvpress_python: expected the interpreter of an environment with kvpress, got "
-                f"{self._python!r}; make one: python -m venv there; there/bin/pip install kvpress"
+                f"{python and str(python)!r}; make one: python -m venv there; there/bin/pip "
+                "install kvpress; and pass there/bin/python"
             )
-        # What libraries print, and why it ended.
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by _end
-        self._process = subprocess.Popen(
-            [self._python, "-I", str(_WORKER)],  # nothing of this environment on its path
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            text=True,
-        )
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                (model if weights else model.config).save_pretrained(folder)
-                self.versions = self._ask(**_settings(model, folder, policy))
-        except BaseException:
-            self._end()
-            raise
+        self.label, self._python, self._policy = label, str(python), policy
+        self._model, self._weights = model, weights
+        self._device = model.device
+        self._process: subprocess.Popen[str] | None = None
+        self._waits = False
+        self._versions: Row = {}
+        self._last: Row = {}
+        self.generated: list[list[int]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -97,9 +87,10 @@ class Kvpress:
 
     def peak(self, ids: Tensor) -> Row:
         """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
-        read: list[Row] = []
+        self.forget()
+        process, read = self._started(), []
         peak = peak_growth_bytes(
-            lambda: read.append(self._read(ids)), self._device, process=self._process.pid
+            lambda: read.append(self._read(ids)), self._device, process=process.pid
         )
         return {
             "peak_growth_bytes": read[0].get("peak_growth_bytes", peak),  # on CUDA its own
@@ -108,6 +99,7 @@ class Kvpress:
 
     def filled(self, batch: int, length: int) -> "Kvpress":
         """Itself, with a cache as a prompt of that many tokens leaves it, from random states."""
+        self.forget()
         kept = self._kept_tokens(length)
         self._last = self._ask(do="fill", batch=batch, length=length, kept_tokens=kept)
         return self
@@ -115,18 +107,28 @@ class Kvpress:
     def __call__(self, tokens: int) -> float:
         """Generate greedily behind the last prompt; ms per token."""
         self._last = self._ask(do="decode", tokens=tokens)
+        self.generated = self._last["tokens"]
         return float(self._last["ms"]) / tokens
+
+    def forget(self) -> None:
+        """Hold no cache, so that others find its memory."""
+        if self._process is not None:
+            self._ask(do="forget")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # and the other way round
+
+    @property
+    def versions(self) -> Row:
+        """Of kvpress and what it runs on."""
+        self._started()
+        return self._versions
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the last cache holds."""
         return int(self._last["held_bytes"])
 
-    @property
-    def generated(self) -> list[list[int]]:
-        """Token ids of the last call, by row."""
-        found: list[list[int]] = self._last["tokens"]
-        return found
+    read_bytes = held_bytes
 
     @property
     def kept_tokens(self) -> int:
@@ -147,14 +149,39 @@ class Kvpress:
         window = self._policy.window_size
         return window + math.floor(self._policy.keep_ratio * (length - window))
 
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            # What libraries print, and why it ended.
+            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by _end
+            try:
+                self._process = subprocess.Popen(
+                    [self._python, "-I", str(_WORKER)],  # nothing of this environment on its path
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._said,
+                    text=True,
+                )
+            except OSError as error:
+                self._said.close()
+                raise InvalidArgumentError(
+                    f"kvpress_python: expected an interpreter, got {error}; pass another"
+                ) from error
+            with tempfile.TemporaryDirectory() as folder:
+                (self._model if self._weights else self._model.config).save_pretrained(folder)
+                self._versions = self._ask(**_settings(self._model, folder, self._policy))
+        return self._process
+
     def _ask(self, **question: Any) -> Row:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._waits = True
         with contextlib.suppress(BrokenPipeError):  # no answer will come either
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        answer: Row = json.loads(line) if line else {"error": self._last_words()}
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        self._waits = False
+        answer: Row = json.loads(line) if line else self._last_words(process.wait())
         if "out_of_memory" in answer:
             raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
         if "error" in answer:
@@ -164,15 +191,27 @@ class Kvpress:
             )
         return answer
 
-    def _last_words(self) -> str:
-        status = self._process.wait()
+    def _last_words(self, status: int) -> Row:
+        """What the end of its process comes to."""
         self._said.seek(0)
         lines = self._said.read().strip().splitlines() or ["nothing"]
-        return f"status {status} from {self._python!r}, which said {lines[-1]}"
+        why = f"status {status} from {self._python!r}, which said {lines[-1]}"
+        return {"out_of_memory" if status == -signal.SIGKILL else "error": why}
 
     def _end(self) -> None:
+        if self._process is None:
+            return
+        if self._waits:  # for an answer that nobody wants any more
+            self._process.terminate()
         self._process.communicate()
         self._said.close()
+
+
+def forget(contenders: Iterable[Any]) -> None:
+    """Let those in other processes hold no cache."""
+    for each in contenders:
+        if isinstance(each, Kvpress):
+            each.forget()
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:

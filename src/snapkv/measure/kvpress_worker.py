@@ -7,12 +7,17 @@ name under "do" and its arguments.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+# Whatever a library prints is no answer, from its import on.
+_ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 import torch
 import transformers
@@ -89,18 +94,25 @@ class Worker:
         self._cache = self._empty()
         press = self._pressing(length, kept_tokens)
         decoder = getattr(self._model.model, "language_model", self._model.model)
-        heads = self._model.config.num_key_value_heads
+        text = self._model.config.get_text_config(decoder=True)
         for index, layer in enumerate(decoder.layers):
-            shape = batch, heads, length, layer.self_attn.head_dim
+            shape = batch, text.num_key_value_heads, length, layer.self_attn.head_dim
             keys, values = self._random(*shape), self._random(*shape)
             if press is not None:
-                end = self._random(batch, press.window_size + 1, self._model.config.hidden_size)
+                end = self._random(batch, press.window_size + 1, text.hidden_size)
                 positions = torch.arange(length - end.shape[1], length, device=self._device)[None]
                 rotation = {"position_embeddings": decoder.rotary_emb(end, positions)}
                 keys, values = press.compress(layer.self_attn, end, keys, values, None, rotation)
             self._cache.update(keys, values, index)
         self._seen, self._token = length, self._token.new_zeros(batch, 1)
         return self._held()
+
+    def forget(self) -> Answer:
+        """Hold no cache."""
+        self._cache = self._empty()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {}
 
     def decode(self, tokens: int) -> Answer:
         """Some greedy tokens behind the last prompt, in the loop of kvpress's pipeline."""
@@ -165,8 +177,6 @@ def _refusal(error: Exception) -> Answer:
 @torch.inference_mode()
 def main() -> None:
     """Answer until standard input ends."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints is no answer
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:
@@ -179,7 +189,9 @@ def main() -> None:
                 found = getattr(worker, asked.pop("do"))(**asked)
         except Exception as error:
             found = _refusal(error)
-        print(json.dumps(found), file=answers, flush=True)
+        if worker is not None and "out_of_memory" in found:
+            worker.forget()  # now that nothing of what failed is held
+        print(json.dumps(found), file=_ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

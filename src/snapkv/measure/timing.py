@@ -39,7 +39,7 @@ def spent_on(work: Callable[[], Any]) -> Spent:
 def alternate(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
-    """Run all contenders in every round, each round starting with another one.
+    """Run all contenders in every round, each round in another order.
 
     Noise of the machine then hits all of them alike, and the times of one round make a pair. So
     does what a run leaves behind: in a cycle of rounds each comes behind each of the others equally
