@@ -9,56 +9,81 @@ from torch import Tensor
 ROOM_TOKENS = 64
 """Tokens that there is room for behind those that had to be copied."""
 
+Pair = tuple[Tensor, Tensor]
+
 
 class Growing:
-    """Appends to (B, H, S, D) states, in place as long as there is room behind them.
+    """Appends to keys and values, in place as long as there is room behind them.
 
-    What it hands out are views of the first slots of a buffer. It writes behind the last of them
+    What it hands out are views of the first slots of two buffers. It writes behind the last of them
     only: what was handed out before stays as it is, and whatever else is given to it is copied to
     where there is room. It holds no tensor itself, and layers may share it.
     """
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Tensor] | None = None
-        self._slots = 0
+        self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor]] | None = None
+        self._stored = self._slots = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins anew: of what was handed out only one may be written behind."""
         return Growing, ()
 
-    def append(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Both, one behind the other.
+    def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> Pair:
+        """Keys and values, the new ones behind the others.
 
         Args:
-            stored: (B, H, S, D).
-            new: (B, H, N, D).
+            keys: (B, H, S, D).
+            values: (B, H, S, Dv).
+            new_keys: (B, H, N, D).
+            new_values: (B, H, N, Dv).
         """
-        if not _may_be_written_behind(stored, new):
-            return torch.cat([stored, new], dim=-2)
-        tokens, end = new.shape[-2], stored.shape[-2] + new.shape[-2]
-        if self._last is None or self._last() is not stored or end > self._slots:
-            stored = self._with_room(stored, end + ROOM_TOKENS)
-        grown = stored.as_strided((*stored.shape[:2], end, stored.shape[3]), stored.stride())
-        grown.narrow(2, end - tokens, tokens).copy_(new)
-        self._last = weakref.ref(grown)
+        if not (
+            _in_place(keys)
+            and new_keys.shape[2] <= ROOM_TOKENS
+            and _alike(keys, new_keys)
+            and _alike(values, new_values)
+        ):
+            return torch.cat([keys, new_keys], dim=-2), torch.cat([values, new_values], dim=-2)
+        last, tokens = self._last, new_keys.shape[2]
+        if (
+            last is None
+            or last[0]() is not keys
+            or last[1]() is not values
+            or self._stored + tokens > self._slots
+        ):
+            self._stored = keys.shape[2]
+            self._slots = self._stored + tokens + ROOM_TOKENS
+            keys, values = _with_room(keys, self._slots), _with_room(values, self._slots)
+        grown = _grown(keys, self._stored, new_keys), _grown(values, self._stored, new_values)
+        self._last = weakref.ref(grown[0]), weakref.ref(grown[1])
+        self._stored += tokens
         return grown
 
-    def _with_room(self, stored: Tensor, slots: int) -> Tensor:
-        """The first slots of a new buffer, filled with what is stored."""
-        B, H, S, D = stored.shape
-        first = stored.new_empty(B, H, slots, D)[:, :, :S]
-        first.copy_(stored)
-        self._slots = slots
-        return first
 
-
-def _may_be_written_behind(stored: Tensor, new: Tensor) -> bool:
-    """Whether it says the same as concatenation, and nothing would miss that a tensor changes."""
-    if stored.dtype != new.dtype or stored.device != new.device or torch.compiler.is_compiling():
+def _in_place(stored: Tensor) -> bool:
+    """Whether nothing would miss that a tensor changes: a query may need what it saw."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    B, H, N, D = new.shape
-    if N > ROOM_TOKENS or stored.shape != (B, H, stored.shape[2], D):
-        return False
-    if torch.is_grad_enabled():
-        return False  # a query may need the gradient of what it saw
     return torch.is_inference_mode_enabled() or not stored.is_inference()
+
+
+def _alike(stored: Tensor, new: Tensor) -> bool:
+    """Whether they differ in the number of tokens at most."""
+    B, H, _, D = stored.shape
+    same_kind = stored.dtype == new.dtype and stored.device == new.device
+    return same_kind and new.shape == (B, H, new.shape[2], D)
+
+
+def _with_room(stored: Tensor, slots: int) -> Tensor:
+    """The first slots of a new buffer, filled with what is stored."""
+    B, H, S, D = stored.shape
+    first = stored.new_empty(B, H, slots, D)[:, :, :S]
+    return first.copy_(stored)
+
+
+def _grown(first: Tensor, stored: int, new: Tensor) -> Tensor:
+    """The first slots of a buffer and those behind them, which hold new tokens from now on."""
+    B, H, N, D = new.shape
+    strides = first.stride()
+    first.as_strided(new.shape, strides, stored * D).copy_(new)
+    return first.as_strided((B, H, stored + N, D), strides)

@@ -57,17 +57,16 @@ class StoredTokens(DynamicLayer):
         self._query_tail: Tensor | None = None
         self._num_kv_heads = 0
         self._grows_in_place = True
-        self._growing = Growing(), Growing()
+        self._growing = Growing()
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens behind the others; returns all keys and values."""
         if not (self._grows_in_place and self._is_filled and self.ragged is None):
             keys, values = super().update(keys, values)
             return keys, values
-        of_keys, of_values = self._growing
-        self.keys = of_keys.append(self.keys, keys)
-        self.values = of_values.append(self.values, values)
-        return self.keys, self.values
+        grown = self._growing.append(self.keys, self.values, keys, values)
+        self.keys, self.values = grown
+        return grown
 
     @property
     def _is_filled(self) -> bool:
