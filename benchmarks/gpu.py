@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import appending
 from benchmarks.environment import describe_environment
 from benchmarks.medusa_gpu import figure_9
 from benchmarks.overhead import measure_overhead
@@ -60,6 +61,7 @@ class Sizes:
     lengths: tuple[int, ...] = (4 * K, 16 * K, 64 * K, 128 * K)
     flat_lengths: tuple[int, ...] = (4 * K, 256 * K)
     batches: tuple[int, ...] = (1, 2, 8, 32)
+    appended: tuple[tuple[int, int], ...] = ((1, K), (8, K), (32, K))
     paper_length: int = 16 * K
     draft_lengths: tuple[int, ...] = (4 * K, 10 * K)
     prefill_length: int = 32 * K
@@ -82,6 +84,7 @@ SMALL = Sizes(
     lengths=(256, 512),
     flat_lengths=(256, 1024),
     batches=(1, 2),
+    appended=((1, 64), (2, 128)),
     paper_length=256,
     draft_lengths=(96,),
     prefill_length=256,
@@ -144,6 +147,16 @@ def paper_cell(device: torch.device, sizes: Sizes) -> Iterator[Row]:
             rounds=sizes.rounds,
         ).rows():
             yield row | {"part": "paper cell"}
+
+
+def appended(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+    """What appending in place gains, or costs, against copying what is stored for every token."""
+    yield from appending.measure(
+        _model(sizes.shape, device, sizes),
+        cells=sizes.appended,
+        prompt_tokens=sizes.lengths[0],
+        tokens=sizes.tokens,
+    )
 
 
 def votes(device: torch.device, sizes: Sizes) -> Iterator[Row]:
@@ -268,6 +281,7 @@ PARTS: dict[str, tuple[Callable[[torch.device, Sizes], Iterator[Row]], float]] =
     "paper cell": (paper_cell, 40),
     "votes": (votes, 20),
     "decode": (decode, 180),
+    "appending": (appended, 20),
     "prefill": (prefill, 40),
     "medusa": (medusa, 60),
     "chunked prefill": (chunked_prefill, 60),
