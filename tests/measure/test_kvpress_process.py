@@ -48,13 +48,23 @@ def test_it_goes_on_where_something_did_not_fit(theirs):
     assert theirs.held_bytes == 8
 
 
-def test_a_killed_process_was_out_of_memory(theirs):
+def test_a_killed_process_was_out_of_memory_and_another_takes_its_place(theirs):
     with pytest.raises(OutOfMemoryError, match="status -9"):
         read(theirs, 2)
+    theirs.forget()
+    assert read(theirs, 4) == 2.5
+
+
+def test_one_that_does_not_start_says_so_every_time(theirs, monkeypatch):
+    monkeypatch.setattr(kvpress, "_settings", lambda *arguments: {"ids": [[0]]})
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError, match="kvpress: no room"):
+            read(theirs, 4)
+        assert theirs.versions == {}
 
 
 def test_its_last_words_are_the_reason(theirs):
-    for _ in range(2):  # it stays dead
+    for _ in range(2):  # the second is another process
         with pytest.raises(InvalidArgumentError, match=r"got status 7 .* said ValueError: three"):
             read(theirs, 3)
 
@@ -70,4 +80,3 @@ def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(theirs, monkeypa
         theirs.read(torch.zeros(1, 5, dtype=torch.int64))
     theirs._end()
     assert process.returncode == -15
-    theirs._process = None

@@ -44,6 +44,10 @@ class Kvpress:
     Raises:
         InvalidArgumentError: no such interpreter; later, what kvpress does not take.
         OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
+
+    Attributes:
+        versions: of kvpress and what it runs on, once it has started.
+        generated: token ids of the last call, by row.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Kvpress:
         self._device = model.device
         self._process: subprocess.Popen[str] | None = None
         self._waits = False
-        self._versions: Row = {}
+        self.versions: Row = {}
         self._last: Row = {}
         self.generated: list[list[int]] = []
 
@@ -118,12 +122,6 @@ class Kvpress:
             torch.cuda.empty_cache()  # and the other way round
 
     @property
-    def versions(self) -> Row:
-        """Of kvpress and what it runs on."""
-        self._started()
-        return self._versions
-
-    @property
     def held_bytes(self) -> int:
         """Bytes that the last cache holds."""
         return int(self._last["held_bytes"])
@@ -151,25 +149,32 @@ class Kvpress:
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
-            # What libraries print, and why it ended.
-            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by _end
+            self._process = self._start()
             try:
-                self._process = subprocess.Popen(
-                    [self._python, "-I", str(_WORKER)],  # nothing of this environment on its path
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._said,
-                    text=True,
-                )
-            except OSError as error:
-                self._said.close()
-                raise InvalidArgumentError(
-                    f"kvpress_python: expected an interpreter, got {error}; pass another"
-                ) from error
-            with tempfile.TemporaryDirectory() as folder:
-                (self._model if self._weights else self._model.config).save_pretrained(folder)
-                self._versions = self._ask(**_settings(self._model, folder, self._policy))
+                with tempfile.TemporaryDirectory() as folder:
+                    (self._model if self._weights else self._model.config).save_pretrained(folder)
+                    self.versions = self._ask(**_settings(self._model, folder, self._policy))
+            except BaseException:
+                self._end()
+                raise
         return self._process
+
+    def _start(self) -> subprocess.Popen[str]:
+        # What libraries print, and why it ended.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by _end
+        try:
+            return subprocess.Popen(
+                [self._python, "-I", str(_WORKER)],  # nothing of this environment on its path
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                text=True,
+            )
+        except OSError as error:
+            self._said.close()
+            raise InvalidArgumentError(
+                f"kvpress_python: expected an interpreter, got {error}; pass another"
+            ) from error
 
     def _ask(self, **question: Any) -> Row:
         process = self._started()
@@ -182,6 +187,8 @@ class Kvpress:
         line = process.stdout.readline()
         self._waits = False
         answer: Row = json.loads(line) if line else self._last_words(process.wait())
+        if not line:
+            self._end()  # the next question starts another
         if "out_of_memory" in answer:
             raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
         if "error" in answer:
@@ -204,6 +211,7 @@ class Kvpress:
         if self._waits:  # for an answer that nobody wants any more
             self._process.terminate()
         self._process.communicate()
+        self._process = None
         self._said.close()
 
 
