@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from benchmarks.environment import describe_environment
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
-from snapkv import CompressedCache, SnapKV
+from snapkv import SnapKV
 from snapkv.measure.contenders import Contender, compressed, filled, full
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.models import load
@@ -57,13 +56,11 @@ def measure(
 
 
 def _decoder(model: Any, contender: Contender, batch: int, seen: int) -> Callable[[], float]:
-    cache: Cache = filled(contender, model, batch=batch, tokens=seen)
+    cache = filled(contender, model, batch=batch, tokens=seen)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
 
     def step() -> float:
         contender.enter(model)
-        if isinstance(cache, CompressedCache):
-            cache.expect_tokens(token)
         return spent_on(lambda: model(token, past_key_values=cache)).wall_ms
 
     return step

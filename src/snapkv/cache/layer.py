@@ -60,7 +60,7 @@ class CompressedLayer(StoredTokens):
         self.rotation = rotation
         self.output_projection = output_projection
         self._history_tokens = policy.history_tokens if isinstance(policy, EvictingPolicy) else 0
-        self._grows_in_place = not isinstance(policy, EvictingPolicy)  # it moves what is stored
+        self._grows_in_place = not isinstance(policy, EvictingPolicy)  # that moves it all
 
     # What transformers asks of a layer.
 
