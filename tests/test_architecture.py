@@ -18,7 +18,7 @@ ROWS = (
     ("policies", "rotary", "projections"),
     ("cache",),
     ("masks", "faithfulness"),
-    ("calls",),
+    ("calls", "selection"),
     ("attention", "generation"),
     ("plan", "conversion", "documents", "prompts"),
     ("prefill", "questions", "reconstruction"),

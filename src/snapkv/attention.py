@@ -26,8 +26,16 @@ from snapkv.calls import Attended, AttentionCall, attend_stored
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.faithfulness import doubt_scores, require_faithful
 from snapkv.masks import leading_pads, mask_function, prompt_mask
-from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer
+from snapkv.policies import PromptLayer
 from snapkv.projections import output_weight
+from snapkv.selection import (
+    choose_for_whole_rows,
+    evict,
+    hold_to_cap,
+    prompt_layer,
+    score_options,
+    select,
+)
 
 _PREFIX = "snapkv|"
 
@@ -48,7 +56,7 @@ def wrap_attention(model: PreTrainedModel) -> None:
         )
     wrapped = _PREFIX + name
     AttentionInterface.register(wrapped, functools.partial(_attention, name))
-    AttentionMaskInterface.register(wrapped, mask_function(name))
+    AttentionMaskInterface.register(wrapped, functools.partial(_make_mask, mask_function(name)))
     if model._can_set_attn_implementation():
         model.set_attn_implementation(wrapped)
     if model.config.get_text_config(decoder=True)._attn_implementation != wrapped:
@@ -56,6 +64,26 @@ def wrap_attention(model: PreTrainedModel) -> None:
             f"model: expected one whose attention goes through transformers' AttentionInterface, "
             f"got {type(model).__name__}, which computes it by itself; it cannot be compressed"
         )
+
+
+def _make_mask(
+    make: Callable[..., Any],
+    *,
+    q_length: int,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """The registered mask function: tells the cache of the padding that it makes the mask of.
+
+    With the cache's answer at hand transformers need not ask the tensor whether it hides anything.
+    """
+    cache = handoff.take_asking()
+    padding = None if cache is None else cache.expect_padding(attention_mask, q_length)
+    if padding is not None and padding.hides_nothing:
+        attention_mask = None
+    elif padding is not None and "allow_is_causal_skip" in options:
+        options["allow_is_causal_skip"] = False
+    return make(q_length=q_length, attention_mask=attention_mask, **options)
 
 
 def _attention(
@@ -90,16 +118,19 @@ def _attention(
         return _attend_turn_end(call, layer, seen - end)
     if compressed or behind:
         output = attend_stored(call, layer)
-        _evict(call, layer)
+        layer.absorb_pads()
+        if not behind and seen >= end:
+            choose_for_whole_rows(call, layer)
+        evict(call, layer)
         _follow(call, layer)
         layer.settle()
         return output
     if seen < end:
         output = _attend_prompt(call, layer)
-        _hold(call, layer, handed.cache.cap_tokens)
+        hold_to_cap(call, layer, handed.cache.cap_tokens)
         layer.remember_queries(query, handed.cache.ahead_tokens)
         if layer.observer is not None:
-            prompt = _prompt_layer(call, layer, query.shape[2], seen, None)
+            prompt = prompt_layer(call, layer, query.shape[2], seen, None)
             layer.observer(replace(prompt, queries=query))
         if not handed.cache.reads_piecewise:
             layer.set_aside()
@@ -112,16 +143,6 @@ def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     return attend_stored(call, layer) if layer.held else call.attend()
 
 
-def _hold(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
-    """Drop what is over the cap of a prompt that is still coming in."""
-    slots = layer.stored_tokens
-    if cap_tokens is None or slots <= cap_tokens:
-        return
-    read = _prompt_layer(call, layer, call.query.shape[2], slots, None)
-    with torch.no_grad():
-        layer.hold(layer.policy.hold(read, cap_tokens))
-
-
 def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
 
@@ -131,10 +152,11 @@ def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended
     layer = handed.layer
     drafts = layer.cumulative_length - handed.prompt_end
     own, slots = call.query.shape[2] - drafts, layer.stored_tokens - drafts
-    pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = _prompt_layer(call, layer, own, slots, pads)
-    with torch.no_grad():
-        selection = layer.policy.select(prompt)
+    pads = layer.pad_tokens
+    if layer.gaps is None:
+        pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
+    prompt = prompt_layer(call, layer, own, slots, pads, drafts)
+    selection = select(layer, prompt, own, drafts)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
         _check_scores(call, handed, prompt, output[:, own - 1])
@@ -158,7 +180,7 @@ def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended
             value=keep_tokens(call.value, selection),
         )
     verified, _ = attend_stored(behind, layer, rebuild_mask=True)
-    _evict(behind, layer)
+    evict(behind, layer)
     return torch.cat([output, verified], dim=1), None
 
 
@@ -175,9 +197,9 @@ def _attend_turn_end(call: AttentionCall, layer: CompressedLayer, drafts: int) -
         value=call.value[:, :, :slots],
     )
     output, weights = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = _prompt_layer(read, layer, read.query.shape[2], slots, layer.filler_tokens)
-    with torch.no_grad():
-        selection = layer.policy.select(prompt)
+    own = read.query.shape[2]
+    prompt = prompt_layer(read, layer, own, slots, layer.filler_tokens, drafts)
+    selection = select(layer, prompt, own, drafts)
     if selection is not None:
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
     else:
@@ -219,7 +241,7 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         pad_tokens=layer.pad_tokens,
         rotation=layer.rotation,
         output_weight=output_weight(layer.output_projection),
-        **_score_options(replace(call, key=layer.keys), layer),
+        **score_options(replace(call, key=layer.keys), layer),
     )
     with torch.no_grad():
         layer.end_prompt(layer.policy.select(prompt), prompt)
@@ -232,8 +254,8 @@ def _check_scores(
 
     A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
     """
-    if not handed.layer.policy.query_tokens:
-        return
+    if not handed.layer.policy.query_tokens or handed.layer.gaps is not None:
+        return  # with pads between turns, an earlier prompt of the same model has passed
     eager = call.implementation == "eager"
     doubts = handed.cache.doubts
     found = doubt_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
@@ -247,69 +269,6 @@ def _check_scores(
 def _is_behind(states: Tensor) -> bool:
     """Whether these are still being computed while Python goes on."""
     return states.is_cuda
-
-
-def _evict(call: AttentionCall, layer: CompressedLayer) -> None:
-    """Let a policy that evicts while generating see this step and drop what it will."""
-    if not isinstance(layer.policy, EvictingPolicy):
-        return
-    layer.absorb_tail()
-    step = DecodeStep(
-        queries=layer.look_back(call.query),
-        keys=call.key if layer.ragged is None else layer.ragged.padded_keys(),
-        scores=layer.scores_with(call.query.shape[2]),
-        head_notes=layer.head_notes,
-        token_ids=layer.token_ids,
-        filler_tokens=layer.filler_tokens,
-        columns=layer.columns(),
-        pad_tokens=layer.pad_tokens,
-        seen_tokens=layer.cumulative_length,
-        **_score_options(call, layer),
-    )
-    with torch.no_grad():
-        layer.note(layer.policy.evict(step))
-
-
-def _score_options(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
-    """How attention turns products into scores, and which layer this is."""
-    scaling = call.options.get("scaling")
-    return {
-        "scaling": call.query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": call.options.get("softcap"),
-        "sinks": call.options.get("s_aux"),
-        "stored_heads": None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
-        "layer_idx": layer.layer_idx,
-        "depth": layer.depth,
-        "num_layers": layer.num_layers,
-    }
-
-
-def _prompt_layer(
-    call: AttentionCall, layer: CompressedLayer, own: int, slots: int, pads: Tensor | None
-) -> PromptLayer:
-    """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
-    options = call.options
-    if options.get("position_bias") is not None:
-        raise UnsupportedModelError(
-            f"model: expected attention without a position bias, got {type(call.module).__name__}, "
-            "whose bias the votes do not see; it cannot be compressed correctly"
-        )
-    causal = options.get("is_causal", getattr(call.module, "is_causal", True))
-    if call.mask is None and causal is False:
-        raise UnsupportedModelError(
-            f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
-            "each other in both directions; only a causal decoder has a prompt to compress"
-        )
-    return PromptLayer(
-        queries=layer.with_remembered(call.query[:, :, :own]).detach(),
-        keys=call.key[:, :, :slots],
-        values=call.value[:, :, :slots],
-        pad_tokens=pads,
-        token_ids=None if layer.token_ids is None else layer.token_ids[:, :slots],
-        rotation=layer.rotation,
-        output_weight=output_weight(layer.output_projection),
-        **_score_options(call, layer),
-    )
 
 
 def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:

@@ -114,13 +114,17 @@ def attend_stored(
     padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
     """
     if layer.ragged is not None:
+        if layer.gaps is not None:
+            return _attend_ragged_rows(call, layer, layer.ragged), None
         return _attend_ragged(call, layer.ragged), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and layer.holds_fillers
     if rebuild_mask or other_width or unmasked or layer.hides_more_than_padding:
-        past = layer.visible_slots(layer.stored_tokens - drafts - call.query.shape[2])
-        call = replace(call, mask=stored_mask(call.implementation, past, call.query))
+        new = call.query.shape[2]
+        past = layer.visible_slots(layer.stored_tokens - drafts - new)
+        own = None if layer.gaps is None else layer.visible_columns(new, drafts)
+        call = replace(call, mask=stored_mask(call.implementation, past, call.query, own))
     if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
@@ -142,6 +146,32 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
         own_visible=None if call.candidates is None else call.candidates.visible,
     )
     return output.transpose(1, 2).contiguous()
+
+
+def _attend_ragged_rows(
+    call: AttentionCall, layer: CompressedLayer, ragged: RaggedStates
+) -> Tensor:
+    """`_attend_ragged` where pads stand in the tail: each row by itself, without them.
+
+    What comes out of the pads' own queries is zero, as nothing looks at it.
+    """
+    real = layer.visible_columns(layer.stored_tokens)
+    if bool(real.all()):
+        return _attend_ragged(call, ragged)
+    B, Hq, Q, _ = call.query.shape
+    output = call.value.new_zeros(B, Q, Hq, call.value.shape[-1])
+    for row, tail in enumerate(real):
+        own = tail[-Q:]
+        if bool(own.any()):
+            alone = replace(
+                call,
+                query=call.query[row : row + 1, :, own],
+                key=call.key[row : row + 1, :, tail],
+                value=call.value[row : row + 1, :, tail],
+            )
+            rows = torch.tensor([row], device=own.device)
+            output[row, own] = _attend_ragged(alone, ragged.select_rows(rows))[0]
+    return output
 
 
 class _Ungrouped:

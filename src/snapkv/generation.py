@@ -75,14 +75,18 @@ class AnnouncingGenerate(_Announcing):
             prompt_tokens = _prompt_tokens(args, kwargs)
             cache.require_room(_new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
-                announcement = cache.announced(prompt_tokens)
+                announcement = cache.announced(prompt_tokens, _end_ids(model, kwargs))
             _pass_streamer_on(kwargs)
         with announcement:
             return self._own(model, *args, **kwargs)
 
 
 class AnnouncingInputs(_Announcing):
-    """`model.prepare_inputs_for_generation` that tells a `CompressedCache` what will be read."""
+    """`model.prepare_inputs_for_generation` that tells a `CompressedCache` what will be read.
+
+    Where turns vote, it also hides the pads behind answers that have ended before those of other
+    rows, so that they do not vote. `generate` itself does not tell them from tokens.
+    """
 
     name = "prepare_inputs_for_generation"
 
@@ -92,6 +96,9 @@ class AnnouncingInputs(_Announcing):
         cache, token_ids = inputs.get("past_key_values"), inputs.get("input_ids")
         if isinstance(cache, CompressedCache) and token_ids is not None:
             cache.expect_tokens(token_ids)
+            whole, mask = args[0] if args else kwargs["input_ids"], inputs.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) > 1:
+                inputs["attention_mask"] = cache.without_ended_rows(mask, whole)
         return inputs
 
 
@@ -124,6 +131,15 @@ def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: i
     if new_tokens is None and longest is not None:
         new_tokens = max(0, longest - prompt_tokens)
     return new_tokens or 0
+
+
+def _end_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that `generate` was told to end an answer at; none where it is not certain."""
+    config = kwargs.get("generation_config") or model.generation_config
+    ends = kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
+    if isinstance(ends, Tensor):
+        ends = ends.flatten().tolist()
+    return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
 
 
 def _pass_streamer_on(kwargs: dict[str, Any]) -> None:

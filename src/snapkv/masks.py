@@ -123,27 +123,29 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
     return ((visible != expected) & real).any()
 
 
-def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
+def stored_mask(
+    implementation: str, visible: Tensor, query: Tensor, own_visible: Tensor | None = None
+) -> Any:
     """The mask for queries at the end of a cache whose slots are all in the past.
 
     Args:
         implementation: name of the wrapped attention, such as "sdpa".
         visible: (B, S) bool, which stored slots hold a token; the queries' own slots excluded.
         query: (B, Hq, Q, D); each query sees the visible slots, itself and the queries before it.
+        own_visible: (B, Q) bool, which of the queries' own tokens are no pads; None for all.
 
     Returns:
         The mask in the form the implementation expects, over S + Q columns.
     """
     B, _, Q, _ = query.shape
-    own = torch.ones(Q, Q, dtype=torch.bool, device=query.device).tril()
+    own_visible = visible.new_ones(B, Q) if own_visible is None else own_visible
+    columns = torch.cat([visible, own_visible], dim=-1)
     if "flash" in implementation:
-        if bool(visible.all()):
-            return None
-        return torch.cat([visible, visible.new_ones(B, Q)], dim=-1)
+        return None if bool(columns.all()) else columns
     if "flex" in implementation:
-        return _block_mask(visible, Q)
-    past = visible[:, None, None, :].expand(B, 1, Q, -1)
-    allowed = torch.cat([past, own.expand(B, 1, Q, Q)], dim=-1)
+        return _block_mask(columns, Q)
+    causal = torch.ones(Q, columns.shape[-1], dtype=torch.bool, device=query.device)
+    allowed = columns[:, None, None, :] & causal.tril(visible.shape[-1])
     if implementation != "eager":
         return allowed
     lowest = torch.finfo(query.dtype).min
@@ -216,14 +218,13 @@ def prompt_mask(
     return mask[:, :, : query.shape[2], :prompt_tokens]
 
 
-def _block_mask(visible: Tensor, query_tokens: int) -> BlockMask:
-    """`stored_mask` for flex attention."""
-    slots = torch.tensor(visible.shape[-1], device=visible.device)
-    columns = torch.cat([visible, visible.new_ones(visible.shape[0], query_tokens)], dim=-1)
+def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
+    """`stored_mask` for flex attention: (B, S + Q) bool, which columns are visible."""
+    slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
 
     def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:
         return columns[batch, slot] & (slot <= query_idx + slots)
 
     return create_block_mask(
-        sees, visible.shape[0], None, query_tokens, columns.shape[-1], device=visible.device
+        sees, columns.shape[0], None, query_tokens, columns.shape[-1], device=columns.device
     )

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
@@ -35,6 +36,7 @@ class AnnouncedCache:
     _records_past: bool
     _looks_at_tokens: bool
     _coming: tuple[int, Tensor] | None
+    _end_ids: tuple[int, ...] = ()
 
     if TYPE_CHECKING:
 
@@ -97,10 +99,16 @@ class AnnouncedCache:
             self._coming = (self.get_seq_length(), token_ids)
 
     @contextlib.contextmanager
-    def announced(self, prompt_tokens: int) -> Iterator[None]:
-        """Announce a prompt, and take the announcement back if nothing of it could be read."""
+    def announced(self, prompt_tokens: int, end_ids: tuple[int, ...] = ()) -> Iterator[None]:
+        """Announce a prompt, and take the announcement back if nothing of it could be read.
+
+        Args:
+            prompt_tokens: where it ends, as for `expect_prompt`.
+            end_ids: what ends a row's answer; what `generate` puts behind it are pads.
+        """
         before, seen = self.prompt_end, self.get_seq_length()
         self.expect_prompt(prompt_tokens)
+        self._end_ids = end_ids
         try:
             yield
         except BaseException:
@@ -108,6 +116,30 @@ class AnnouncedCache:
                 self.prompt_end = before
                 self._open_turn(False)
             raise
+        finally:
+            self._end_ids = ()
+
+    def without_ended_rows(self, visible: Tensor, token_ids: Tensor) -> Tensor:
+        """The padding of a step of `generate`, without the pads behind answers that have ended.
+
+        Only where a cache holds on to the queries of an answer, which vote at the end of the next
+        turn. A method that evicts has counted the end of an answer apart from what follows it.
+
+        Args:
+            visible: (B, N), zero for pads.
+            token_ids: (B, M), the last tokens of the same columns.
+        """
+        first = self.layers[self._first]
+        assert self.prompt_end is not None
+        generated = visible.shape[1] - self.prompt_end
+        if not self._end_ids or not first.compresses_turns or generated < 2:
+            return visible
+        ids = token_ids[:, token_ids.shape[1] - generated :]
+        ends = torch.isin(ids, torch.tensor(self._end_ids, device=ids.device))
+        behind = (ends.cumsum(dim=-1) - ends.long()) > 0
+        visible = visible.clone()
+        visible[:, visible.shape[1] - generated :].masked_fill_(behind, 0)
+        return visible
 
     @contextlib.contextmanager
     def reading_in_pieces(self, layer_idx: int, tokens: int) -> Iterator[None]:

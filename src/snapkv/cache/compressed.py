@@ -16,13 +16,19 @@ from snapkv.cache.codes import Bits
 from snapkv.cache.doubt import Doubt
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layers import layers_for
+from snapkv.cache.padding import Padding, find_padding
 from snapkv.cache.quantised import require_quantisable
 from snapkv.cache.report import CacheReport
 from snapkv.cache.saving import SavedCache
 from snapkv.cache.static import StaticCompressedLayer, slots_for
 from snapkv.cache.token_ids import require_announced
 from snapkv.cache.turns import TurnOptions, Turns
-from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.errors import (
+    CacheMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    UnsupportedModelError,
+)
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
 
 
@@ -114,6 +120,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         self._looks_at_tokens = "token_ids" in policy.needs
         self._coming: tuple[int, Tensor] | None = None
         self.doubts: list[Doubt] = []
+        self._padding: Padding | None = None
 
     # What transformers asks of a cache.
 
@@ -138,6 +145,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         self._require_finished_forward(layer, new_tokens)
         prompt_end = self._open_prompt(layer.cumulative_length + new_tokens)
         keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        layer.note_gaps(None if self._padding is None else self._padding.gaps_of(layer))
         if self._coming is not None:
             layer.remember_ids(self._coming[1].to(key_states.device))
         handoff.offer(
@@ -216,6 +224,42 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
                 "without drafts"
             )
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(columns, offset) of a mask, which this thread will make next."""
+        if (
+            isinstance(self.layers[layer_idx], CompressedLayer)
+            and not torch.compiler.is_compiling()
+        ):
+            handoff.ask_for_padding(self)
+        columns, offset = super().get_mask_sizes(query_length, layer_idx)
+        return columns, offset
+
+    def expect_padding(self, visible: Tensor | None, new_tokens: int) -> Padding | None:
+        """Announce the padding of the next forward pass, as its masks are made of it.
+
+        Args:
+            visible: (B, tokens seen + new) bool, which of them are no pads; None for all.
+            new_tokens: how many the pass will read.
+
+        Returns:
+            The pads between turns by then; None where it does not say.
+
+        Raises:
+            UnsupportedModelError: pads between turns that this cache cannot hide any more.
+        """
+        self._padding = find_padding(visible, new_tokens, self.layers[self._first])
+        recall = self.options["recall"]
+        if self._padding is not None and self._padding.brings_gaps and recall is not None:
+            raise UnsupportedModelError(
+                f"attention_mask: expected no pads between turns with recall={str(recall)!r}, "
+                "whose turns are read over all that was seen, got some; leave recall out, or ask "
+                "the rows one by one"
+            )
+        for layer in self.layers:
+            if isinstance(layer, StaticCompressedLayer) and layer.fixed:
+                layer.note_gaps(None if self._padding is None else self._padding.gaps)
+        return self._padding
+
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
         if layer_idx is None:
@@ -245,7 +289,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
 
     def take_back(self, layer: CompressedLayer, tokens: int) -> None:
         """Undo the update of one layer whose attention was refused."""
-        layer.crop(-tokens)
+        layer.take_back(tokens)
         if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
             self.prompt_end = None
 

@@ -1,7 +1,8 @@
 """Passing a layer from the cache to the attention call that follows, per thread.
 
 `Cache.update` knows the layer but not the queries; the attention function knows the queries but
-not the layer. Both run in the same thread, one right after the other.
+not the layer. Both run in the same thread, one right after the other. In the same way a cache that
+is asked how large a mask must be is passed to the function that then makes it of the padding.
 """
 
 import threading
@@ -49,3 +50,15 @@ def take() -> Handoff | None:
 def peek() -> Handoff | None:
     """The layer left for the next attention call, without taking it."""
     return getattr(_current, "handoff", None)
+
+
+def ask_for_padding(cache: "CompressedCache") -> None:
+    """Leave a cache for the mask that this thread makes next."""
+    _current.asking = cache
+
+
+def take_asking() -> "CompressedCache | None":
+    """The cache that a mask is made for, if any; it is left only once."""
+    asking = getattr(_current, "asking", None)
+    _current.asking = None
+    return asking

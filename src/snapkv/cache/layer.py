@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.cache.keeping import keep_tokens, last_tokens
+from snapkv.cache.keeping import keep_tokens, last_tokens, pads_first
 from snapkv.cache.parked import ParkedTokens
+from snapkv.cache.query_tail import RememberedQueries
 from snapkv.cache.ragged import RaggedStates
 from snapkv.cache.sinks import move_sinks
-from snapkv.cache.stored import StoredTokens
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
@@ -19,7 +19,7 @@ from snapkv.policies.states import fillers_left
 from snapkv.rotary import Rotation
 
 
-class CompressedLayer(StoredTokens):
+class CompressedLayer(RememberedQueries):
     """Keys and values of the tokens that were kept, in ascending order of position.
 
     The layer reports every token it has seen and stores only some, the contract of transformers'
@@ -52,14 +52,12 @@ class CompressedLayer(StoredTokens):
         rotation: Rotation | None = None,
         output_projection: Any = None,
     ) -> None:
-        super().__init__()
-        self.policy = policy
+        super().__init__(policy)
         self.layer_idx = layer_idx
         self.depth = depth
         self.num_layers = num_layers
         self.rotation = rotation
         self.output_projection = output_projection
-        self._history_tokens = policy.history_tokens if isinstance(policy, EvictingPolicy) else 0
         self._grows_in_place = not isinstance(policy, EvictingPolicy)  # that moves it all
 
     # What transformers asks of a layer.
@@ -118,9 +116,15 @@ class CompressedLayer(StoredTokens):
         if self.parked is not None and self.kept is not None and count > self._whole_tail():
             self.recall()
         self._require_croppable(count)
+        self.take_back(count)
+
+    def take_back(self, count: int) -> None:
+        """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
         self.keys = self.keys[..., :-count, :]
         self.values = self.values[..., :-count, :]
         self.cumulative_length -= count
+        self.chosen_at = min(self.chosen_at, self.cumulative_length)
+        self.gaps = self._gaps_so_far()
         self.recall_due = False
         if self.parked is not None:
             self.parked.crop(self.cumulative_length)
@@ -134,6 +138,12 @@ class CompressedLayer(StoredTokens):
             self._query_tail = self._query_tail[..., :-count, :]
 
     def _require_croppable(self, count: int) -> None:
+        if not self.is_croppable and self.kept is not None:
+            raise InvalidArgumentError(
+                f"tokens_to_remove: expected 0 behind a prompt of {self.policy.name}, which has "
+                f"counted and evicted by every token since, got {-count}; reset the cache and read "
+                "the shorter text again, or use a policy that only compresses prompts"
+            )
         whole = self.stored_tokens if self.kept is None else self._whole_tail()
         if count > whole:
             raise InvalidArgumentError(
@@ -160,7 +170,7 @@ class CompressedLayer(StoredTokens):
         self.is_initialized = False
         self.cumulative_length = 0
         self.hides_more_than_padding = False
-        self.kept = self.pad_tokens = self.filler_tokens = None
+        self.kept = self.pad_tokens = self.filler_tokens = self.gaps = None
         self.held = False
         self.ragged = self.slot_scores = self._query_tail = self.sinks = None
         self.head_notes = self.token_ids = None
@@ -195,6 +205,7 @@ class CompressedLayer(StoredTokens):
             "kept",
             "pad_tokens",
             "filler_tokens",
+            "gaps",
             "slot_scores",
             "head_notes",
             "token_ids",
@@ -222,32 +233,6 @@ class CompressedLayer(StoredTokens):
             token_ids = torch.cat([self.token_ids, token_ids], dim=1)
         self.token_ids = token_ids
 
-    def remember_queries(self, queries: Tensor, ahead_tokens: int) -> None:
-        """Hold on to the last queries of a chunk: the window may begin in it.
-
-        And to those of tokens that will be forgotten, which `crop` takes away.
-        """
-        self._query_tail = self.with_remembered(queries, ahead_tokens).clone()
-
-    def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
-        """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
-        if self._query_tail is not None:
-            queries = torch.cat([self._query_tail, queries], dim=-2)
-        return last_tokens(queries, self.policy.query_tokens + ahead_tokens)
-
-    def look_back(self, queries: Tensor) -> Tensor:
-        """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
-
-        Holds on to those for the steps to come.
-        """
-        if not self._history_tokens:
-            return queries
-        if self._query_tail is not None:
-            before = last_tokens(self._query_tail, self._history_tokens - queries.shape[-2])
-            queries = torch.cat([before, queries.detach()], dim=-2)
-        self._query_tail = last_tokens(queries, self._history_tokens)
-        return self._query_tail
-
     def hold(self, selection: Selection) -> None:
         """Keep a part of a prompt that is still coming in."""
         self.kept = self._selected_columns(selection)
@@ -272,10 +257,11 @@ class CompressedLayer(StoredTokens):
         turns follow, it is all that was seen so far or, without recall, all that is stored.
         """
         self._query_tail = None
-        if self._history_tokens:
-            self._query_tail = last_tokens(prompt.queries, self._history_tokens).clone()
+        if self.history_tokens:
+            self._query_tail = last_tokens(prompt.queries, self.history_tokens).clone()
         self.pad_tokens = prompt.pad_tokens
         self.held = False
+        self.chosen_at = self.cumulative_length - (self.stored_tokens - prompt.keys.shape[2])
         if selection is None:
             return
         columns = self._selected_columns(selection)
@@ -293,9 +279,6 @@ class CompressedLayer(StoredTokens):
             kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
             self.slot_scores = selection.scores.gather(2, kept.clamp(min=0))
         self.filler_tokens = selection.filler_tokens
-        self.chosen_at = self.cumulative_length - self.stored_tokens
-        if self.ragged is None:
-            self.chosen_at += self.kept.shape[-1]
         self.hides_more_than_padding = self._fillers_outnumber_padding(self.chosen_at)
         self._move_on(selection.sink_tokens)
 
@@ -313,7 +296,7 @@ class CompressedLayer(StoredTokens):
         """
         self.compresses_turns, self.parked, self.refresh_every = True, parked, refresh_every
         if self.policy.query_tokens != ALL_QUERIES:
-            self._history_tokens = self.policy.query_tokens
+            self.history_tokens = self.policy.query_tokens
 
     def park(self, tokens: int) -> None:
         """Put those of the first tokens off the device that are not yet; the layer is whole."""
@@ -353,12 +336,27 @@ class CompressedLayer(StoredTokens):
         self.kept = self.filler_tokens = self.ragged = None
         self.hides_more_than_padding = False
 
+    def absorb_pads(self) -> None:
+        """Where heads differ in length, let no pads stand among the tokens behind the prompt."""
+        if self.ragged is None or self.gaps is None:
+            return
+        if not bool(self.visible_columns(self.stored_tokens).all()):
+            self.absorb_tail()
+
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
-        if self.ragged is None:
+        if self.ragged is None or not self.stored_tokens:
             return
-        self.kept = self.columns().to(torch.int32)
-        self.ragged = self.ragged.with_tail(self.keys, self.values)
+        columns, scores = self.columns(), self.scores_with(self.stored_tokens)
+        real = None if self.gaps is None else self.visible_columns(self.stored_tokens)
+        self.ragged = self.ragged.with_tail(self.keys, self.values, real)
+        if real is not None:
+            columns[..., columns.shape[-1] - self.stored_tokens :].masked_fill_(~real[:, None], -1)
+            order = pads_first(columns >= 0)
+            columns = columns.gather(-1, order)[..., -self.ragged.longest_tokens :]
+            if scores is not None:
+                scores = scores.gather(-1, order)[..., -self.ragged.longest_tokens :]
+        self.kept, self.slot_scores = columns.to(torch.int32), scores
         self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
 
     def note(self, eviction: Eviction) -> None:

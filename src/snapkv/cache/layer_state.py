@@ -16,6 +16,7 @@ _NAMES = (
     "kept",
     "pad_tokens",
     "filler_tokens",
+    "gaps",
     "hides_more_than_padding",
     "ragged",
     "slot_scores",
@@ -45,7 +46,7 @@ def state_of(layer: CompressedLayer) -> dict[str, Any]:
 def restore(layer: CompressedLayer, state: dict[str, Any]) -> None:
     """Give an empty layer the state of another one of its kind."""
     for name in _NAMES:
-        setattr(layer, name, state[name])
+        setattr(layer, name, state[name] if name != "gaps" else state.get(name))  # once not saved
     if isinstance(layer.keys, Tensor):
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
     if isinstance(layer, StaticCompressedLayer) and state["fixed"]:

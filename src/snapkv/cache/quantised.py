@@ -42,6 +42,8 @@ class QuantisedLayer(CompressedLayer):
         packed: the codes of keys and of values, or None before the prompt has ended.
     """
 
+    _chooses_again = False  # or rows that keep what they have would be codes of codes
+
     def __init__(self, *args: Any, bits: Bits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bits: Bits = bits

@@ -68,23 +68,43 @@ class RaggedStates:
         """Where each head's tokens stand, as attention asks for it."""
         return RaggedLayout(self.head_tokens, self.keys.device)
 
-    def with_tail(self, keys: Tensor, values: Tensor) -> "RaggedStates":
-        """Every head's tokens, and behind them its part of (B, H, N, D) keys and values."""
-        tails = [pair for row in zip(keys, values, strict=True) for pair in zip(*row, strict=True)]
+    def with_tail(self, keys: Tensor, values: Tensor, real: Tensor | None) -> "RaggedStates":
+        """Every head's tokens, and behind them its part of what came behind the prompt.
+
+        Args:
+            keys: (B, H, N, D).
+            values: (B, H, N, Dv).
+            real: (B, N) bool, which of the N are no pads; None for all.
+        """
+        B, added = keys.shape[0], [keys.shape[2]] * keys.shape[0]
+        rows = list(zip(keys, values, strict=True))
+        if real is not None:
+            added = real.sum(dim=-1).tolist()
+            rows = [(rows[b][0][:, real[b]], rows[b][1][:, real[b]]) for b in range(B)]
+        tails = [pair for row in rows for pair in zip(*row, strict=True)]
         pairs = [pair for row in self.segments() for pair in row]
         both = [piece for pair in zip(pairs, tails, strict=True) for piece in pair]
-        added = keys.shape[2]
         return RaggedStates(
             keys=torch.cat([piece[0] for piece in both]),
             values=torch.cat([piece[1] for piece in both]),
-            head_tokens=tuple(tuple(count + added for count in row) for row in self.head_tokens),
+            head_tokens=tuple(
+                tuple(count + new for count in row)
+                for row, new in zip(self.head_tokens, added, strict=True)
+            ),
         )
 
     def padded_keys(self) -> Tensor:
         """(B, H, S, D), S the tokens of the longest head; any key in the slots of no token."""
-        slots = torch.arange(self.longest_tokens, device=self.keys.device)
+        return self._padded(self.keys)
+
+    def padded_values(self) -> Tensor:
+        """(B, H, S, Dv), as `padded_keys`."""
+        return self._padded(self.values)
+
+    def _padded(self, states: Tensor) -> Tensor:
+        slots = torch.arange(self.longest_tokens, device=states.device)
         places = self._places(slots).clamp(min=0)
-        return self.keys.index_select(0, places.flatten()).view(*places.shape, -1)
+        return states.index_select(0, places.flatten()).view(*places.shape, -1)
 
     def keep(self, keep_indices: Tensor) -> "RaggedStates":
         """Copy the tokens of these slots.

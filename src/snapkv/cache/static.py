@@ -104,6 +104,10 @@ class StaticCompressedLayer(CompressedLayer):
                 f"{self.slots:,} slots; make the CompressedCache with a larger room_tokens"
             )
 
+    def note_gaps(self, gaps: Tensor | None) -> None:
+        """Take the pads of all tokens seen by now, which the model's own masks hide."""
+        self.gaps = self._gaps_so_far() if gaps is None else gaps
+
     def _buffers_for(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers, made anew where batch, dtype or device are others than before."""
         if self._buffers is None or not all(map(_alike, self._buffers, (keys, values))):
@@ -152,6 +156,7 @@ class StaticCompressedLayer(CompressedLayer):
         elif tokens_to_remove:
             self._require_croppable(-tokens_to_remove)
             self.cumulative_length += tokens_to_remove
+            self.gaps = self._gaps_so_far()
             if self.kept is not None:
                 self.kept = self.kept[..., : self.stored_tokens]
 

@@ -23,6 +23,8 @@ class StoredTokens(DynamicLayer):
             dropped.
         held: whether the prompt is still coming in and a part of it has been dropped already.
         pad_tokens: (B,) leading pads of each row of the prompt, or None.
+        gaps: (B, seen tokens) bool, the pads behind a row's first token: its turn was shorter than
+            others of the batch, or its answer ended early. None where there are none.
         filler_tokens: (B,) leading slots that hold pads, or None.
         ragged: what the heads keep where each keeps a number of its own; `keys` and `values` then
             hold only what came behind the prompt, or, for an evicting policy, since the last step.
@@ -39,12 +41,15 @@ class StoredTokens(DynamicLayer):
     keys: Any  # None until the first update
     values: Any
 
+    _chooses_again = True
+
     def __init__(self) -> None:
         super().__init__()
         self.cumulative_length = 0
         self.kept: Tensor | None = None
         self.held = False
         self.pad_tokens: Tensor | None = None
+        self.gaps: Tensor | None = None
         self.filler_tokens: Tensor | None = None
         self._hidden_slots: tuple[Tensor, bool] | None = None
         self.hides_more_than_padding = False
@@ -82,9 +87,11 @@ class StoredTokens(DynamicLayer):
         """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
         gap = self.cumulative_length - self.stored_tokens
         dropped = torch.full((self.keys.shape[0],), gap, device=self.keys.device)
-        if self.pad_tokens is None:
-            return dropped
-        dropped = dropped - self.pad_tokens
+        if self.pad_tokens is not None:
+            dropped = dropped - self.pad_tokens
+        if self.gaps is not None:
+            hidden = (~self.visible_slots(self.stored_tokens)).sum(dim=-1)
+            return dropped - self.gaps.sum(dim=-1) + hidden
         return dropped if self.filler_tokens is None else dropped + self.filler_tokens
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
@@ -99,7 +106,10 @@ class StoredTokens(DynamicLayer):
         The stored slots stand for the last columns seen. Where every row keeps the same budget,
         exactly its fillers then fall on columns of pads. Rows with budgets of their own (a ratio
         of their own length), or that evict at times of their own, can hold more fillers than that.
+        Pads between turns stand in other slots of every layer that has dropped something.
         """
+        if self.gaps is not None:
+            return True
         if self.filler_tokens is None or self.kept is None:
             return False
         pads = torch.zeros_like(self.filler_tokens) if self.pad_tokens is None else self.pad_tokens
@@ -117,12 +127,58 @@ class StoredTokens(DynamicLayer):
         return self._hidden_slots[1]
 
     def visible_slots(self, slots: int) -> Tensor:
-        """(B, slots) bool: which of the first slots hold a token and not a filler."""
+        """(B, slots) bool: which of the first slots hold a token and neither a filler nor a pad."""
         order = torch.arange(slots, device=self.keys.device)
         hidden = self.pad_tokens if self.kept is None else self.filler_tokens
-        if hidden is None:
-            return torch.ones(self.keys.shape[0], slots, dtype=torch.bool, device=order.device)
-        return order >= hidden[:, None]
+        visible = torch.ones(self.keys.shape[0], slots, dtype=torch.bool, device=order.device)
+        if hidden is not None:
+            visible = order >= hidden[:, None]
+        if self.gaps is not None:
+            chosen = 0 if self.kept is None else self.kept.shape[-1]
+            behind = self.visible_columns(self.stored_tokens - chosen)
+            visible[:, chosen:] &= behind[:, : max(0, slots - chosen)]
+        return visible
+
+    def visible_columns(self, tokens: int, drafts: int = 0) -> Tensor:
+        """(B, tokens) bool: which of the last tokens seen, before so many drafts, are no pads."""
+        end = self.cumulative_length - drafts
+        columns = torch.arange(end - tokens, end, device=self.keys.device)
+        visible = torch.ones(self.keys.shape[0], tokens, dtype=torch.bool, device=columns.device)
+        if self.pad_tokens is not None:
+            visible = columns >= self.pad_tokens[:, None]
+        gaps = self._gaps_so_far()
+        return visible if gaps is None else visible & ~gaps[:, end - tokens : end]
+
+    def _gaps_so_far(self) -> Tensor | None:
+        """`gaps` of just the tokens seen by now; those that came since it was noted are no pads."""
+        if self.gaps is None:
+            return None
+        missing = self.cumulative_length - self.gaps.shape[1]
+        return torch.nn.functional.pad(self.gaps, (0, missing))
+
+    def note_gaps(self, gaps: Tensor | None) -> None:
+        """Take the pads of all tokens seen by now; None where the new tokens are none.
+
+        From the first on the layer needs a mask of its own.
+        """
+        if gaps is None and self.gaps is None:
+            return
+        self.gaps = self._gaps_so_far() if gaps is None else gaps
+        self.hides_more_than_padding = True
+
+    def whole_rows(self) -> list[bool]:
+        """For each row of a compressed layer whether nothing of it was dropped yet.
+
+        A short row of a padded batch fits the budget where a longer one does not. False for all
+        where rows have no pads, so are of one length, and where nothing can be chosen again.
+        """
+        B = self.keys.shape[0]
+        if B == 1 or self.packed_pads is None or not self._chooses_again:
+            return [False] * B
+        seen = self.cumulative_length - self.packed_pads
+        held = (self.stored_positions() >= 0).sum(dim=-1).amin(dim=-1)
+        rows: list[bool] = (held == seen).tolist()
+        return rows
 
     @property
     def full_bytes(self) -> int:
@@ -150,7 +206,14 @@ class StoredTokens(DynamicLayer):
     @property
     def noted_bytes(self) -> int:
         """Bytes of what is held beside the keys and values, measured on the tensors."""
-        noted = (self.kept, self.slot_scores, self.head_notes, self.token_ids, self._query_tail)
+        noted = (
+            self.kept,
+            self.gaps,
+            self.slot_scores,
+            self.head_notes,
+            self.token_ids,
+            self._query_tail,
+        )
         layout = 0 if self.ragged is None else self.ragged.layout.held_bytes
         return layout + sum(tensor.nbytes for tensor in noted if tensor is not None)
 
@@ -165,9 +228,34 @@ class StoredTokens(DynamicLayer):
         if not self._is_filled:
             return torch.empty(0, 0, 0, dtype=torch.int64)
         columns = self.columns()
+        positions = columns if self.gaps is None else self._without_gaps(columns)
         if self.pad_tokens is None:
-            return columns
-        return (columns - self.pad_tokens[:, None, None]).clamp(min=-1)
+            return positions
+        return (positions - self.pad_tokens[:, None, None]).clamp(min=-1)
+
+    def packed_columns(self) -> Tensor:
+        """`columns` as if every pad stood in front of its row, `packed_pads` of them."""
+        if self.gaps is None:
+            return self.columns()
+        columns = self._without_gaps(self.columns())
+        return torch.where(columns < 0, columns, columns + self.gaps.sum(dim=-1)[:, None, None])
+
+    @property
+    def packed_pads(self) -> Tensor | None:
+        """(B,) int64: pads of each row, wherever they stand; None where no row has any."""
+        if self.gaps is None:
+            return self.pad_tokens
+        pads = self.gaps.sum(dim=-1)
+        return pads if self.pad_tokens is None else pads + self.pad_tokens
+
+    def _without_gaps(self, columns: Tensor) -> Tensor:
+        """The columns of slots if no pad stood behind a row's first token; -1 for a pad."""
+        gaps = self._gaps_so_far()
+        assert gaps is not None
+        before = gaps.long().cumsum(dim=-1)[:, None].expand(-1, columns.shape[1], -1)
+        is_pad = gaps[:, None].expand_as(before).gather(2, columns.clamp(min=0))
+        moved = columns - before.gather(2, columns.clamp(min=0))
+        return moved.masked_fill(is_pad | (columns < 0), -1)
 
     def columns(self) -> Tensor:
         """(B, H, S) int64: column of every stored slot in the whole sequence, pads counted."""

@@ -1,0 +1,103 @@
+"""Pads between turns: rows of a batch whose turn is shorter, or whose answer has ended early.
+
+The mask of a forward pass says which of all tokens seen are pads. Those in front of a prompt are
+read where it ends. Behind it, a pad is told as it comes, or later, when the next turn shows that an
+answer had ended; as long as nothing was chosen by its attention since, it can still be hidden.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies import EvictingPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """The pads between turns by the end of a forward pass.
+
+    Attributes:
+        seen_tokens: tokens seen by then.
+        gaps: (B, seen tokens) bool, the pads behind the first token of each row; None where there
+            are none.
+        brings_gaps: whether some of them were not known before this pass.
+        hides_nothing: whether every token of the stored slots' columns is visible.
+    """
+
+    seen_tokens: int
+    gaps: Tensor | None
+    brings_gaps: bool
+    hides_nothing: bool
+
+    def gaps_of(self, layer: CompressedLayer) -> Tensor | None:
+        """The gaps for a layer that has read this forward pass, None for one that reads another."""
+        return self.gaps if layer.cumulative_length == self.seen_tokens else None
+
+
+def find_padding(visible: Tensor | None, new_tokens: int, layer: CompressedLayer) -> Padding | None:
+    """Compare the padding of a forward pass with what a layer knows.
+
+    Args:
+        visible: (B, seen + new) bool, False for pads; None where every token is visible.
+        new_tokens: how many tokens the pass reads.
+        layer: the first compressed one; all have seen the same.
+
+    Returns:
+        None where nothing is said, or before the first prompt has ended.
+
+    Raises:
+        UnsupportedModelError: a token that was read as one turns out to be a pad after something
+            was chosen by its attention.
+    """
+    if visible is None or not layer.chosen_at:
+        return None
+    seen = layer.cumulative_length
+    known = layer.visible_columns(seen)
+    total = seen + new_tokens
+    missing = total - visible.shape[1]
+    visible = torch.nn.functional.pad(visible, (0, missing))  # as transformers reads short masks
+    gaps = ~visible
+    if layer.pad_tokens is not None:
+        columns = torch.arange(total, device=gaps.device)
+        gaps = gaps & (columns >= layer.pad_tokens[:, None])
+    if layer.gaps is not None:  # a pad stays one
+        gaps = gaps | torch.nn.functional.pad(layer.gaps, (0, total - layer.gaps.shape[1]))
+    new = gaps.clone()
+    new[:, :seen] &= known
+    too_late = _too_late(new[:, :seen], visible[:, seen:], layer)
+    _, offset = layer.get_mask_sizes(new_tokens)
+    asked = [gaps.any(), new.any(), too_late, visible[:, offset:].all()]
+    any_gap, brings_gaps, is_too_late, hides_nothing = torch.stack(asked).tolist()
+    if is_too_late:
+        raise UnsupportedModelError(
+            f"attention_mask: expected tokens that {layer.policy.name} has counted to stay "
+            "visible, got a mask that hides some of them now (an answer that had ended before its "
+            "batch did); hide pads in the very pass that reads them, or generate such rows one by "
+            "one"
+        )
+    return Padding(
+        seen_tokens=total,
+        gaps=gaps if any_gap else None,
+        brings_gaps=brings_gaps,
+        hides_nothing=hides_nothing,
+    )
+
+
+def _too_late(hidden: Tensor, own: Tensor, layer: CompressedLayer) -> Tensor:
+    """() bool: whether something was already chosen by tokens that turn out to be pads.
+
+    Args:
+        hidden: (B, seen) bool, those tokens.
+        own: (B, new) bool, the tokens of this pass that are none.
+        layer: as above.
+    """
+    if isinstance(layer.policy, EvictingPolicy):
+        return hidden.any()
+    chosen_by = hidden[:, : layer.chosen_at].any()
+    if not layer.history_tokens:
+        return chosen_by
+    queries_missing = hidden.any(dim=-1) & (own.sum(dim=-1) < layer.history_tokens)
+    return chosen_by | queries_missing.any()

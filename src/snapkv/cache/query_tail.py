@@ -1,0 +1,79 @@
+"""The last queries that a layer holds on to: the window may begin before the pass that ends it."""
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.keeping import last_tokens, pads_first, put_in_order
+from snapkv.cache.stored import StoredTokens
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies import EvictingPolicy, Policy
+
+
+class RememberedQueries(StoredTokens):
+    """What a layer stores, and the last queries of what it has read.
+
+    Attributes:
+        policy: how many queries it wants to see.
+        history_tokens: how many of the last queries the layer holds on to behind a prompt.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+        self.history_tokens = policy.history_tokens if isinstance(policy, EvictingPolicy) else 0
+
+    def remember_queries(self, queries: Tensor, ahead_tokens: int) -> None:
+        """Hold on to the last queries of a chunk: the window may begin in it.
+
+        And to those of tokens that will be forgotten, which `crop` takes away.
+        """
+        self._query_tail = self.with_remembered(queries, ahead_tokens).clone()
+
+    def with_remembered(self, queries: Tensor, ahead_tokens: int = 0, drafts: int = 0) -> Tensor:
+        """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far.
+
+        Behind the queries' own tokens stand as many drafts; of pads only some in front are left.
+        """
+        queries = self._queries_with_tail(queries, drafts)
+        return last_tokens(queries, self.policy.query_tokens + ahead_tokens)
+
+    def _queries_with_tail(self, queries: Tensor, drafts: int = 0) -> Tensor:
+        """The queries held on to and behind them new ones, those of pads in front of each row."""
+        new, tail = queries.shape[-2], self._query_tail
+        if tail is not None:
+            queries = torch.cat([tail, queries.detach()], dim=-2)
+        if self.gaps is None:
+            return queries
+        visible = torch.ones_like(queries[:, 0, :, 0], dtype=torch.bool)
+        visible[:, visible.shape[1] - new :] = self.visible_columns(new, drafts)
+        return put_in_order(queries, pads_first(visible))
+
+    def look_back(self, queries: Tensor) -> Tensor:
+        """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
+
+        Holds on to those for the steps to come.
+        """
+        if not self.history_tokens:
+            return queries if self.gaps is None else self._queries_with_tail(queries)
+        self._query_tail = last_tokens(self._queries_with_tail(queries), self.history_tokens)
+        return self._query_tail
+
+    def own_queries(self, new_tokens: int, drafts: int = 0) -> list[int]:
+        """For each row how many of the last queries at least are its own, not those of pads.
+
+        Args:
+            new_tokens: how many tokens the forward pass reads, drafts left out.
+            drafts: how many tokens stand behind them.
+
+        Raises:
+            UnsupportedModelError: it cannot be told, since the turn came in pieces.
+        """
+        if self.history_tokens:
+            new_tokens = self.cumulative_length - drafts
+        elif self._query_tail is not None:
+            raise UnsupportedModelError(
+                "attention_mask: expected no pads between turns where a turn is read in pieces, "
+                "got some; read the turn in one pass, without prefill_chunk_size"
+            )
+        counts: list[int] = self.visible_columns(new_tokens, drafts).sum(dim=-1).tolist()
+        return counts

@@ -1,0 +1,198 @@
+"""Asking the policy: what it sees of a layer after an attention call, and its choice moved in.
+
+Where pads stand between the turns of a batch, rows are put in order first, pads in front, and
+choose by themselves.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.keeping import pads_first, put_in_order, slots_of
+from snapkv.cache.layer import CompressedLayer
+from snapkv.calls import AttentionCall
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies import DecodeStep, EvictingPolicy, Eviction, PromptLayer, Selection
+from snapkv.policies.by_rows import evict_by_rows, select_by_rows
+from snapkv.projections import output_weight
+
+
+def hold_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
+    """Drop what is over the cap of a prompt that is still coming in."""
+    slots = layer.stored_tokens
+    if cap_tokens is None or slots <= cap_tokens:
+        return
+    read = prompt_layer(call, layer, call.query.shape[2], slots, None)
+    with torch.no_grad():
+        layer.hold(layer.policy.hold(read, cap_tokens))
+
+
+def select(
+    layer: CompressedLayer, prompt: PromptLayer, new_tokens: int, drafts: int
+) -> Selection | None:
+    """What the policy keeps of a prompt; where pads stand between turns, row by row."""
+    with torch.no_grad():
+        if layer.gaps is None:
+            return layer.policy.select(prompt)
+        packed, order, held = _packed(layer, prompt)
+        own = layer.own_queries(new_tokens, drafts)
+        selection = select_by_rows(layer.policy, packed, own, held)
+        if selection is None:
+            return None
+        return replace(selection, keep_indices=slots_of(selection.keep_indices, order))
+
+
+def _packed(layer: CompressedLayer, prompt: PromptLayer) -> tuple[PromptLayer, Tensor, Tensor]:
+    """A prompt whose pads stand in front, the slots in that order, and which of them hold tokens.
+
+    The order is (B, S), the third (B, 1, S) bool.
+    """
+    visible = layer.visible_slots(prompt.keys.shape[2])
+    order = pads_first(visible)
+    packed = replace(
+        prompt,
+        keys=put_in_order(prompt.keys, order),
+        values=put_in_order(prompt.values, order),
+        pad_tokens=(~visible).sum(dim=-1),
+        token_ids=None if prompt.token_ids is None else prompt.token_ids.gather(1, order),
+    )
+    return packed, order, visible.gather(1, order)[:, None]
+
+
+def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer) -> None:
+    """At the end of a later turn, compress the rows that fitted the budget until now.
+
+    Alone such a row would have been read as one prompt. The others keep all that they hold.
+    """
+    if isinstance(layer.policy, EvictingPolicy) or layer.compresses_turns:
+        return
+    whole = layer.whole_rows()
+    if not any(whole):
+        return
+    new_tokens, slots = call.query.shape[2], call.key.shape[2]
+    own = [
+        new if fits else 0 for new, fits in zip(layer.own_queries(new_tokens), whole, strict=True)
+    ]
+    layer.absorb_tail()
+    prompt = prompt_layer(call, layer, new_tokens, slots, None)
+    if layer.ragged is None:
+        prompt, order, held = _packed(layer, prompt)
+    else:
+        held, order = layer.columns() >= 0, None
+        prompt = replace(
+            prompt,
+            keys=layer.ragged.padded_keys(),
+            values=layer.ragged.padded_values(),
+            pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
+        )
+    with torch.no_grad():
+        selection = select_by_rows(layer.policy, prompt, own, held)
+    if selection is not None:
+        kept, fillers = selection.keep_indices, selection.filler_tokens
+        kept = kept if order is None else slots_of(kept, order)
+        layer.note(Eviction(keep_indices=kept, filler_tokens=fillers))
+        layer.chosen_at = layer.cumulative_length
+
+
+def evict(call: AttentionCall, layer: CompressedLayer) -> None:
+    """Let a policy that evicts while generating see this step and drop what it will."""
+    policy = layer.policy
+    if not isinstance(policy, EvictingPolicy):
+        return
+    new_tokens = call.query.shape[2]
+    layer.absorb_tail()
+    ragged = layer.ragged
+    step = DecodeStep(
+        queries=layer.look_back(call.query),
+        keys=call.key if ragged is None else ragged.padded_keys(),
+        scores=layer.scores_with(new_tokens) if ragged is None else layer.slot_scores,
+        head_notes=layer.head_notes,
+        token_ids=layer.token_ids,
+        filler_tokens=layer.filler_tokens,
+        columns=layer.packed_columns(),
+        pad_tokens=layer.packed_pads,
+        seen_tokens=layer.cumulative_length,
+        **score_options(call, layer),
+    )
+    with torch.no_grad():
+        if layer.gaps is None:
+            layer.note(policy.evict(step))
+        else:
+            layer.note(_evict_by_rows(policy, layer, step, new_tokens))
+
+
+def _evict_by_rows(
+    policy: EvictingPolicy, layer: CompressedLayer, step: DecodeStep, new_tokens: int
+) -> Eviction:
+    """What the policy evicts where pads stand between turns: row by row."""
+    own = layer.visible_columns(new_tokens).sum(dim=-1).tolist()
+    if step.token_ids is not None:
+        order = pads_first(layer.visible_columns(step.token_ids.shape[1]))
+        step = replace(step, token_ids=step.token_ids.gather(1, order))
+    if layer.ragged is not None:
+        return evict_by_rows(policy, step, own)
+    visible = layer.visible_slots(layer.stored_tokens)
+    order = pads_first(visible)
+    packed = replace(
+        step,
+        keys=put_in_order(step.keys, order),
+        scores=None if step.scores is None else put_in_order(step.scores, order),
+        columns=put_in_order(step.columns, order),
+        filler_tokens=(~visible).sum(dim=-1),
+    )
+    eviction = evict_by_rows(policy, packed, own)
+    kept, scores = eviction.keep_indices, eviction.scores
+    return replace(
+        eviction,
+        keep_indices=None if kept is None else slots_of(kept, order),
+        scores=None if scores is None else put_in_order(scores, order.argsort(dim=-1)),
+    )
+
+
+def score_options(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
+    """How attention turns products into scores, and which layer this is."""
+    scaling = call.options.get("scaling")
+    return {
+        "scaling": call.query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": call.options.get("softcap"),
+        "sinks": call.options.get("s_aux"),
+        "stored_heads": None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
+        "layer_idx": layer.layer_idx,
+        "depth": layer.depth,
+        "num_layers": layer.num_layers,
+    }
+
+
+def prompt_layer(
+    call: AttentionCall,
+    layer: CompressedLayer,
+    own: int,
+    slots: int,
+    pads: Tensor | None,
+    drafts: int = 0,
+) -> PromptLayer:
+    """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
+    options = call.options
+    if options.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"model: expected attention without a position bias, got {type(call.module).__name__}, "
+            "whose bias the votes do not see; it cannot be compressed correctly"
+        )
+    causal = options.get("is_causal", getattr(call.module, "is_causal", True))
+    if call.mask is None and causal is False:
+        raise UnsupportedModelError(
+            f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
+            "each other in both directions; only a causal decoder has a prompt to compress"
+        )
+    return PromptLayer(
+        queries=layer.with_remembered(call.query[:, :, :own], drafts=drafts).detach(),
+        keys=call.key[:, :, :slots],
+        values=call.value[:, :, :slots],
+        pad_tokens=pads,
+        token_ids=None if layer.token_ids is None else layer.token_ids[:, :slots],
+        rotation=layer.rotation,
+        output_weight=output_weight(layer.output_projection),
+        **score_options(call, layer),
+    )
