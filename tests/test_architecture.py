@@ -20,7 +20,7 @@ ROWS = (
     ("masks", "faithfulness"),
     ("calls",),
     ("attention", "generation"),
-    ("plan", "weights", "conversion", "documents", "prompts"),
+    ("plan", "weights", "conversion", "pdf", "documents", "prompts"),
     ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),
