@@ -97,5 +97,5 @@ def section(rows: list[Row]) -> str:
 
 _EXPLAINED = """\
 With the first four tokens kept in every head KVzip's loss is lower at every budget, alone and
-inside AdaKV. KeyDiff's hardly changes: what it drops of them is not missed. Random, which drops them
-as it drops anything else, gains most."""
+inside AdaKV. KeyDiff's hardly changes: what it drops of them is not missed. Random, which drops
+them as it drops anything else, gains most."""
