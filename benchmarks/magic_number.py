@@ -71,7 +71,7 @@ def _make_document(
     needle = _encode(tokenizer, _NEEDLE.format(city=city, number=number))
     question = _encode(tokenizer, _QUESTION.format(city=city))
     hay_tokens = prompt_tokens - len(needle) - len(question)
-    hay = _stretch(tokenizer, text, hay_tokens, draw)
+    hay = stretch(tokenizer, text, hay_tokens, draw)
     split = _sentence_end(tokenizer, hay, int(depth * hay_tokens))
     return Document(
         prompt_ids=[*hay[:split], *needle, *hay[split:], *question],
@@ -83,7 +83,7 @@ def _make_document(
     )
 
 
-def _stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
+def stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
     """That many tokens of the text, from the start of a sentence."""
     characters = tokens * _CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2

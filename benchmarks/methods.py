@@ -5,6 +5,7 @@
     python -m benchmarks.methods --only timing    measure the times, keep the rows of the answers
     python -m benchmarks.methods --only pooling   measure the answers around the wide kernel
     python -m benchmarks.methods --only 'second reading'
+    python -m benchmarks.methods --only 'first tokens'   measure what sinks are worth
     python -m benchmarks.methods --render         render the page from the rows that are there
 
 Rows: `docs/results/methods.jsonl`. Page: `docs/results/methods.md`.
@@ -27,6 +28,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
+from benchmarks.first_tokens import measure_first_tokens
 from benchmarks.magic_number import SEED, Document, make_documents
 from benchmarks.methods_page import render
 from benchmarks.reading import read_prompt, read_prompt_twice
@@ -236,6 +238,7 @@ PARTS: dict[str, Callable[[LoadedModel, Haystack], Iterator[Row]]] = {
     "quality": measure_quality,
     "pooling": measure_pooling,
     "second reading": measure_second_reading,
+    "first tokens": measure_first_tokens,
     "timing": measure_timing,
 }
 

@@ -2,6 +2,7 @@
 
 from statistics import fmean
 
+from benchmarks import first_tokens
 from benchmarks.contenders import FULL
 from benchmarks.records import Row, environment_line, markdown_table
 from benchmarks.retrieval import Question
@@ -23,6 +24,9 @@ def render(rows: list[Row]) -> str:
     pooling = [row for row in rows if row["part"] == "pooling"]
     if pooling:
         sections.append(_pooling(pooling))
+    first = [row for row in rows if row["part"] == "first tokens"]
+    if first:
+        sections.append(first_tokens.section(first))
     if timing:
         sections.append(_timing(timing))
     return "\n\n".join(sections) + "\n"

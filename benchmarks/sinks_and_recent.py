@@ -1,7 +1,7 @@
 """A selection like StreamingLLM's: the first tokens and the last ones.
 
 Also the shortest example of a policy: a subclass of `PrefixPolicy` gives scores, and the parent
-checks the parameters, keeps the window, copes with padding and selects.
+checks the parameters, keeps the sinks and the window, copes with padding and selects.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -32,9 +32,7 @@ class SinksAndRecent(PrefixPolicy):
         return 0
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Later is better, the sinks are best: (B, Hkv, P) float32."""
+        """Later is better: (B, Hkv, P) float32."""
         batch, heads, prompt_tokens, _ = layer.keys.shape
         columns = torch.arange(prompt_tokens - self.window_size, device=layer.keys.device)
-        own = columns - (prompt_tokens - layer.row_tokens)[:, None]
-        scores = torch.where((own >= 0) & (own < self.sink_tokens), prompt_tokens, columns)
-        return scores.float()[:, None].expand(batch, heads, -1)
+        return columns.float().expand(batch, heads, -1)

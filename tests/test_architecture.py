@@ -20,7 +20,7 @@ ROWS = (
     ("masks", "faithfulness"),
     ("calls", "selection"),
     ("attention", "generation"),
-    ("plan", "conversion", "documents", "prompts"),
+    ("plan", "weights", "conversion", "pdf", "documents", "prompts"),
     ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),

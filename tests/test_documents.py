@@ -156,7 +156,7 @@ def test_what_was_skipped_can_be_had_instead_of_shown(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     lines = []
-    documents.read([str(tmp_path)], on_skipped=lines.append)
+    documents.read([str(tmp_path)], on_notice=lines.append)
     assert len(lines) == len(names)
     assert capsys.readouterr().err == ""
 
@@ -246,3 +246,134 @@ def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch, name, 
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'snapkv\[documents\]'"):
         documents.read([str(tmp_path / name)])
+
+
+# What was read in part.
+
+
+def noted(path):
+    """The text of a document, and the notices."""
+    lines = []
+    (document,) = documents.read([str(path)], on_notice=lines.append)
+    return document.text, lines
+
+
+def revised_pdf(folder):
+    """A PDF of two pages that were appended to one of a single page, and where the first ended."""
+    first = write_pdf(folder / "first.pdf", ["First page."]).read_bytes()
+    writer = PdfWriter(io.BytesIO(first), incremental=True)
+    writer.append(write_pdf(folder / "other.pdf", ["Second page.", "Third page."]))
+    writer.write(folder / "revised.pdf")
+    return folder / "revised.pdf", len(first)
+
+
+def test_a_pdf_that_is_cut_off_is_refused_or_said_to_be(tmp_path):
+    """At every byte behind which pypdf finds an earlier revision; there the rest is silently gone.
+
+    Cut exactly where the earlier one ends, the file is that one.
+    """
+    path, first = revised_pdf(tmp_path)
+    whole, lines = noted(path)
+    assert (whole, lines) == ("First page.\n\nSecond page.\n\nThird page.", [])
+    data, outcomes = path.read_bytes(), set()
+    for kept_bytes in {*range(60, len(data) - 1, 41), *range(len(data) - 60, len(data) - 1)}:
+        if kept_bytes in (first - 1, first):
+            continue
+        path.write_bytes(data[:kept_bytes])
+        try:
+            text, lines = noted(path)
+        except DocumentError:
+            outcomes.add("refused")
+        else:
+            assert len(lines) == 1
+            assert lines[0].startswith(f"partly read: {path}: it does not end as a PDF does")
+            assert "\n" not in lines[0]
+            outcomes.add("whole" if text == whole else "less")
+    assert outcomes == {"refused", "less", "whole"}
+
+
+def damaged(change):
+    """A PDF of two pages with some of its bytes replaced."""
+
+    def make(folder):
+        path = write_pdf(folder / "notes.pdf", ["First page.", "Second page."])
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        assert path.read_bytes() != before
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        damaged(lambda data: data.replace(b"startxref\n", b"startxref\n1")),
+        damaged(lambda data: data.replace(b"0000000015", b"0000000016", 1)),
+        damaged(lambda data: data.removesuffix(b"F\n")),
+        damaged(lambda data: data[:9] + b"\n\n\n" + data[9:]),
+    ],
+    ids=["wrong start", "wrong offset", "cut off", "moved"],
+)
+def test_a_pdf_that_had_to_be_repaired_is_said_to_be(tmp_path, caplog, make):
+    path = make(tmp_path)
+    text, lines = noted(path)
+    assert text == "First page.\n\nSecond page."
+    (line,) = lines
+    assert line.startswith(f"partly read: {path}: ")
+    assert "as far as pypdf could repair it (" in line
+    assert caplog.text == "", "what pypdf says is said once"
+
+
+def test_pages_that_show_something_without_text_are_counted(tmp_path):
+    path = write_pdf(tmp_path / "notes.pdf", ["First page.", "", "Third page."])
+    assert noted(path) == (
+        "First page.\n\n\n\nThird page.",
+        [
+            f"partly read: {path}: 1 of 3 pages have images or drawings and no text; run it "
+            "through OCR, for instance ocrmypdf"
+        ],
+    )
+
+
+def test_empty_pages_lack_nothing(tmp_path):
+    writer = PdfWriter(write_pdf(tmp_path / "notes.pdf", ["First page."]))
+    writer.add_blank_page(width=300, height=300)
+    writer.write(tmp_path / "with-blank.pdf")
+    assert noted(tmp_path / "with-blank.pdf")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "whole"),
+    [
+        ("<html><body><p>Text</p></body></html>", True),
+        ("<!DOCTYPE html><HTML lang=en><p>Text</HTML >\n", True),
+        ("<!DOCTYPE html><title>T</title><p>Text", True),  # both ends of html may be left out
+        ("<html><body><p>Text</p><p>Mor", False),
+        ("<html lang='en'><body><p>Text</p><!-- a comment that never", False),
+        ("<HTML><p>Text<script>var x = 1;", False),
+    ],
+)
+def test_html_without_its_end_is_said_to_be(tmp_path, page, whole):
+    path = tmp_path / "page.html"
+    path.write_text(page)
+    text, lines = noted(path)
+    assert "Text" in text
+    assert [line.startswith(f"partly read: {path}: it begins with <html>") for line in lines] == (
+        [] if whole else [True]
+    )
+
+
+def test_every_notice_is_given_once_and_by_file(tmp_path, capsys, monkeypatch):
+    path, _ = revised_pdf(tmp_path)
+    path.write_bytes(path.read_bytes()[:-9])
+    (tmp_path / "old.txt").write_bytes("Zoë".encode("latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    found, lines = documents.read_noting([str(path), str(tmp_path), str(path), "-"])
+    assert len(found) == 6
+    assert [line.partition(": it ")[0].partition(": exp")[0] for line in lines] == [
+        f"partly read: {path}",
+        f"skipped: {tmp_path / 'old.txt'}",
+        "partly read: standard input",
+    ]
+    assert capsys.readouterr().err.splitlines() == lines

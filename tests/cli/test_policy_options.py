@@ -13,6 +13,7 @@ from snapkv import (
     CriticalKV,
     FullCache,
     KeyDiff,
+    KVzip,
     PromptThenDecode,
     Random,
     SnapKV,
@@ -118,6 +119,10 @@ def test_a_wrapper_hands_on_what_it_does_not_have_itself():
     assert build_policy(options) == AdaKV(CriticalKV(SnapKV(64)))
     options = RunOptions(policy="adakv", budget=64, set_=["policy=keydiff"])
     assert build_policy(options) == AdaKV(KeyDiff(64))
+    options = RunOptions(policy="kvzip", budget=64, set_=["sink-tokens=0"])
+    assert build_policy(options) == KVzip(64, sink_tokens=0)
+    options = RunOptions(policy="adakv", budget=64, set_=["policy=kvzip", "sink_tokens=2"])
+    assert build_policy(options) == AdaKV(KVzip(64, sink_tokens=2))
     with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected a parameter of keydiff"):
         build_policy(RunOptions(policy="adakv", kernel_size=5, set_=["policy=keydiff"]))
 

@@ -27,6 +27,7 @@ def random_layer(
     keys = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
     sinks = torch.randn(query_heads, generator=source) * 2 if with_sinks else None
     values = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
+    received = torch.rand(batch, kv_heads, prompt_tokens, generator=source)
     return PromptLayer(
         queries=queries.to(dtype),
         keys=keys.to(dtype),
@@ -37,6 +38,7 @@ def random_layer(
         rotation=rotate,
         output_weight=output_weight(query_heads * head_dim),
         layer_idx=0,
+        received=received,
     )
 
 
@@ -60,6 +62,7 @@ def pad_left(rows: list[PromptLayer], *, query_tokens: int, extra: int = 0) -> P
         output_weight=rows[0].output_weight,
         pad_tokens=torch.tensor([longest - row.keys.shape[2] for row in rows]),
         layer_idx=rows[0].layer_idx,
+        received=_stack([row.received[..., None] for row in rows], longest)[..., 0],
     )
 
 

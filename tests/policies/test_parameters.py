@@ -18,6 +18,11 @@ from snapkv import (
 from snapkv.policies import POLICIES, Policy
 
 PREFIX_POLICIES = [SnapKV, Random, ExpectedAttention]
+WITH_SINKS = [
+    policy
+    for policy in POLICIES.values()
+    if any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
+]
 
 # parameters, error, the argument it must name, what it must say was given
 BAD_LIMITS = [
@@ -62,8 +67,21 @@ BAD_PARAMETERS = [
     (SnapKV, {"group_reduce": "avg"}, InvalidArgumentError, "group_reduce", "'avg'"),
     (SnapKV, {"group_reduce": None}, InvalidArgumentError, "group_reduce", "None"),
     (ExpectedAttention, {"future_tokens": 0}, InvalidArgumentError, "future_tokens", "0"),
-    (ExpectedAttention, {"sink_tokens": -1}, InvalidArgumentError, "sink_tokens", "-1"),
-    (ExpectedAttention, {"sink_tokens": 4.0}, InvalidTypeError, "sink_tokens", "4.0 of type float"),
+    *(
+        (policy, {"sink_tokens": value}, error, "sink_tokens", got)
+        for policy in WITH_SINKS
+        for value, error, got in (
+            (-1, InvalidArgumentError, "-1"),
+            (4.0, InvalidTypeError, "4.0 of type float"),
+            (True, InvalidTypeError, "True of type bool"),
+            (None, InvalidTypeError, "None of type NoneType"),
+        )
+    ),
+    *(
+        (policy, {"budget": 10, "window_size": 7, "sink_tokens": 4}, InvalidArgumentError, *said)
+        for policy in WITH_SINKS
+        for said in [("budget", "10")]
+    ),
     (Random, {"seed": -1}, InvalidArgumentError, "seed", "-1"),
     (Random, {"seed": 1.0}, InvalidTypeError, "seed", "1.0 of type float"),
     (Random, {"seed": None}, InvalidTypeError, "seed", "None of type NoneType"),
@@ -140,6 +158,7 @@ def test_parameters_are_stored_unchanged_and_the_default_budget_is_filled_in():
         "keep_ratio": None,
         "window_size": 32,
         "seed": 3,
+        "sink_tokens": 0,
     }
 
 

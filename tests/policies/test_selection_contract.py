@@ -17,6 +17,7 @@ from snapkv.policies import (
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
+    KVzip,
     PrefixPolicy,
     PromptLayer,
     PyramidKV,
@@ -48,6 +49,9 @@ METHODS = {
     "stated": Stated,
     "random": Random,
     "keydiff": KeyDiff,
+    "keydiff with sinks": lambda **limits: KeyDiff(sink_tokens=3, **limits),
+    "kvzip": KVzip,
+    "criticalkv of kvzip": lambda **limits: CriticalKV(KVzip(**limits)),
     "expected-attention": ExpectedAttention,
     "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
     "criticalkv of snapkv": lambda **limits: CriticalKV(SnapKV(kernel_size=1, **limits)),
@@ -74,9 +78,13 @@ limits = st.one_of(
 
 def make(method, window_size, limit):
     if "beside_window" in limit:
-        budget = window_size + limit["beside_window"]
+        budget = window_size + sinks_of(method) + limit["beside_window"]
         return METHODS[method](budget=budget, window_size=window_size)
     return METHODS[method](keep_ratio=limit["keep_ratio"], window_size=window_size)
+
+
+def sinks_of(method):
+    return METHODS[method](keep_ratio=1).sink_tokens
 
 
 def layer_for(policy, tokens, seed, batch=1):
@@ -115,13 +123,20 @@ def kept_sets(policy, layer, row=0):
     ]
 
 
+def ranked_scores(policy, layer):
+    """A list per head of what places are won by: the scores, and above all of them the sinks."""
+    scores = policy.score(layer)[0]
+    scores[:, : policy.sink_tokens] = math.inf
+    return scores.tolist()
+
+
 def rounding_cannot_decide(policy, layer):
     """Whether another order of float operations must lead to the same set."""
     tokens = layer.keys.shape[2]
     if tokens <= policy.window_size:
         return True
     keep = kept_prefix(policy, tokens)
-    scores = policy.score(layer)[0].tolist()
+    scores = ranked_scores(policy, layer)
     return all(oracle.cut_gap(head, keep) > 1e-6 * policy.window_size for head in scores)
 
 
@@ -155,7 +170,7 @@ def test_a_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
 @check
 @given(tokens=prompt_lengths, window_size=window_sizes, spare=st.integers(0, 30), seed=seeds)
 def test_a_budget_that_covers_the_prompt_changes_nothing(method, tokens, window_size, spare, seed):
-    budget = max(tokens, window_size + 1) + spare
+    budget = max(tokens, window_size + max(1, sinks_of(method))) + spare
     policy = METHODS[method](budget=budget, window_size=window_size)
     assert policy.select(layer_for(policy, tokens, seed)) is None
 
@@ -169,7 +184,7 @@ def test_of_equal_scores_the_lower_position_is_kept(method, tokens, window_size,
     layer = layer_for(policy, tokens, seed)
     keep = kept_prefix(policy, tokens)
     assume(keep < tokens - window_size)
-    scores = policy.score(layer)[0].tolist()
+    scores = ranked_scores(policy, layer)
     expected = [oracle.kept_positions(head, tokens, keep) for head in scores]
     assert kept_sets(policy, layer) == expected
 

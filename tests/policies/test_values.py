@@ -1,7 +1,7 @@
 """Methods that weigh values: CriticalKV and ExpectedAttention, by hand and by loops."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from snapkv.policies import (
     ExpectedAttention,
     KeyDiff,
     PromptLayer,
+    PyramidKV,
     SnapKV,
 )
 from snapkv.policies.criticalkv import projected_norms
@@ -58,6 +59,63 @@ def test_criticalkv_by_hand():
 
 def kept_sets_of_one(policy, layer):
     return policy.select(layer).keep_indices[0, 0].tolist()
+
+
+def voted_layer(received, values):
+    """One KV head; each of the window's queries pays the prefix this attention, the rest itself."""
+    votes = torch.tensor(received, dtype=torch.float64)
+    queries, prefix = votes.shape[0], votes.shape[1]
+    rest = 1 - votes.sum(-1)
+    keys = torch.eye(prefix + queries)[None, None].float()
+    logits = torch.full((queries, prefix + queries), -100.0, dtype=torch.float64)
+    logits[:, :prefix] = votes.clamp(min=1e-30).log()
+    for query in range(queries):
+        logits[query, prefix + query] = rest[query].log()
+    own = torch.tensor([*values, *[0.0] * queries])[None, None, :, None]
+    return PromptLayer(
+        queries=logits.float()[None, None],
+        keys=keys,
+        values=own,
+        scaling=1.0,
+        layer_idx=0,
+        output_weight=torch.ones(1, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        lambda **options: SnapKV(kernel_size=1, **options),
+        lambda **options: PyramidKV(kernel_size=1, **options),
+        lambda **options: SnapKV(kernel_size=1, pooling="avg", group_reduce="sum", **options),
+    ],
+    ids=["snapkv", "pyramidkv", "summed"],
+)
+@pytest.mark.parametrize("queries", [1, 4, 32])
+def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, queries):
+    """Of tokens attended to by 0.5, 0.0002 and 0 with norms 1, 1 and 2.5 the first goes by score.
+
+    (0.0002 + 0.0001) * 1 = 0.0003 is more than 0.0001 * 2.5 = 0.00025, but less than 0.0001 * 3.5,
+    however many queries vote. A sum over 32 of them would be 0.0064: no norm here would do.
+    """
+    attention = [[0.5, 0.0002, 0.0]] * queries
+    policy = CriticalKV(base(budget=2 + queries, window_size=queries))
+    window = list(range(3, 3 + queries))
+    small = voted_layer(attention, [1.0, 1.0, 2.5])
+    assert policy.score(small)[0, 0, 1:].tolist() == pytest.approx([3e-4, 2.5e-4], rel=1e-3)
+    assert kept_sets_of_one(policy, small) == [0, 1, *window]
+    large = voted_layer(attention, [1.0, 1.0, 3.5])
+    assert kept_sets_of_one(policy, large) == [0, 2, *window]
+
+
+def test_summed_heads_count_as_their_mean():
+    """Two query heads of a KV head: what is weighed is the attention per query and head."""
+    layer = voted_layer([[0.5, 0.0002, 0.0]] * 4, [1.0, 1.0, 3.5])
+    layer = replace(layer, queries=layer.queries.repeat(1, 2, 1, 1), output_weight=torch.ones(1, 2))
+    for how in ("mean", "max", "sum"):
+        base = SnapKV(6, window_size=4, kernel_size=1, group_reduce=how)
+        scores = CriticalKV(base).score(layer)[0, 0, 1:].tolist()
+        assert scores == pytest.approx([3e-4, 3.5e-4], rel=1e-3)
 
 
 def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
@@ -188,7 +246,7 @@ def test_expected_attention_equals_its_definition(future_tokens):
     got = policy.score(layer)
     expected = expected_attention_by_loops(layer, policy)
     torch.testing.assert_close(got[0, :, 4:].double(), expected, atol=1e-5, rtol=1e-3)
-    assert (got[0, :, :4] > got[0, :, 4:].max()).all(), "the first four are always kept"
+    assert (got[0, :, :4] == 0).all(), "the first four take no part"
 
 
 def test_expected_attention_by_hand():

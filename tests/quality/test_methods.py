@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 
 import pytest
-from benchmarks import methods
+from benchmarks import first_tokens, methods
 from benchmarks.contenders import FULL, contenders_at, full_cache, read_twice_at, without_budget
 from benchmarks.magic_number import make_documents
 from benchmarks.methods_page import held_tokens, mean_nll
@@ -89,6 +89,23 @@ def test_reading_twice_finds_what_no_question_asked_for():
             share = row["budget"] / row["prompt_tokens"]
             assert row["accuracy"] == (1.0 if share >= 0.25 else 0.0)
             assert share < 0.5 or row["nll"] < full[row["prompt_tokens"]] + 0.05
+
+
+def test_the_first_tokens_lower_the_loss_of_what_follows():
+    rows = [row for row in ROWS if row["part"] == "first tokens"]
+    loss = {(row["method"], row["budget"], row["sink_tokens"]): row["loss"] for row in rows}
+    full = loss["full cache", None, None]
+    for budget in first_tokens.BUDGETS:
+        gains = {
+            name: loss[name, budget, 0] - loss[name, budget, 4]
+            for name in first_tokens.contenders(budget, 4)
+        }
+        assert gains["KVzip"] > 0.02
+        assert gains["AdaKV(KVzip)"] > 0
+        assert abs(gains["KeyDiff"]) < 0.005
+        assert max(gains, key=gains.get) == "Random"
+        assert all(loss[name, budget, 4] > full for name in gains)
+    assert {row["policy"].get("sink_tokens", 4) for row in rows if row["sink_tokens"]} == {4}
 
 
 def test_wide_pooling_finds_every_number_in_every_method_around_snapkv():

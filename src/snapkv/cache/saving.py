@@ -127,7 +127,7 @@ class SavedCache:
                 f"are gone, got {str(recall)!r}; leave recall out"
             )
         options = {**notes["options"], "recall": recall, "recall_bytes": recall_bytes}
-        cache: Any = cls(model, _policy_for(policy, notes["policy"]), **options)  # type: ignore[call-arg] # the cache's own
+        cache: Any = cls(model, _policy_for(policy, _completed(notes["policy"])), **options)  # type: ignore[call-arg] # the cache's own
         for layer, saved in zip(cache.layers, notes["layers"], strict=True):
             _decode_layer(layer, saved, tensors, model.device)
         cache.prompt_end = notes["prompt_end"]
@@ -142,6 +142,25 @@ def _require_one_device(model: PreTrainedModel) -> None:
             f"model: expected one whose layers are all on one device to load a cache for, got one "
             f"on {', '.join(sorted(devices))}; load it with device_map=None"
         )
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved description as today's policies have it, of a cache that kept what it kept.
+
+    Before all methods that have sinks could be told how many, they had none and said nothing; and
+    a budget could have room for fewer of them than it was told.
+    """
+    complete: dict[str, Any] = {
+        key: _completed(value) if isinstance(value, dict) and "name" in value else value
+        for key, value in saved.items()
+    }
+    kind = POLICIES.get(saved["name"])
+    if kind is not None and any(field.name == "sink_tokens" for field in fields(kind)):
+        complete.setdefault("sink_tokens", 0)
+        if complete["budget"] is not None:
+            room = complete["budget"] - complete["window_size"]
+            complete["sink_tokens"] = min(complete["sink_tokens"], room)
+    return complete
 
 
 def _policy_for(given: Policy | None, saved: dict[str, Any]) -> Policy:

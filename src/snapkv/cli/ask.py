@@ -24,7 +24,7 @@ def ask(
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
     settings = options.settings()
-    read = documents.read(files)
+    read, warnings = documents.read_noting(files)
 
     from snapkv.cli.session import Session  # imports torch; what is wrong above is said before
     from snapkv.prompts import question_prompt
@@ -35,5 +35,9 @@ def ask(
     )
     session.run(
         prompt.hiding(question) if session.reads_twice else prompt,
-        request={"documents": [document.name for document in read], "question": question},
+        request={
+            "documents": [document.name for document in read],
+            "warnings": warnings,
+            "question": question,
+        },
     )

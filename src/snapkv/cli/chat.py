@@ -49,7 +49,7 @@ def chat(
             "files: expected files or folders, since the questions come from standard input, got "
             "-; pass a file"
         )
-    text = documents.join(documents.read(files)) if files else ""
+    read, warnings = documents.read_noting(files) if files else ([], [])
 
     from rich.console import Console
 
@@ -60,9 +60,10 @@ def chat(
     policy = build_policy(options)
     loaded = load_model(options, Console(stderr=True))
     Chat(
-        Conversation(loaded, policy, settings, document=text, recall=recall),
+        Conversation(loaded, policy, settings, document=documents.join(read), recall=recall),
         load=lambda path: Conversation.load(path, loaded, settings, policy),
         as_json=options.json,
+        warnings=warnings,
     ).run()
 
 
@@ -73,6 +74,7 @@ class Chat:
         conversation: what the questions belong to.
         load: brings back a saved conversation.
         as_json: write one JSON object a line instead of text.
+        warnings: what was not read of the documents, for the JSON.
     """
 
     def __init__(
@@ -81,10 +83,12 @@ class Chat:
         *,
         load: Callable[[str], "Conversation"],
         as_json: bool,
+        warnings: list[str],
     ) -> None:
         self._conversation = conversation
         self._load = load
         self._as_json = as_json
+        self._warnings = warnings
         self._commands: dict[str, Callable[[str], None]] = {
             "/stats": self._stats,
             "/save": self._save,
@@ -127,7 +131,8 @@ class Chat:
 
         if self._as_json:
             answer = self._conversation.ask(question)
-            write_json({"question": question, **asdict(answer)}, indent=None)
+            answered = {"question": question, **asdict(answer), "warnings": self._warnings}
+            write_json(answered, indent=None)
         else:
             self._conversation.ask(question, on_text=write)
             write("\n")
@@ -147,7 +152,7 @@ class Chat:
         self._note(f"saved {path}")
 
     def _replace(self, path: str) -> None:
-        self._conversation = self._load(_named(path))
+        self._conversation, self._warnings = self._load(_named(path)), []
         self._note(f"loaded {path}: {self._conversation.tokens:,} tokens")
 
     def _help(self, _: str) -> None:

@@ -137,7 +137,12 @@ def _show(results: "Results", options: EvalOptions) -> None:
     from snapkv.cli.tables import results_table
 
     if options.json:
-        found = {"run": results.run, "folder": str(results.folder), "rows": results.rows}
+        found = {
+            "run": results.run,
+            "folder": str(results.folder),
+            "rows": results.rows,
+            "warnings": results.task.warnings,
+        }
         typer.echo(json_format.dumps(found, indent=2))
     else:
         Console().print(results_table(results))

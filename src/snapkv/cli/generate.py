@@ -26,7 +26,7 @@ def generate(
     if not (files or prompt):
         raise InvalidArgumentError("prompt: expected --prompt or a file, got neither; pass one")
     settings = options.settings()
-    read = documents.read(files) if files else []
+    read, warnings = documents.read_noting(files) if files else ([], [])
 
     from snapkv.cli.session import Session  # imports torch; what is wrong above is said before
     from snapkv.prompts import chat_prompt, text_prompt
@@ -36,5 +36,9 @@ def generate(
     make_prompt = chat_prompt if chat else text_prompt
     session.run(
         make_prompt(session.tokenizer, text, answer_start=options.answer_start),
-        request={"documents": [document.name for document in read], "prompt": prompt},
+        request={
+            "documents": [document.name for document in read],
+            "warnings": warnings,
+            "prompt": prompt,
+        },
     )

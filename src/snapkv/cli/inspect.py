@@ -55,7 +55,7 @@ def inspect(
         )
     target = _writable(options.output)
     settings = options.settings()
-    read = documents.read(files)
+    read, warnings = documents.read_noting(files)
 
     import torch  # what is wrong above is said before
     import transformers
@@ -84,6 +84,7 @@ def inspect(
         )
     request = {
         "documents": [document.name for document in read],
+        "warnings": warnings or None,
         "question": question,
         "model": loaded.description(),
         "settings": asdict(settings),

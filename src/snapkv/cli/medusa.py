@@ -35,7 +35,7 @@ _Data = Annotated[
 def _train(*, data: list[str], options: TrainOptions, **numbers: Any) -> None:
     """Train heads on a model's own answers about documents; the model stays as it is."""
     training = from_options(MedusaTraining, numbers)
-    texts = [document.text for document in documents.read(data)]
+    read, warnings = documents.read_noting(data)
 
     from rich.console import Console  # torch and the model come with what follows
 
@@ -46,9 +46,19 @@ def _train(*, data: list[str], options: TrainOptions, **numbers: Any) -> None:
     console = Console(stderr=True)
     loaded = load_model(options, console)
     with AnswersProgress(console, "medusa train") as progress:
-        heads = train(loaded, texts, Path(options.output), training, progress.advance)
+        heads = train(
+            loaded,
+            [document.text for document in read],
+            Path(options.output),
+            training,
+            progress.advance,
+        )
     if options.json:
-        found = {"heads": options.output, "accuracies": heads.accuracies}
+        found = {
+            "heads": options.output,
+            "accuracies": heads.accuracies,
+            "warnings": warnings,
+        }
         typer.echo(json_format.dumps(found, indent=2))
         return
     for number, (first, *others) in enumerate(heads.accuracies, start=1):

@@ -127,7 +127,12 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
 
         save(study.figure(findings.rows), options.plot)
     if options.json:
-        found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
+        found = {
+            "run": findings.run,
+            "folder": str(findings.folder),
+            "rows": findings.rows,
+            "warnings": findings.warnings,
+        }
         typer.echo(json_format.dumps(found, indent=2))
         return
     Console().print(study_table(study.table(findings.rows)))

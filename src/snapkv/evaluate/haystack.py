@@ -3,7 +3,7 @@
 import json
 import pydoc_data.topics
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snapkv import documents
@@ -17,10 +17,12 @@ class Haystack:
     Attributes:
         name: what a result says the text was.
         pieces: its documents, in order.
+        warnings: what was left out of it, a line each.
     """
 
     name: str
     pieces: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -31,7 +33,7 @@ class Haystack:
         """The same documents in an order drawn from `seed`."""
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)
-        return Haystack(name=self.name, pieces=tuple(pieces))
+        return replace(self, pieces=tuple(pieces))
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
@@ -43,9 +45,11 @@ def load_haystack(folder: str | None = None) -> Haystack:
         DocumentError: the folder is missing, or holds no text.
     """
     if folder is not None:
-        read = documents.read([folder])
+        read, warnings = documents.read_noting([folder])
         return Haystack(
-            name=Path(folder).resolve().name, pieces=tuple(document.text for document in read)
+            name=Path(folder).resolve().name,
+            pieces=tuple(document.text for document in read),
+            warnings=tuple(warnings),
         )
     return essays() or python_topics()
 

@@ -39,6 +39,11 @@ class Task(ABC):
         del name, max_tokens
         return self
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the user's files was not read, a line each."""
+        return ()
+
     @abstractmethod
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Make or read the samples; the same ones in the same order every time.

@@ -19,7 +19,7 @@ class Rating:
     Attributes:
         votes: (H, P) float32 before pooling; None where the method does not pool.
         scores: (H, P) float32, what the best are chosen by.
-        cuts: (H,) float32, the lowest score that was kept; NaN where none was.
+        cuts: (H,) float32, the lowest score that won a place; NaN where none did.
     """
 
     votes: Tensor | None
@@ -46,7 +46,8 @@ def rating(
     if scores is None or scores.shape[1] not in (1, kept.shape[0]) or not scores.shape[-1]:
         return None
     scores = scores.expand(-1, kept.shape[0], -1)
-    chosen = kept[:, : scores.shape[-1]]
+    chosen = kept[:, : scores.shape[-1]].clone()
+    chosen[:, : _sink_tokens(policy)] = False  # kept for their place, whatever their scores
     lowest = scores[0].masked_fill(~chosen, float("inf")).amin(dim=-1)
     return Rating(
         votes=None if votes is None else votes[0],
@@ -69,6 +70,11 @@ def _scored(
         return None, scorer.score(layer)
     votes = replace(pooled, kernel_size=1).score(layer)
     return votes, ops.pool_votes(votes, pooled.kernel_size, pooled.pooling)
+
+
+def _sink_tokens(policy: Policy) -> int:
+    scorer = _scorer(policy)
+    return 0 if scorer is None else scorer.sink_tokens
 
 
 def _scorer(policy: Policy) -> PrefixPolicy | None:

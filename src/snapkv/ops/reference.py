@@ -321,7 +321,11 @@ def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
 
 
 def keep_best(
-    scores: Tensor, keep_tokens: Sequence[int] | Tensor, pad_tokens: Tensor | None = None
+    scores: Tensor,
+    keep_tokens: Sequence[int] | Tensor,
+    pad_tokens: Tensor | None = None,
+    *,
+    first_tokens: int = 0,
 ) -> Tensor:
     """The best positions of every head, ascending; of equal scores the lower position wins.
 
@@ -333,10 +337,16 @@ def keep_best(
         keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or a tensor of
             them, (B,) or (B, H) int64, for which a GPU has to be waited for.
         pad_tokens: (B,), leading pads of each row; a pad never beats a token.
+        first_tokens: how many of a row's first real positions come before all others, whatever
+            their scores; they count among `keep_tokens`.
 
     Returns:
         (B, H, max(keep_tokens)) int64, ascending and but for -1 unique along the last axis.
     """
+    if first_tokens:
+        slots = torch.arange(scores.shape[-1], device=scores.device)
+        start = 0 if pad_tokens is None else pad_tokens[:, None, None]
+        scores = scores.masked_fill(slots < start + first_tokens, float("inf"))
     if pad_tokens is not None:
         pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
         scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))

@@ -94,18 +94,19 @@ class AdaKV(Policy):
             mean: prefix positions per head of an even split.
             pads: leading pads of the row, which take no part.
         """
-        heads, prefix = scores.shape[0], scores.shape[1] - pads
-        flat = scores[:, pads:].reshape(1, 1, -1)
-        best = ops.keep_best(flat, [mean * heads])[0, 0]
-        winners = torch.bincount(best // max(prefix, 1), minlength=heads)
+        sinks = min(self.policy.sink_tokens, mean)  # every head's; the rest is shared out
+        heads, rest, behind = scores.shape[0], mean - sinks, scores[:, pads + sinks :]
+        best = ops.keep_best(behind.reshape(1, 1, -1), [rest * heads])[0, 0]
+        winners = torch.bincount(best // max(behind.shape[1], 1), minlength=heads)
         shares = [
-            float(won) * (1 - self.safeguard) + mean * self.safeguard for won in winners.tolist()
+            sinks + float(won) * (1 - self.safeguard) + rest * self.safeguard
+            for won in winners.tolist()
         ]
         return largest_remainder(shares, mean * heads)
 
     def _ragged(self, layer: PromptLayer, scores: Tensor, shares: Tensor) -> Selection:
-        """The best of each head, as many as its share, and the window; right-aligned."""
-        best = ops.keep_best(scores, shares, layer.pad_tokens)
+        """The sinks and best of each head, as many as its share, and the window; right-aligned."""
+        best = ops.keep_best(scores, shares, layer.pad_tokens, first_tokens=self.policy.sink_tokens)
         window = torch.arange(scores.shape[-1], layer.keys.shape[2], device=best.device)
         window = window.expand(*shares.shape, -1)
         own = layer.row_tokens.clamp(max=self.policy.window_size)[:, None]

@@ -191,6 +191,7 @@ class PrefixPolicy(Policy):
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
         require_int("window_size", self.window_size, minimum=1)
+        require_int("sink_tokens", self.sink_tokens, minimum=0)
         if self.keep_ratio is None:
             if self.budget is None:
                 object.__setattr__(self, "budget", DEFAULT_BUDGET)
@@ -205,11 +206,27 @@ class PrefixPolicy(Policy):
 
     def _check_budget(self) -> None:
         require_int("budget", self.budget, minimum=1)
-        if self.budget is not None and self.budget <= self.window_size:
+        assert self.budget is not None
+        if self.budget <= self.window_size:
             raise InvalidArgumentError(
                 f"budget: expected more than window_size={self.window_size}, since the window is "
                 f"part of the budget, got {self.budget}; raise budget or lower window_size"
             )
+        if self.budget < self.window_size + self.sink_tokens:
+            raise InvalidArgumentError(
+                f"budget: expected at least window_size={self.window_size} + "
+                f"sink_tokens={self.sink_tokens}, since both are part of the budget, got "
+                f"{self.budget}; raise budget or lower one of them"
+            )
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens of every row that each head keeps, whatever their scores.
+
+        They count towards the budget; where it has less room beside the window, the first of them
+        are kept. None here: methods that have some declare a parameter of this name.
+        """
+        return 0
 
     @property
     def most_tokens(self) -> int | None:
@@ -220,8 +237,13 @@ class PrefixPolicy(Policy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Rate the prefix: (B, num_kv_heads or Hq, T - window_size) float32, higher first."""
 
+    def summed_weights(self, layer: PromptLayer) -> int:
+        """How many attention weights a score is the sum of; 1 where it is none, or their mean."""
+        del layer
+        return 1
+
     def select(self, layer: PromptLayer) -> Selection | None:
-        """Keep the best of the prefix and the window, or everything where it fits the budget."""
+        """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
         if self.fits(layer):
             return None
         return self._best_and_window(layer, self.kept_prefix_tokens(layer))
@@ -243,15 +265,17 @@ class PrefixPolicy(Policy):
             )
 
     def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """Keep the last tokens and the best before them, the same number in every layer."""
+        """Keep the last tokens, the sinks and the best, the same number in every layer."""
         prefix = [cap_tokens - self.window_size] * layer.keys.shape[0]
         return self._best_and_window(layer, prefix)
 
     def _best_and_window(self, layer: PromptLayer, keep_tokens: list[int]) -> Selection:
-        """The best of the prefix, so many of them in every row, and the window."""
+        """The sinks and the best of the prefix, so many in every row, and the window."""
         prompt_tokens = layer.keys.shape[2]
         prefix_tokens = prompt_tokens - self.window_size
-        best = ops.keep_best(self.score(layer), keep_tokens, layer.pad_tokens)
+        best = ops.keep_best(
+            self.score(layer), keep_tokens, layer.pad_tokens, first_tokens=self.sink_tokens
+        )
         window = torch.arange(prefix_tokens, prompt_tokens, device=best.device)
         keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
         if layer.pad_tokens is None:

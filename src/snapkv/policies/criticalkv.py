@@ -22,8 +22,10 @@ class CriticalKV(PrefixPolicy):
 
     The value of a position is the L1 norm of what its head adds to the layer's output per unit of
     attention, ``W_O v``, the mean over the query heads of a KV head; the second half goes to the
-    best ``(score + 1e-4) * norm``. The window is kept as ever; its share is not counted among the
-    half. Scores that can be negative (KeyDiff) are first raised so that the lowest of a head is 0.
+    best ``(score + 1e-4) * norm``. A score of SnapKV counts there as in the authors' code: the mean
+    attention of the window, not its sum. The window is kept as ever; its share is not counted among
+    the half. Scores that can be negative (KeyDiff) are first raised so that the lowest of a head is
+    0.
     Inside AdaKV the weighed scores also decide the heads' shares, where the authors share out by
     the votes alone.
 
@@ -72,6 +74,11 @@ class CriticalKV(PrefixPolicy):
         """The layer's output projection."""
         return self.policy.needs | {"output_weight"}
 
+    @property
+    def sink_tokens(self) -> int:
+        """What the scoring policy keeps in every head; they count among its first share."""
+        return self.policy.sink_tokens
+
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """B numbers: what the scoring policy keeps."""
         return self.policy.kept_prefix_tokens(layer)
@@ -80,11 +87,10 @@ class CriticalKV(PrefixPolicy):
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
         scores = self.policy.score(layer)
         norms = projected_norms(layer, scores.shape[-1])
-        weighed = (_raised(scores, layer.pad_tokens) + _EPSILON) * ops.reduce_group(
-            norms, scores.shape[1], "mean"
-        )
+        means = _raised(scores, layer.pad_tokens) / self.policy.summed_weights(layer)
+        weighed = (means + _EPSILON) * ops.reduce_group(norms, scores.shape[1], "mean")
         first_tokens = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
-        first = ops.keep_best(scores, first_tokens, layer.pad_tokens)
+        first = ops.keep_best(scores, first_tokens, layer.pad_tokens, first_tokens=self.sink_tokens)
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last
         return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)

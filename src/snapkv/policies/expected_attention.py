@@ -45,7 +45,6 @@ class ExpectedAttention(PrefixPolicy):
         """Check every parameter once, here."""
         super().__post_init__()
         require_int("future_tokens", self.future_tokens, minimum=1)
-        require_int("sink_tokens", self.sink_tokens, minimum=0)
 
     @property
     def query_tokens(self) -> int:
@@ -58,7 +57,7 @@ class ExpectedAttention(PrefixPolicy):
         return frozenset({"rotation"})
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """Expected attention times value norm: (B, Hkv, P) float32."""
+        """Expected attention times value norm: (B, Hkv, P) float32; zero for the sinks."""
         prefix_tokens = layer.keys.shape[2] - self.window_size
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         own = slots - (layer.keys.shape[2] - layer.row_tokens)[:, None]
@@ -66,7 +65,7 @@ class ExpectedAttention(PrefixPolicy):
         expected = self._expected_logits(layer).masked_fill(left_out, float("-inf"))
         shares = ops.reduce_group(expected.softmax(dim=-1), layer.keys.shape[1], "mean")
         scores: Tensor = shares * torch.linalg.vector_norm(layer.values.float(), dim=-1)
-        return scores.masked_fill(left_out, torch.finfo(scores.dtype).max)[..., :prefix_tokens]
+        return scores[..., :prefix_tokens]
 
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
         """Logarithm of the expected unnormalised attention of every key: (B, Hq, T) float32."""

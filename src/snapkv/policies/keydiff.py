@@ -1,6 +1,6 @@
 """KeyDiff (Park et al., 2025): keys that differ from the others carry what the others do not."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
@@ -23,10 +23,14 @@ class KeyDiff(PrefixPolicy):
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
         window_size: the last tokens of the prompt, always kept.
+        sink_tokens: first tokens that every head keeps; 0, since neither paper nor kvpress has any.
     """
 
     name: ClassVar[str] = "keydiff"
     rates_what_is_held: ClassVar[bool] = True
+
+    _: KW_ONLY
+    sink_tokens: int = 0
 
     @property
     def query_tokens(self) -> int:

@@ -26,12 +26,16 @@ class KVzip(PrefixPolicy):
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
         window_size: the last tokens of the text, always kept.
         chunk_tokens: tokens of a piece.
+        sink_tokens: first tokens that every head keeps, 4 as in kvpress. The published code keeps
+            all that stands before the text, which begins with the system prompt. Saying a text
+            again asks for little of them, but most heads rest their attention there.
     """
 
     name: ClassVar[str] = "kvzip"
 
     _: KW_ONLY
     chunk_tokens: int = 2048
+    sink_tokens: int = 4
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""

@@ -22,12 +22,15 @@ class Random(PrefixPolicy):
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
         window_size: the last tokens of the prompt, always kept.
         seed: of the draw.
+        sink_tokens: first tokens that every head keeps, so that a method which has some can be
+            compared with chance.
     """
 
     name: ClassVar[str] = "random"
 
     _: KW_ONLY
     seed: int = 0
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""

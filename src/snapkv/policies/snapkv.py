@@ -79,3 +79,8 @@ class SnapKV(PrefixPolicy):
             votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
         return ops.pool_votes(votes[..., :prefix_tokens], self.kernel_size, self.pooling)
+
+    def summed_weights(self, layer: PromptLayer) -> int:
+        """One of every query that votes; of every head of a group too where these are summed."""
+        heads, queries = layer.queries.shape[1:3]
+        return queries * (heads // layer.num_kv_heads if self.group_reduce == "sum" else 1)

@@ -32,11 +32,13 @@ class Findings:
         folder: where it is.
         run: the block that says how it was made.
         rows: the means over documents or samples.
+        warnings: what of the user's files was not read, a line each.
     """
 
     folder: Path
     run: Record
     rows: list[Record]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,7 @@ class ReadingStudy(Study):
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
         """Read and look at what the folder does not hold yet, and average all of it."""
-        texts = long_texts(
+        texts, warnings = long_texts(
             loaded.tokenizer, self.documents, count=self.samples, tokens=self.document_tokens
         )
         parts = list(self.parts(texts))
@@ -198,7 +200,7 @@ class ReadingStudy(Study):
                 (row for record in store.records for row in record["rows"]), self.by, self.numbers
             )
             store.summarise(rows)
-        return Findings(folder=folder, run=block, rows=rows)
+        return Findings(folder=folder, run=block, rows=rows, warnings=warnings)
 
     def _record(self, loaded: "LoadedModel", part: Part) -> Record:
         from snapkv.study.reading import read

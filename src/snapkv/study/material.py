@@ -20,8 +20,8 @@ QUESTIONS = (
 
 def long_texts(
     tokenizer: Any, files: Sequence[str], *, count: int, tokens: int
-) -> list[tuple[str, str]]:
-    """Names and texts of documents, each cut to the same number of tokens.
+) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """Names and texts of documents, each cut to the same number of tokens, and what is not in them.
 
     Args:
         tokenizer: the model's.
@@ -33,8 +33,10 @@ def long_texts(
         DocumentError: a file is missing or holds no text.
         InvalidArgumentError: a document is shorter than that.
     """
+    warnings: list[str] = []
     if files:
-        found = [(document.name, document.text) for document in documents.read(files)]
+        read, warnings = documents.read_noting(files)
+        found = [(document.name, document.text) for document in read]
     else:
         haystack = load_haystack()
         starts = [len(haystack.pieces) * i // count for i in range(count)]
@@ -42,7 +44,7 @@ def long_texts(
             (f"{haystack.name}, from piece {start + 1}", "\n\n".join(haystack.pieces[start:]))
             for start in starts
         ]
-    return [(name, _cut(tokenizer, name, text, tokens)) for name, text in found]
+    return [(name, _cut(tokenizer, name, text, tokens)) for name, text in found], tuple(warnings)
 
 
 def asked(

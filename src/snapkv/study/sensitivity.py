@@ -66,7 +66,8 @@ class Sensitivity(Study):
         """Run the task with every setting."""
         results = self._run(loaded).into(folder, on_progress)
         rows = [_row(own) for own in grouped(results.rows, ("method",)).values()]
-        return Findings(folder=folder, run=results.run, rows=rows)
+        warnings = results.task.warnings
+        return Findings(folder=folder, run=results.run, rows=rows, warnings=warnings)
 
     def _run(self, loaded: "LoadedModel") -> "Run":
         from snapkv.evaluate.runner import Run

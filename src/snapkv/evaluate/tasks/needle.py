@@ -92,6 +92,11 @@ class Needle(Task):
             )
         object.__setattr__(self, "text", load_haystack(self.haystack))
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the haystack was left out."""
+        return self.text.warnings
+
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """A sample for every length, depth and order."""
         for length, depth, order in itertools.product(

@@ -84,6 +84,11 @@ class Ruler(Task):
                 f"{', '.join(unknown) or 'none'}; name those to run, or leave it out for all"
             )
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the haystack was left out."""
+        return self._text.warnings
+
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Samples of every length and task."""
         essay = tuple(self._text.text.split())

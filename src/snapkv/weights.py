@@ -1,0 +1,49 @@
+"""Loading a model's weights, all of them or none: transformers fills gaps with random numbers."""
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from snapkv.errors import InvalidArgumentError
+
+
+def load_complete(
+    source: object, place: object, *, told_by: str, remedy: str, **options: Any
+) -> Any:
+    """The model, if the checkpoint has every weight, each in the shape that is expected.
+
+    Weights tied to another are not missed.
+
+    Args:
+        source: what the user calls the model.
+        place: what `from_pretrained` takes.
+        told_by: what says which weights there are: "config.json", or "header" of a GGUF file.
+        remedy: what to do where that and the weights do not agree.
+        options: passed on to `from_pretrained`.
+
+    Raises:
+        InvalidArgumentError: a weight is missing, or of another shape.
+    """
+    model, found = AutoModelForCausalLM.from_pretrained(
+        place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    missing = sorted(found["missing_keys"])
+    wrong = [
+        f"{key} {tuple(saved)} instead of {tuple(expected)}"
+        for key, saved, expected in sorted(found["mismatched_keys"])
+    ]
+    if missing or wrong:
+        said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(
+            wrong
+        )
+        raise InvalidArgumentError(
+            f"model: expected every weight of its {told_by} in {str(source)!r}, got a checkpoint "
+            f"{' and '.join(said)}; {remedy}"
+        )
+    return model
+
+
+def _some(names: list[str], shown: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - shown:,} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
