@@ -127,8 +127,7 @@ def _outline(name: str | None, dtype: str | None, verbose: bool, **hub: Any) -> 
 
 
 def _show(made: Any, json: bool) -> None:
-    from rich.console import Console
-
+    from snapkv.cli.grid import show
     from snapkv.cli.tables import plan_table
     from snapkv.plan import verdict
 
@@ -136,6 +135,6 @@ def _show(made: Any, json: bool) -> None:
     if json:
         typer.echo(json_format.dumps(made.describe() | {"verdict": sentences}, indent=2))
         return
-    Console().print(plan_table(made))
+    show(plan_table(made))
     for sentence in sentences:
         typer.echo(sentence)

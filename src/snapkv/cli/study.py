@@ -118,8 +118,7 @@ def _study(kind: type["Study"], settings: dict[str, Any], options: StudyOptions)
 
 
 def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
-    from rich.console import Console
-
+    from snapkv.cli.grid import show
     from snapkv.cli.tables import study_table
 
     if options.plot is not None:
@@ -130,5 +129,5 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
         found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
         typer.echo(json_format.dumps(found, indent=2))
         return
-    Console().print(study_table(study.table(findings.rows)))
+    show(study_table(study.table(findings.rows)))
     typer.echo(f"rows: {findings.folder}", err=True)
