@@ -20,7 +20,7 @@ ROWS = (
     ("masks", "faithfulness"),
     ("calls",),
     ("attention", "generation"),
-    ("plan", "conversion", "documents", "prompts"),
+    ("plan", "conversion", "documents", "hub", "prompts"),
     ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),

@@ -111,7 +111,7 @@ def test_a_batch_visits_more_experts_than_a_token():
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_the_longest_prompt_fits_and_one_token_more_does_not(compressed, batch):
-    memory, reserve = 80 * 10**9, 10**9
+    memory, reserve = 40 * 10**9, 10**9  # less than what all positions take
     for in_pieces in (False, True):
         plan = shaped("lwm-7b", context_tokens=1, batch=batch, memory_bytes=memory)
         needs = plan.compressed if compressed else plan.full

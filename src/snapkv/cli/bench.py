@@ -291,7 +291,7 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
             device=device,
             dtype=dtype,
             layers=options.layers,
-            attn_implementation=options.attn_implementation or "sdpa",
+            attn_implementation=options.attn_implementation,
         )
     described = {"shape": options.shape, "layers": model.config.num_hidden_layers}
     return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}

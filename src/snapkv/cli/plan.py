@@ -116,13 +116,10 @@ def plan(
 def _outline(name: str | None, dtype: str | None, verbose: bool, **hub: Any) -> Any:
     """The model without weights: of a published shape, or of a configuration."""
     from snapkv.cli.loading import silence
-    from snapkv.measure import shapes
-    from snapkv.models import DEMO, chosen_dtype, load_outline
+    from snapkv.models import DEMO, load_outline
 
     if not verbose:
         silence()
-    if name in shapes.SHAPES:
-        return shapes.outline(name, dtype=chosen_dtype(dtype or "bfloat16"))
     return load_outline(DEMO if name is None else name, dtype=dtype or "auto", **hub)
 
 

@@ -9,7 +9,8 @@ from snapkv.answering import Answer
 from snapkv.cache import CacheReport, format_bytes
 from snapkv.cli.grid import Grid
 from snapkv.evaluate.runner import Results
-from snapkv.plan import CacheNeeds, Plan
+from snapkv.plan import CacheNeeds, Footprint, Plan
+from snapkv.plan.weights import is_counted
 from snapkv.report.tables import method_table
 from snapkv.study.base import Table
 
@@ -138,7 +139,7 @@ def plan_table(plan: Plan) -> Grid:
     if plan.request.memory_bytes is not None:
         gains = [needs.throughput for needs in (plan.full, plan.compressed)]
         texts = ("-" if gain is None else f"{gain:.1f}x" for gain in gains)
-        rows.append(("tokens per second, largest batch", *texts))
+        rows.append(("tokens per second at the batch that is read together", *texts))
     return Grid(
         title=_plan_title(plan), headings=("", "full cache", "compressed"), rows=tuple(rows)
     )
@@ -148,9 +149,16 @@ def _plan_title(plan: Plan) -> str:
     asked = plan.request
     prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
     return (
-        f"{plan.model}, {plan.footprint.dtype}: {prompts} of {asked.context_tokens:,} tokens, "
-        f"{plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
+        f"{plan.model}, {_stored_as(plan.footprint)}: {prompts} of {asked.context_tokens:,} "
+        f"tokens, {plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
     )
+
+
+def _stored_as(model: Footprint) -> str:
+    """The dtype, and how weights are stored where that is counted."""
+    if model.quantization is None or not is_counted(model.quantization):
+        return model.dtype
+    return f"{model.dtype}, weights in {model.quantization}"
 
 
 def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
@@ -168,7 +176,8 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
             ("longest prompt, read in pieces", needs.longest_prompt_in_pieces_tokens),
         ):
             cells[name] = _longest(tokens, limit)
-        cells["largest batch, read in pieces"] = f"{needs.largest_batch:,}"
+        cells["largest batch, read together in pieces"] = f"{needs.largest_batch:,}"
+        cells["largest batch, decoding"] = f"{needs.largest_decoding_batch:,}"
     cells["read for every token"] = format_bytes(needs.step_bytes)
     if needs.step_ms is not None:
         cells["per token, at least"] = f"{needs.step_ms:.1f} ms"
