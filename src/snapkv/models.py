@@ -165,15 +165,20 @@ def load_outline(
     options = _dtype_option(dtype)
     shape = None if revision else shape_of(name)
     if shape is not None:
-        return _outline(config_of(shape), **{"dtype": torch.bfloat16, **options})
+        return _outline(_in_dtype(config_of(shape), dtype), **{"dtype": torch.bfloat16, **options})
     source = _locate(name, SHAPES)
     hub = _hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
-        config = AutoConfig.from_pretrained(source.place, **hub)
-        if options and hasattr(config, "quantization_config"):
-            del config.quantization_config
+        config = _in_dtype(AutoConfig.from_pretrained(source.place, **hub), dtype)
         own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         return _outline(config, trust_remote_code=trust_remote_code, **{"dtype": own, **options})
+
+
+def _in_dtype(config: Any, dtype: str) -> Any:
+    """The configuration without quantized weights, if another dtype than their own is asked for."""
+    if dtype != "auto" and hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def chosen_device(name: str) -> torch.device:

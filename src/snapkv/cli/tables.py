@@ -1,6 +1,6 @@
 """The tables that people read; programs read the JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -142,6 +142,32 @@ def plan_table(plan: Plan) -> Grid:
         rows.append(("tokens per second at the batch that is read together", *texts))
     return Grid(
         title=_plan_title(plan), headings=("", "full cache", "compressed"), rows=tuple(rows)
+    )
+
+
+def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
+    """A row per published shape, see `snapkv.plan.shapes.described`."""
+    rows = []
+    for name, shape in shapes.items():
+        slide = ""
+        if shape["sliding_layers"]:
+            slide = f", {shape['sliding_layers']} over {shape['sliding_window']:,}"
+        rows.append(
+            (
+                name,
+                f"{shape['parameters'] / 1e9:.1f}B",
+                shape["weights"],
+                f"{shape['layers']}{slide}",
+                f"{shape['kv_heads']} x {shape['kv_numbers_per_head']}",
+                format_bytes(shape["kv_bytes_per_token"]),
+                f"{shape['positions']:,}",
+            )
+        )
+    return Grid(
+        headings=("shape", "size", "weights", "layers", "cache", "per token", "positions"),
+        rows=tuple(rows),
+        caption="layers: behind the comma those that slide over a window; cache: KV heads and the "
+        "numbers of a token in each; per token: in 16 bits, of a prompt longer than the window",
     )
 
 

@@ -194,12 +194,17 @@ def footprint_of_config(
 
 
 def max_positions(model: Any) -> int | None:
-    """Positions the model has for prompt and answer together; None where there is no limit.
+    """Positions the model has for prompt and answer together; None where there is no limit."""
+    return positions_of(model.config)
+
+
+def positions_of(config: Any) -> int | None:
+    """The same, of a configuration.
 
     Cohere's models say in `model_max_length` how far they were trained, and in
     `max_position_embeddings` less.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     return _first(text, "model_max_length", "max_position_embeddings")
 
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.plan.footprint import positions_of
+from snapkv.plan.weights import quantization_of
 from snapkv.suggestions import nearest
 
 
@@ -205,6 +208,33 @@ def shape_of(name: str) -> str | None:
     known = {shape: shape for shape in SHAPES}
     known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
     return known.get(wanted)
+
+
+def described(shape: str) -> dict[str, Any]:
+    """What makes a shape's cache and weights, read off its configuration.
+
+    `kv_bytes_per_token` are those of one more token in 16 bits behind a long prompt: of the layers
+    that see all of it, as transformers stores them.
+    """
+    published, config = SHAPES[shape], config_of(shape)
+    layers = DynamicCache(config=config).layers
+    sliding = sum(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
+    heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
+    per_head = 2 * (width or config.hidden_size // config.num_attention_heads)
+    if latent := getattr(config, "kv_lora_rank", None):
+        heads, per_head = 1, latent + config.qk_rope_head_dim
+    return {
+        "repository": published.repository,
+        "parameters": published.parameters,
+        "weights": quantization_of(config) or "bfloat16",
+        "layers": len(layers),
+        "sliding_layers": sliding,
+        "sliding_window": config.sliding_window if sliding else None,
+        "kv_heads": heads,
+        "kv_numbers_per_head": per_head,
+        "kv_bytes_per_token": 2 * heads * per_head * (len(layers) - sliding),
+        "positions": positions_of(config),
+    }
 
 
 def outline(
