@@ -149,25 +149,23 @@ def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
     """A row per published shape, see `snapkv.plan.shapes.described`."""
     rows = []
     for name, shape in shapes.items():
-        slide = ""
-        if shape["sliding_layers"]:
-            slide = f", {shape['sliding_layers']} over {shape['sliding_window']:,}"
+        slide = f" ({shape['sliding_layers']})" if shape["sliding_layers"] else ""
         rows.append(
             (
                 name,
                 f"{shape['parameters'] / 1e9:.1f}B",
                 shape["weights"],
                 f"{shape['layers']}{slide}",
-                f"{shape['kv_heads']} x {shape['kv_numbers_per_head']}",
-                format_bytes(shape["kv_bytes_per_token"]),
+                f"{shape['kv_heads']}x{shape['head_dim']}",
+                f"{shape['kv_bytes_per_token'] / 1024:,.0f}",
                 f"{shape['positions']:,}",
             )
         )
     return Grid(
-        headings=("shape", "size", "weights", "layers", "cache", "per token", "positions"),
+        headings=("shape", "size", "weights", "layers", "KV", "KiB", "positions"),
         rows=tuple(rows),
-        caption="layers: behind the comma those that slide over a window; cache: KV heads and the "
-        "numbers of a token in each; per token: in 16 bits, of a prompt longer than the window",
+        caption="layers: in brackets those that slide over a window. KV: heads and their width, or "
+        "one latent. KiB: of cache for one more token of a long prompt, in 16 bits.",
     )
 
 

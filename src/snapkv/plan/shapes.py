@@ -213,16 +213,18 @@ def shape_of(name: str) -> str | None:
 def described(shape: str) -> dict[str, Any]:
     """What makes a shape's cache and weights, read off its configuration.
 
-    `kv_bytes_per_token` are those of one more token in 16 bits behind a long prompt: of the layers
-    that see all of it, as transformers stores them.
+    `kv_bytes_per_token` are those of one more token of a long prompt, in 16 bits, in the layers
+    that see all of it. Latent attention stores one latent of `head_dim` numbers for all heads.
     """
     published, config = SHAPES[shape], config_of(shape)
     layers = DynamicCache(config=config).layers
     sliding = sum(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
-    heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
-    per_head = 2 * (width or config.hidden_size // config.num_attention_heads)
+    heads = config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    stored = 2 * heads * width
     if latent := getattr(config, "kv_lora_rank", None):
-        heads, per_head = 1, latent + config.qk_rope_head_dim
+        heads, width = 1, latent + config.qk_rope_head_dim
+        stored = width
     return {
         "repository": published.repository,
         "parameters": published.parameters,
@@ -231,8 +233,8 @@ def described(shape: str) -> dict[str, Any]:
         "sliding_layers": sliding,
         "sliding_window": config.sliding_window if sliding else None,
         "kv_heads": heads,
-        "kv_numbers_per_head": per_head,
-        "kv_bytes_per_token": 2 * heads * per_head * (len(layers) - sliding),
+        "head_dim": width,
+        "kv_bytes_per_token": 2 * stored * (len(layers) - sliding),
         "positions": positions_of(config),
     }
 
