@@ -121,12 +121,15 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
     from snapkv.cli.grid import show
     from snapkv.cli.tables import study_table
 
+    for notice in findings.notices:
+        typer.echo(f"notice: {notice}", err=True)
     if options.plot is not None:
         from snapkv.study.figures import save
 
         save(study.figure(findings.rows), options.plot)
     if options.json:
         found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
+        found |= {"notices": findings.notices} if findings.notices else {}
         typer.echo(json_format.dumps(found, indent=2))
         return
     show(study_table(study.table(findings.rows)))

@@ -139,7 +139,7 @@ def plan_table(plan: Plan) -> Grid:
     if plan.request.memory_bytes is not None:
         gains = [needs.throughput for needs in (plan.full, plan.compressed)]
         texts = ("-" if gain is None else f"{gain:.1f}x" for gain in gains)
-        rows.append(("tokens per second at the batch that is read together", *texts))
+        rows.append(("tokens per second, read together", *texts))
     return Grid(
         title=_plan_title(plan), headings=("", "full cache", "compressed"), rows=tuple(rows)
     )
@@ -200,7 +200,7 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
             ("longest prompt, read in pieces", needs.longest_prompt_in_pieces_tokens),
         ):
             cells[name] = _longest(tokens, limit)
-        cells["largest batch, read together in pieces"] = f"{needs.largest_batch:,}"
+        cells["largest batch, reading together"] = f"{needs.largest_batch:,}"
         cells["largest batch, decoding"] = f"{needs.largest_decoding_batch:,}"
     cells["read for every token"] = format_bytes(needs.step_bytes)
     if needs.step_ms is not None:
