@@ -1,6 +1,7 @@
 """What the repository's pages say is run, and is true."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from snapkv.cli.app import app
+from snapkv.cli.app import app, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

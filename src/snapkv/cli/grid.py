@@ -34,6 +34,7 @@ class Grid:
         title: above it, or none.
         caption: below it, or none.
         left: how many of the first columns are text, which stands on the left; others are numbers.
+        ruled: whether a line stands below the first row of a table.
     """
 
     headings: tuple[Cell, ...]
@@ -41,6 +42,7 @@ class Grid:
     title: str = ""
     caption: str = ""
     left: int = 1
+    ruled: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [_texts(self.headings), *(_texts(row) for row in self.rows)]
@@ -56,8 +58,8 @@ class Grid:
         for place, (heading, width) in enumerate(zip(lines[0], widths, strict=True)):
             justify = "left" if place < left else "right"
             table.add_column(heading, width=width, justify=justify, overflow="fold")  # type: ignore[arg-type] # a Literal
-        for line in lines[1:]:
-            table.add_row(*line)
+        for number, line in enumerate(lines[1:]):
+            table.add_row(*line, end_section=self.ruled and not number)
         return table
 
     def _paragraphs(self, lines: Sequence[Sequence[Text]]) -> Iterator[Text]:
@@ -101,7 +103,7 @@ def _widths(lines: Sequence[Sequence[Text]], screen: int) -> list[int] | None:
     widths, left = list(least), room - sum(least)
     hungry = sorted(range(len(columns)), key=lambda place: wanted[place] - least[place])
     for number, place in enumerate(hungry):
-        more = min(max(0, wanted[place] - least[place]), left // (len(hungry) - number))
+        more = min(max(0, wanted[place] - least[place]), -(-left // (len(hungry) - number)))
         widths[place] += more
         left -= more
     return widths

@@ -22,7 +22,7 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
     if with_text:
         rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
     names = (str(answer.policy["name"]) for answer in answers)
-    return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers))
+    return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
 
 
 def _costs(answer: Answer) -> dict[str, str]:
