@@ -10,13 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from snapkv import FullCache, Random, SnapKV
 from snapkv.answering import _Stopwatch, answer
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.errors import (
+    InvalidArgumentError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from snapkv.models import LoadedModel
 from snapkv.plan import (
     cache_bytes_per_token,
+    chunked_bytes,
     free_bytes,
     full_cache_bytes,
     out_of_memory_explained,
@@ -229,6 +236,36 @@ def test_the_arithmetic_is_that_of_the_tensors(demo, prompt):
     per_token = cache_bytes_per_token(demo.model.config, torch.float32)
     assert result.cache.full_bytes == per_token * result.cache.seen_tokens
     assert weights_bytes(demo.model) == sum(p.numel() for p in demo.model.parameters()) * 4
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
+    model = tiny_model(family, "eager")
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(random_ids(1, 300), past_key_values=cache)
+    sliding, full = {}, {}
+    for index, layer in enumerate(cache.layers):
+        held = full if type(layer) is DynamicLayer else sliding
+        held[index] = (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
+    assert cache_bytes_per_token(model.config, torch.float32) == sum(full.values())
+    more = chunked_bytes(model, 50, 401) - chunked_bytes(model, 50, 400)
+    assert more == sum(full.values()) + 50  # and a bool of the mask for each token of a piece
+    fixed = chunked_bytes(model, 0, 0)
+    assert fixed == 64 * sum(full.values()) + 23 * sum(sliding.values())
+    assert "a full cache would hold" in prompt_advice(model, 300, None)
+
+
+def test_a_model_that_cannot_be_outlined_is_advised_without_numbers(monkeypatch):
+    def fail(*args, **options):
+        raise UnsupportedModelError("model: looks at its data")
+
+    monkeypatch.setattr("snapkv.plan.advice.footprint_of_loaded", fail)
+    said = prompt_advice(tiny_model("llama"), 4000, 10**6)
+    assert said == (
+        "prompt: expected 4,000 tokens to fit in the memory of cpu, got out of memory; shorten the "
+        "prompt, or choose dtype bfloat16 or a smaller model"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -20,7 +20,7 @@ ROWS = (
     ("masks", "faithfulness"),
     ("calls", "selection"),
     ("attention", "generation"),
-    ("plan", "weights", "conversion", "pdf", "documents", "prompts"),
+    ("plan", "weights", "conversion", "pdf", "documents", "hub", "prompts"),
     ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),

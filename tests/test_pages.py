@@ -1,6 +1,7 @@
 """What the repository's pages say is run, and is true."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from snapkv.cli.app import app
+from snapkv.cli.app import app, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -85,3 +86,11 @@ def test_the_table_of_plans_is_the_planners():
 
     page = plans.PAGE.read_text(encoding="utf-8")
     assert plans.filled(page) == page
+
+
+def test_no_plan_that_a_page_shows_is_one_that_would_be_refused(capsys):
+    shown = [line for _, line in shown_commands() if line.startswith("plan --model")]
+    assert len(shown) > 2
+    for line in dict.fromkeys(shown):
+        assert run(shlex.split(line)) == 0
+        assert "refused" not in capsys.readouterr().out, line

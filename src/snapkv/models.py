@@ -5,13 +5,13 @@ import copy
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import scan_cache_dir
+from huggingface_hub import constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +25,9 @@ from snapkv.errors import (
     SnapKVError,
     UnsupportedModelError,
 )
+from snapkv.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
+from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache
 from snapkv.suggestions import nearest
 from snapkv.weights import load_complete
@@ -72,10 +74,17 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where `from_pretrained` finds the files."""
+    """Where `from_pretrained` finds the files.
+
+    Attributes:
+        place: a folder or a hub id.
+        revision: what the result says; None where the files say it themselves.
+        on_hub: whether the place is a hub id.
+    """
 
     place: str
     revision: str | None
+    on_hub: bool = False
 
 
 def load(
@@ -115,7 +124,7 @@ def load(
     torch_device = chosen_device(device)
     options = _dtype_option(dtype)
     source = _locate(name)
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    hub = _hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     with _explained(name):
@@ -150,8 +159,9 @@ def load_outline(
     """A model without its weights, on the meta device: from its configuration alone.
 
     Args:
-        name: as in `load`.
-        dtype: "auto" is the one that `load` would give it.
+        name: as in `load`, or a published shape, by its name or its hub id (`snapkv.plan.shapes`).
+        dtype: "auto" is the one that `load` would give it, bfloat16 for a shape. Another one counts
+            quantized weights in it.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run model code that comes with the checkpoint.
 
@@ -161,13 +171,22 @@ def load_outline(
         UnsupportedModelError: the model's cache cannot be compressed.
     """
     options = _dtype_option(dtype)
-    source = _locate(name)
+    shape = None if revision else shape_of(name)
+    if shape is not None:
+        return _outline(_in_dtype(config_of(shape), dtype), **{"dtype": torch.bfloat16, **options})
+    source = _locate(name, SHAPES)
+    hub = _hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
-        config = AutoConfig.from_pretrained(
-            source.place, revision=revision, trust_remote_code=trust_remote_code
-        )
+        config = _in_dtype(AutoConfig.from_pretrained(source.place, **hub), dtype)
         own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         return _outline(config, trust_remote_code=trust_remote_code, **{"dtype": own, **options})
+
+
+def _in_dtype(config: Any, dtype: str) -> Any:
+    """The configuration without quantized weights, if another dtype than their own is asked for."""
+    if dtype != "auto" and hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def chosen_device(name: str) -> torch.device:
@@ -207,8 +226,13 @@ def chosen_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _locate(name: str) -> _Source:
-    """Tell the demo model, GGUF files, folders and hub ids apart."""
+def _locate(name: str, also: Iterable[str] = ()) -> _Source:
+    """Tell the demo model, GGUF files, folders and hub ids apart, without asking a network.
+
+    Args:
+        name: what is meant by it.
+        also: names that work as well, for a suggestion.
+    """
     if not name.strip():
         raise ModelNotFoundError(
             f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got an empty name"
@@ -231,9 +255,44 @@ def _locate(name: str) -> _Source:
         return _Source(place=str(path), revision=None)
     if name.startswith((".", "~", os.sep)) or name.count("/") > 1 or path.suffix == ".gguf":
         raise ModelNotFoundError(
-            f"model: expected an existing file or folder, got {name!r}{nearest(name, _known())}"
+            f"model: expected an existing file or folder, got {name!r}{nearest(name, _known(also))}"
         )
-    return _Source(place=name, revision=None)
+    if not may_be_hub_id(name):
+        shape = shape_of(name)
+        hint = nearest(name, _known(also))
+        if shape is not None:
+            hint = f"; the weights of that shape are in {SHAPES[shape].repository}"
+        raise ModelNotFoundError(
+            f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id such as Qwen/Qwen3-4B, "
+            f"got {name!r}, which is none of them{hint}"
+        )
+    return _Source(place=name, revision=None, on_hub=True)
+
+
+def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:
+    """What to tell `from_pretrained` about the hub, which is not asked in vain.
+
+    Raises:
+        ModelNotFoundError: the hub does not answer, and the model is not in its cache here.
+    """
+    options: dict[str, Any] = {"revision": revision}
+    if not source.on_hub:
+        return options
+    found = look_up(source.place, revision)
+    if found.reachable:
+        return options
+    if not found.cached:
+        why = (
+            "this process is offline (HF_HUB_OFFLINE)"
+            if constants.HF_HUB_OFFLINE
+            else f"{constants.ENDPOINT} did not answer within {TIMEOUT_SECONDS} seconds"
+        )
+        raise ModelNotFoundError(
+            f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got {source.place!r}: "
+            f"it is not in the hub's cache on this machine, and {why}"
+            f"{nearest(source.place, _known(also))}"
+        )
+    return options | {"local_files_only": True}
 
 
 def place_of(name: str) -> str:
@@ -263,9 +322,10 @@ def demo_file() -> Path:
     return files[0]
 
 
-def _known() -> Iterator[str]:
+def _known(also: Iterable[str] = ()) -> Iterator[str]:
     """Names that would have worked: the demo, models in this folder and in the hub's cache."""
     yield DEMO
+    yield from also
     yield from (str(path) for path in Path().glob("*.gguf"))
     yield from (str(path.parent) for path in Path().glob("*/config.json"))
     with contextlib.suppress(CacheNotFound):

@@ -241,8 +241,11 @@ def test_specs_are_parted_at_commas_that_no_parameter_follows():
 
 def test_numbers_may_be_written_in_thousands():
     assert integers("budget", "512, 1k,2K,1m") == (512, 1024, 2048, 1024**2)
-    with pytest.raises(InvalidArgumentError, match=r"got '1\.5k'"):
-        integers("budget", "1.5k")
+    assert integers("budget", "1.5k,0.5m") == (1536, 512 * 1024)
+    with pytest.raises(
+        InvalidArgumentError, match=r"got '1\.3k'; write for instance --budget 1331"
+    ):
+        integers("budget", "1.3k")
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))

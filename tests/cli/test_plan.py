@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from snapkv.plan.shapes import SHAPES
 from tests.families import tiny_config
 
 
@@ -24,6 +25,30 @@ def test_a_folder_with_a_configuration_and_no_weights_is_enough(snapkv, tmp_path
     assert any("slide over a window" in sentence for sentence in plan["verdict"])
 
 
+def test_thousands_of_every_kind_are_read(snapkv):
+    asked = ("--context", "1.5k", "--budget", "0.5k", "--gpu-memory", "24G", "--reserve", "128kb")
+    plan = json.loads(snapkv("plan", *asked, "--json").out)["request"]
+    assert (plan["context_tokens"], plan["budget"]) == (1536, 512)
+    assert (plan["memory_bytes"], plan["reserve_bytes"]) == (24 * 10**9, 128_000)
+
+
+def test_the_shapes_are_listed(snapkv):
+    done = snapkv("plan", "--shapes")
+    assert done.status == 0
+    assert all(shape in done.out for shape in SHAPES)
+    listed = json.loads(snapkv("plan", "--shapes", "--json").out)
+    assert list(listed) == list(SHAPES)
+    assert listed["gpt-oss-20b"]["weights"] == "mxfp4"
+    assert listed["llama-3.1-8b"]["positions"] == 131072
+
+
+def test_batches_say_for_which_phase_they_are(snapkv, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    done = snapkv("plan", "--model", "qwen3-8b", "--context", "32k", "--gpu-memory", "80GB")
+    assert "largest batch, reading together" in done.out
+    assert "largest batch, decoding" in done.out
+
+
 def test_times_appear_with_a_bandwidth(snapkv):
     arguments = ("plan", "--model", "mistral-7b", "--context", "32k", "--bandwidth", "2TB")
     done = snapkv(*arguments)
@@ -36,6 +61,9 @@ def test_times_appear_with_a_bandwidth(snapkv):
     [
         (["--context", "1k,2k"], "context: expected one number"),
         (["--context", "many"], "context"),
+        (["--context", "128kb"], "write for instance --context 128k"),
+        (["--context", "1.3k"], "write for instance --context 1331"),
+        (["--context", "1k", "--model", "qwen3-9b"], "did you mean qwen3-8b"),
         (["--context", "1k", "--gpu-memory", "80"], "gpu_memory: expected bytes with a unit"),
         (["--context", "1k", "--model", "./none"], "model: expected an existing file"),
         (["--context", "1k", "--model", "lwm-7b", "--dtype", "int8"], "dtype: expected one of"),

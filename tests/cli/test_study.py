@@ -28,6 +28,19 @@ def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp
     assert str(out) in shown.err.replace("\n", "")
 
 
+def test_a_document_that_is_too_short_is_read_as_it_is_and_said(
+    snapkv, demo_only, document, tmp_path
+):
+    """The command of the README, with an answer of two tokens."""
+    small = ("--generation-windows", "1", "--generation-tokens", "2")
+    command = ("study", "hit-rate", "--document", document, *small, "--output", tmp_path / "out")
+    done = snapkv(*command)
+    assert done.status == 0, done.err
+    (said,) = [line for line in done.err.splitlines() if line.startswith("notice: ")]
+    assert "tokens instead of 3,072" in said
+    assert json.loads(snapkv(*command, "--json").out)["warnings"] == [said.removeprefix("notice: ")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

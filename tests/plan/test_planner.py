@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -74,6 +75,100 @@ def test_every_family_holds_what_was_planned(family):
     assert plan.compressed.cache_bytes == held_bytes(model, ids, SnapKV(40, window_size=8))
 
 
+def in_memory(cache):
+    """Bytes of the memory behind keys and values, whatever of it they show."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def answered(model, cache, new_tokens):
+    ids = random_ids(1, 100 + new_tokens)
+    with torch.inference_mode():
+        model(ids[:, :100], past_key_values=cache, logits_to_keep=1)
+        after_prompt = in_memory(cache)
+        for place in range(100, 100 + new_tokens):
+            model(ids[:, place : place + 1], past_key_values=cache)
+    return after_prompt, in_memory(cache)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 65, 66, 140])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_memory_is_what_was_planned_with_its_room_and_its_windows(family, new_tokens):
+    """Reading in one pass and answering, on the memory of the tensors."""
+    model = tiny_model(family, "eager")
+    with torch.device("meta"):
+        outline = type(model)(tiny_config(family)).float()
+    plan = planned(outline, context_tokens=100, budget=40, window_size=8, new_tokens=new_tokens)
+    compressed = CompressedCache(model, SnapKV(40, window_size=8))
+    read, answered_ = answered(model, compressed, new_tokens)
+    assert read == plan.compressed.cache_bytes
+    assert answered_ == plan._answering(100, compressed=True)
+    read, answered_ = answered(model, DynamicCache(config=model.config), new_tokens)
+    assert answered_ == plan._answering(100, compressed=False)
+    activations = max(plan.footprint.mlp_token_bytes, plan.footprint.attention_token_bytes) * 100
+    assert plan.full.prefill_peak_bytes == read + activations
+
+
+def test_a_layer_that_slides_lets_go_of_a_long_prompt():
+    model = tiny_model("gemma3_text")
+    whole = 2 * 2 * 16 * 4  # keys and values, heads, head_dim, float32
+    compressed = CompressedCache(model, SnapKV(40, window_size=8))
+    ids = random_ids(1, 400)
+    with torch.inference_mode():
+        logits = model(ids, past_key_values=compressed).logits
+        expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    assert torch.equal(logits, expected)
+    sliding = [layer for layer in compressed.layers if type(layer) is DynamicSlidingWindowLayer]
+    assert len(sliding) == 2
+    for layer in sliding:
+        held = layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+        assert held == 23 * whole
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "memory"),
+    [("smollm2-135m", 8192, 4), ("gemma-2-9b", 8192, 24), ("gemma-3-12b", 131072, 80)],
+)
+@pytest.mark.parametrize("spare", [0, 500])
+def test_positions_are_not_taken_for_memory(shape, tokens, memory, spare):
+    """A prompt that needs more positions than there are may fit the memory all the same."""
+    plan = shaped(shape, context_tokens=tokens - spare, memory_bytes=memory * 10**9)
+    sentences = " ".join(verdict(plan))
+    assert "do not fit" not in sentences
+    assert "does not fit" not in sentences
+    assert ("it will be refused. Shorten the prompt to" in sentences) == (spare < 128)
+    assert plan.compressed.fits_in_one_pass
+
+
+@pytest.mark.parametrize("memory", [16, 20, 24, 40, 80])
+def test_what_the_verdict_says_of_passes_is_what_the_numbers_say(memory):
+    plan = shaped("llama-3.1-8b", context_tokens=120_000, memory_bytes=memory * 10**9 + 10**9)
+    sentences = " ".join(verdict(plan))
+    in_one = plan._total(120_000, 1, True, in_pieces=False) <= memory * 10**9
+    in_pieces = plan._total(120_000, 1, True, in_pieces=True) <= memory * 10**9
+    assert ("read them in pieces" in sentences) == (in_pieces and not in_one)
+    assert ("does not fit the memory" in sentences) == (not in_pieces and not in_one)
+    assert (plan.compressed.longest_prompt_tokens >= 120_000) == in_one
+    assert (plan.compressed.largest_batch >= 1) == in_pieces
+
+
+def test_more_prompts_can_be_answered_together_than_read_together():
+    plan = shaped("qwen3-8b", context_tokens=32768, memory_bytes=80 * 10**9)
+    room, one = 79 * 10**9, plan._answering(32768, compressed=True)
+    batch = plan.compressed.largest_decoding_batch
+    assert plan.footprint.weights_bytes + batch * one <= room
+    assert plan.footprint.weights_bytes + (batch + 1) * one > room
+    assert batch > plan.compressed.largest_batch
+
+
+def test_weights_that_are_quantized_in_another_way_are_said_to_be():
+    outline = load_outline("qwen3-0.6b")
+    outline.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    plan = planned(outline, context_tokens=4096)
+    assert plan.footprint.weights_bytes == 2 * 596_049_920
+    assert any("quantized (gptq); they are counted in bfloat16" in s for s in verdict(plan))
+
+
 @pytest.mark.parametrize(
     ("thousands", "gib"), [(16, 7.8), (32, 15.6), (64, 31.3), (128, 62.5), (380, 185.5)]
 )
@@ -111,7 +206,7 @@ def test_a_batch_visits_more_experts_than_a_token():
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_the_longest_prompt_fits_and_one_token_more_does_not(compressed, batch):
-    memory, reserve = 80 * 10**9, 10**9
+    memory, reserve = 40 * 10**9, 10**9  # less than what all positions take
     for in_pieces in (False, True):
         plan = shaped("lwm-7b", context_tokens=1, batch=batch, memory_bytes=memory)
         needs = plan.compressed if compressed else plan.full

@@ -1,6 +1,7 @@
 """Studies on real models and text: what is looked at, what is written, what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.models import LoadedModel
 from snapkv.study import HitRate, Instructions, Overlap, Position, Sensitivity, figures
 from snapkv.study.base import mean_rows, weighted
+from snapkv.study.material import long_texts
 from snapkv.study.reading import observe
 from tests.families import random_ids, tiny_model
 
@@ -181,6 +183,76 @@ def test_a_document_too_short_is_named(demo, tmp_path):
     note.write_text("Too short.")
     study = HitRate(documents=(str(note),))
     with pytest.raises(InvalidArgumentError, match=r"at least document_tokens=3,072 .*note\.txt"):
+        study.into(demo, tmp_path / "out")
+
+
+def documents_of(tmp_path, *lengths):
+    files = []
+    for number, words in enumerate(lengths):
+        files.append(tmp_path / f"{number}.txt")
+        files[-1].write_text("word " * words)
+    return tuple(map(str, files))
+
+
+READING = {
+    "hit-rate": HitRate(generation_windows=2, generation_tokens=3),
+    "position": Position(generation_windows=1, generation_tokens=3),
+    "instructions": Instructions(answer_length=3),
+    "overlap": Overlap(prompt_windows=2, window_tokens=20, generation_windows=2),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_documents_that_are_shorter_than_asked_for_are_read_as_they_are(demo, tmp_path, name):
+    files = documents_of(tmp_path, 900, 400, 5000)
+    study = replace(READING[name], documents=files)
+    fitted, parts, notices = study._fitted(
+        demo, long_texts(study.documents, count=study.samples)[0]
+    )
+    assert fitted.document_tokens == 401  # the space at the end is one
+    contexts = {sample.context.count("word") for part in parts for sample in part.samples}
+    assert contexts <= {400, 401}
+    (notice,) = notices
+    assert "are cut to 401 tokens instead of 3,072" in notice
+    assert "1.txt has no more" in notice
+
+
+@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize("positions", [400, 700])
+def test_documents_are_cut_to_what_the_model_has_positions_for(
+    demo, tmp_path, monkeypatch, name, positions
+):
+    monkeypatch.setattr(demo.model.config, "max_position_embeddings", positions)
+    study = replace(READING[name], documents=documents_of(tmp_path, 3000, 2000))
+    fitted, parts, notices = study._fitted(
+        demo, long_texts(study.documents, count=study.samples)[0]
+    )
+    prompts = [
+        s.prompt(demo.tokenizer, study.template, "visible").token_ids(demo.tokenizer).shape[1]
+        for part in parts
+        for s in part.samples
+    ]
+    assert positions - 8 < max(prompts) + study.answer_tokens <= positions
+    assert f"the model has {positions} positions for prompt and answer" in notices[0]
+    assert f"cut to {fitted.document_tokens} tokens" in notices[0]
+
+
+def test_a_shortened_study_says_so_and_is_continued(demo, tmp_path):
+    study = replace(READING["hit-rate"], documents=documents_of(tmp_path, 200))
+    first = study.into(demo, tmp_path / "out")
+    assert first.notices == tuple(first.run["notices"])
+    assert first.run["document_tokens_read"] == 201
+    assert study.into(demo, tmp_path / "out").rows == first.rows
+    whole = replace(study, document_tokens=150).into(demo, tmp_path / "whole")
+    assert whole.notices == ()
+    assert "notices" not in whole.run
+
+
+def test_a_study_that_has_nothing_left_to_look_at_is_refused(demo, tmp_path):
+    study = Overlap(documents=documents_of(tmp_path, 600))
+    with pytest.raises(
+        InvalidArgumentError, match="keep_ratio: expected a part of the 0 positions"
+    ):
         study.into(demo, tmp_path / "out")
 
 

@@ -20,6 +20,7 @@ from snapkv.cache.padding import Padding, find_padding
 from snapkv.cache.quantised import require_quantisable
 from snapkv.cache.report import CacheReport
 from snapkv.cache.saving import SavedCache
+from snapkv.cache.sliding import let_go_of_the_past
 from snapkv.cache.static import StaticCompressedLayer, slots_for
 from snapkv.cache.token_ids import require_announced
 from snapkv.cache.turns import TurnOptions, Turns
@@ -136,6 +137,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             raise _interrupted()
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            let_go_of_the_past(layer, key_states.shape[-2])
             return keys, values
         if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():

@@ -12,6 +12,12 @@ ROOM_TOKENS = 64
 Pair = tuple[Tensor, Tensor]
 
 
+def slots_behind(stored_tokens: int, new_tokens: int) -> int:
+    """Slots of a buffer when that many tokens have come one by one behind those that are stored."""
+    rounds = -(-new_tokens // (ROOM_TOKENS + 1))
+    return stored_tokens + rounds * (ROOM_TOKENS + 1)
+
+
 class Growing:
     """Appends to keys and values, in place as long as there is room behind them.
 

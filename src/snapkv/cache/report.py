@@ -74,7 +74,8 @@ class CacheReport(dict[str, Any]):
     def __str__(self) -> str:
         table = Table(title=_title(self))
         for column in ("layer", "kind", "seen", "kept", "held", "full"):
-            table.add_column(column, justify="left" if column == "kind" else "right")
+            justify = "left" if column == "kind" else "right"
+            table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type] # a Literal
         for first, last, row in _runs(self["layers"]):
             table.add_row(
                 str(first) if first == last else f"{first}-{last}",

@@ -232,6 +232,7 @@ def _run(
     from rich.console import Console
 
     from snapkv.cli.caches import compared_caches
+    from snapkv.cli.grid import show
     from snapkv.cli.loading import load_model
     from snapkv.cli.tables import bench_table
     from snapkv.measure.environment import describe
@@ -269,7 +270,7 @@ def _run(
     if options.json:
         typer.echo(json_format.dumps(block | {"rows": rows}, indent=2))
     else:
-        Console().print(bench_table(rows))
+        show(bench_table(rows))
 
 
 def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
@@ -290,7 +291,7 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
             device=device,
             dtype=dtype,
             layers=options.layers,
-            attn_implementation=options.attn_implementation or "sdpa",
+            attn_implementation=options.attn_implementation,
         )
     described = {"shape": options.shape, "layers": model.config.num_hidden_layers}
     return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}

@@ -132,8 +132,7 @@ def results_folder(output: str | None, kind: str, model: str, fingerprint: str) 
 
 
 def _show(results: "Results", options: EvalOptions) -> None:
-    from rich.console import Console
-
+    from snapkv.cli.grid import show
     from snapkv.cli.tables import results_table
 
     if options.json:
@@ -145,5 +144,5 @@ def _show(results: "Results", options: EvalOptions) -> None:
         }
         typer.echo(json_format.dumps(found, indent=2))
     else:
-        Console().print(results_table(results))
+        show(results_table(results))
         typer.echo(f"answers: {results.folder}", err=True)

@@ -8,9 +8,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from snapkv.cli.amounts import counts
 from snapkv.errors import InvalidArgumentError
-
-_THOUSAND = {"k": 1024, "m": 1024**2}
 
 
 def field_options(kind: type, *, panel: str) -> list[inspect.Parameter]:
@@ -57,34 +56,18 @@ def from_options(kind: type, given: Mapping[str, Any]) -> Any:
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them; 4k stands for 4096, 1m for 1048576.
+    """Whole numbers with commas between them, see `snapkv.cli.amounts.count`.
 
     Raises:
         InvalidArgumentError: something else, or nothing.
     """
-    numbers = _items(name, text, int)
+    numbers = counts(name, text)
     if not numbers:
         raise InvalidArgumentError(
             f"{name}: expected whole numbers with commas between them, got {text!r}; write for "
             f"instance --{name} 1024,4k"
         )
     return numbers
-
-
-def byte_count(name: str, text: str) -> int:
-    """Bytes with a unit: GB is 10^9 of them, GiB 2^30.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b\s*", text, re.IGNORECASE)
-    if found is None:
-        raise InvalidArgumentError(
-            f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
-            f"instance --{name.replace('_', '-')} 80GB"
-        )
-    number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
 
 
 def documented_arguments(kind: type) -> dict[str, str]:
@@ -107,16 +90,16 @@ def _written(hint: Any) -> Any:
 
 
 def _items(name: str, text: str | None, kind: type) -> tuple[Any, ...]:
+    if kind is int:
+        return counts(name, text or "")
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     return tuple(_item(name, part, kind) for part in parts)
 
 
 def _item(name: str, text: str, kind: type) -> Any:
-    factor = _THOUSAND.get(text[-1].lower(), 1) if kind is int else 1
     try:
-        return kind(text) if factor == 1 else kind(text[:-1]) * factor
+        return kind(text)
     except ValueError:
         raise InvalidArgumentError(
-            f"{name}: expected items of type {kind.__name__} with commas between them, got "
-            f"{text!r}; write for instance --{name.replace('_', '-')} 1024,4k"
+            f"{name}: expected items of type {kind.__name__} with commas between them, got {text!r}"
         ) from None

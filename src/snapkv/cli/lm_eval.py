@@ -4,15 +4,12 @@ import importlib.util
 import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from snapkv.evaluate.store import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +52,11 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     _require(tasks, options)
     from rich.console import Console  # torch and the model come with what follows
 
+    from snapkv.cli.grid import show
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.sweep import compared_methods
+    from snapkv.cli.tables import metrics_table
     from snapkv.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
@@ -76,7 +75,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     if options.json:
         typer.echo(json_format.dumps({"run": run.description(), "rows": rows}, indent=2))
     else:
-        _show(rows)
+        show(metrics_table("lm-eval", rows))
 
 
 def _require(tasks: list[str], options: LmEvalOptions) -> None:
@@ -102,21 +101,3 @@ def _require(tasks: list[str], options: LmEvalOptions) -> None:
             raise InvalidArgumentError(
                 f"{name}: expected at least {least}, got {value}; pass a larger number"
             )
-
-
-def _show(rows: "list[Record]") -> None:
-    """A row per metric, a column per method."""
-    from rich.console import Console
-    from rich.table import Table
-
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        name = f"{row['metric']}, {row['filter']}"
-        lines.setdefault((row["task"], name), {})[row["method"]] = f"{row['score']:.4f}"
-    table = Table("task", "metric", title="lm-eval")
-    for method in methods:
-        table.add_column(method, justify="right", overflow="fold")
-    for names, scores in lines.items():
-        table.add_row(*names, *(scores[method] for method in methods))
-    Console().print(table)

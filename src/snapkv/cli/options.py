@@ -1,13 +1,15 @@
 """The options that commands share, and how a command gets them."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from snapkv.cli.amounts import count
 from snapkv.settings import GenerationSettings
 
 _model = functools.partial(typer.Option, rich_help_panel="Model")
@@ -150,6 +152,22 @@ class SweepOptions(ModelOptions):
 Command = Callable[..., None]
 
 
+def _is_count(parameter: inspect.Parameter) -> bool:
+    """Whether an option is a whole number, or one that may be left out."""
+    return get_args(parameter.annotation)[:1] in ((int,), (int | None,))
+
+
+def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The option as text for `count`, so that 4k works wherever a number does."""
+    hint, info = get_args(parameter.annotation)
+    shown = copy.copy(info)
+    shown.metavar = info.metavar or "INTEGER"
+    text = str if hint is int else str | None
+    unset = parameter.default in (None, parameter.empty)
+    default = parameter.default if unset else str(parameter.default)
+    return parameter.replace(annotation=Annotated[text, shown], default=default)
+
+
 def with_options(kind: type) -> Callable[[Command], Command]:
     """Give a command that takes `options` of a dataclass every field of it as an option."""
 
@@ -167,13 +185,17 @@ def with_options(kind: type) -> Callable[[Command], Command]:
         ]
         signature = inspect.signature(command)
         own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
+        counted = {p.name for p in (*own, *shared) if _is_count(p)}
 
         @functools.wraps(command)
         def with_every_option(**given: Any) -> None:
+            for name in counted:
+                if given[name] is not None:
+                    given[name] = count(name, str(given[name]))
             options = kind(**{name: given.pop(name) for name in names})
             command(**given, options=options)
 
-        parameters = [*own, *shared]
+        parameters = [_as_text(p) if p.name in counted else p for p in (*own, *shared)]
         vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
         with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_every_option

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
+from snapkv.cli.amounts import count
 from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy
@@ -132,6 +133,6 @@ def _typed(text: str, hint: Any) -> Any:
         return text.lower() == "true"
     for kind in (int, float):
         if kind in kinds:
-            with contextlib.suppress(ValueError):
-                return kind(text)
+            with contextlib.suppress(ValueError):  # an InvalidArgumentError is one
+                return count("set", text) if kind is int else kind(text)
     return text

@@ -13,6 +13,7 @@ from rich.console import Console
 from snapkv import __version__
 from snapkv.answering import Answer, answer
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
+from snapkv.cli.grid import show
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
@@ -100,7 +101,7 @@ class Session:
         if self._options.json:
             write_json(self._record(answers, request))
         elif self._options.compare:
-            Console().print(answers_table(answers, with_text=True))
+            show(answers_table(answers, with_text=True))
         else:
             self._errors.print(answers_table(answers, with_text=False))
 

@@ -118,10 +118,11 @@ def _study(kind: type["Study"], settings: dict[str, Any], options: StudyOptions)
 
 
 def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
-    from rich.console import Console
-
+    from snapkv.cli.grid import show
     from snapkv.cli.tables import study_table
 
+    for notice in findings.notices:
+        typer.echo(f"notice: {notice}", err=True)
     if options.plot is not None:
         from snapkv.study.figures import save
 
@@ -131,9 +132,9 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
             "run": findings.run,
             "folder": str(findings.folder),
             "rows": findings.rows,
-            "warnings": findings.warnings,
+            "warnings": [*findings.warnings, *findings.notices],
         }
         typer.echo(json_format.dumps(found, indent=2))
         return
-    Console().print(study_table(study.table(findings.rows)))
+    show(study_table(study.table(findings.rows)))
     typer.echo(f"rows: {findings.folder}", err=True)

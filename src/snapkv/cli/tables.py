@@ -1,29 +1,28 @@
 """The tables that people read; programs read the JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from snapkv.answering import Answer
 from snapkv.cache import CacheReport, format_bytes
+from snapkv.cli.grid import Grid
 from snapkv.evaluate.runner import Results
-from snapkv.plan import CacheNeeds, Plan
+from snapkv.plan import CacheNeeds, Footprint, Plan
+from snapkv.plan.weights import is_counted
 from snapkv.report.tables import method_table
-from snapkv.study.base import Table as StudyTable
+from snapkv.study.base import Table
 
 
-def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Table:
+def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
     """A column per answer: its text where that was not shown yet, and what it cost."""
-    table = Table("", *[answer.policy["name"] for answer in answers])
-    if with_text:
-        texts = [Text(answer.text.strip()) for answer in answers]
-        table.add_row("answer", *texts, end_section=True)
     columns = [_costs(answer) for answer in answers]
-    for name in columns[0]:
-        table.add_row(name, *[column.get(name, "-") for column in columns])
-    return table
+    rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
+    if with_text:
+        rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
+    names = (str(answer.policy["name"]) for answer in answers)
+    return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
 
 
 def _costs(answer: Answer) -> dict[str, str]:
@@ -53,39 +52,53 @@ def conversation_lines(cache: CacheReport) -> list[str]:
     ]
 
 
-def results_table(results: Results) -> Table:
-    """Mean scores, times 100, and costs: a row per method, or a column where there are many scores.
+def results_table(results: Results) -> Grid:
+    """Mean scores, times 100, and costs: a row per method.
 
     The best of the measured scores are bold.
     """
     scores = method_table(results)
-    grid = [[Text(heading) for heading in scores.headings]]
-    for row, texts in enumerate(scores.rows):
-        styles = ["bold" if (row, place) in scores.best else "" for place in range(len(texts))]
-        grid.append([Text(text, style) for text, style in zip(texts, styles, strict=True)])
-    if len(scores.headings) > _MOST_HEADINGS:
-        grid = [list(line) for line in zip(*grid, strict=True)]
-    table = Table(title=scores.title)
-    for number, heading in enumerate(grid[0]):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for line in grid[1:]:
-        table.add_row(*line)
-    return table
+    return Grid(
+        title=scores.title,
+        headings=scores.headings,
+        rows=tuple(
+            tuple(
+                Text(text, "bold" if (row, place) in scores.best else "")
+                for place, text in enumerate(texts)
+            )
+            for row, texts in enumerate(scores.rows)
+        ),
+    )
 
 
-def bench_table(rows: Sequence[dict[str, Any]]) -> Table:
+def metrics_table(title: str, rows: Sequence[dict[str, Any]]) -> Grid:
+    """A row per task and metric of another harness, a column per method."""
+    methods = tuple(dict.fromkeys(row["method"] for row in rows))
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        name = f"{row['metric']}, {row['filter']}"
+        lines.setdefault((row["task"], name), {})[row["method"]] = f"{row['score']:.4f}"
+    return Grid(
+        title=title,
+        headings=("task", "metric", *methods),
+        rows=tuple(
+            (*names, *(scores[method] for method in methods)) for names, scores in lines.items()
+        ),
+        left=2,
+    )
+
+
+def bench_table(rows: Sequence[dict[str, Any]]) -> Grid:
     """A row per measurement, with the columns that any of them has."""
     shown = [_shown(row) for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
     if rows and all(row["status"] == "ok" for row in rows):
         names.remove("status")
-    table = Table(caption="times and ratios are medians")
-    for name in names:
-        first = name == "cache"
-        table.add_column(name, justify="left" if first else "right", overflow="fold", no_wrap=first)
-    for row in shown:
-        table.add_row(*[row.get(name, "") for name in names])
-    return table
+    return Grid(
+        headings=tuple(names),
+        rows=tuple(tuple(row.get(name, "") for name in names) for row in shown),
+        caption="times and ratios are medians",
+    )
 
 
 def _shown(row: dict[str, Any]) -> dict[str, str]:
@@ -97,7 +110,7 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, dict):
             cells[name.replace("_", " ")] = f"{value['p50']:.3g}"
         elif name.endswith("_bytes"):
-            cells[name.removesuffix("_bytes")] = format_bytes(value)
+            cells[name.removesuffix("_bytes").replace("_", " ")] = format_bytes(value)
         elif name == "of_ceiling":
             cells["of ceiling"] = f"{value:.0%}"
         else:
@@ -105,41 +118,71 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
     return cells
 
 
-def study_table(found: StudyTable) -> Table:
+def study_table(found: Table) -> Grid:
     """What a study found, as it says it."""
-    table = Table(title=found.title)
-    for heading in found.header:
-        table.add_column(heading, overflow="fold")
-    for line in found.lines:
-        table.add_row(*line)
-    return table
+    return Grid(
+        title=found.title,
+        headings=found.header,
+        rows=tuple(found.lines),
+        left=len(found.header),
+    )
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: Plan) -> Grid:
     """What a request comes to with a full and with a compressed cache."""
-    asked, model = plan.request, plan.footprint
-    table = Table("", "full cache", "compressed", title=_plan_title(plan))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    table.add_row("weights", *[format_bytes(model.weights_bytes)] * 2)
     columns = [_plan_cells(plan, needs) for needs in (plan.full, plan.compressed)]
-    for name in columns[0]:
-        table.add_row(name, *[column[name] for column in columns])
-    table.add_row("decoding, at most", "1.0x", f"{plan.decode_speedup:.1f}x")
-    if asked.memory_bytes is not None:
+    rows = [
+        ("weights", *[format_bytes(plan.footprint.weights_bytes)] * 2),
+        *((name, *(column[name] for column in columns)) for name in columns[0]),
+        ("decoding, at most", "1.0x", f"{plan.decode_speedup:.1f}x"),
+    ]
+    if plan.request.memory_bytes is not None:
         gains = [needs.throughput for needs in (plan.full, plan.compressed)]
-        texts = ["-" if gain is None else f"{gain:.1f}x" for gain in gains]
-        table.add_row("tokens per second, largest batch", *texts)
-    return table
+        texts = ("-" if gain is None else f"{gain:.1f}x" for gain in gains)
+        rows.append(("tokens per second, read together", *texts))
+    return Grid(
+        title=_plan_title(plan), headings=("", "full cache", "compressed"), rows=tuple(rows)
+    )
+
+
+def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
+    """A row per published shape, see `snapkv.plan.shapes.described`."""
+    rows = []
+    for name, shape in shapes.items():
+        slide = f" ({shape['sliding_layers']})" if shape["sliding_layers"] else ""
+        rows.append(
+            (
+                name,
+                f"{shape['parameters'] / 1e9:.1f}B",
+                shape["weights"],
+                f"{shape['layers']}{slide}",
+                f"{shape['kv_heads']}x{shape['head_dim']}",
+                f"{shape['kv_bytes_per_token'] / 1024:,.0f}",
+                f"{shape['positions']:,}",
+            )
+        )
+    return Grid(
+        headings=("shape", "size", "weights", "layers", "KV", "KiB", "positions"),
+        rows=tuple(rows),
+        caption="layers: in brackets those that slide over a window. KV: heads and their width, or "
+        "one latent. KiB: of cache for one more token of a long prompt, in 16 bits.",
+    )
 
 
 def _plan_title(plan: Plan) -> str:
     asked = plan.request
     prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
     return (
-        f"{plan.model}, {plan.footprint.dtype}: {prompts} of {asked.context_tokens:,} tokens, "
-        f"{plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
+        f"{plan.model}, {_stored_as(plan.footprint)}: {prompts} of {asked.context_tokens:,} "
+        f"tokens, {plan.kept_tokens:,} kept, answers of {asked.new_tokens:,}"
     )
+
+
+def _stored_as(model: Footprint) -> str:
+    """The dtype, and how weights are stored where that is counted."""
+    if model.quantization is None or not is_counted(model.quantization):
+        return model.dtype
+    return f"{model.dtype}, weights in {model.quantization}"
 
 
 def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
@@ -157,7 +200,8 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
             ("longest prompt, read in pieces", needs.longest_prompt_in_pieces_tokens),
         ):
             cells[name] = _longest(tokens, limit)
-        cells["largest batch, read in pieces"] = f"{needs.largest_batch:,}"
+        cells["largest batch, reading together"] = f"{needs.largest_batch:,}"
+        cells["largest batch, decoding"] = f"{needs.largest_decoding_batch:,}"
     cells["read for every token"] = format_bytes(needs.step_bytes)
     if needs.step_ms is not None:
         cells["per token, at least"] = f"{needs.step_ms:.1f} ms"
@@ -169,6 +213,3 @@ def _longest(tokens: int | None, limit: int | None) -> str:
     if not tokens:
         return "none"
     return f"{tokens:,} (all positions)" if tokens == limit else f"{tokens:,}"
-
-
-_MOST_HEADINGS = 12

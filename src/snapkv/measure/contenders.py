@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.attention import wrap_attention
 from snapkv.cache import CompressedCache, CompressedLayer
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import Policy, PromptLayer
 from snapkv.projections import output_weight
 from snapkv.suggestions import nearest
@@ -129,6 +129,12 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
 def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
     """Random states of a layer: (B, Hq or Hkv, N, D)."""
     text = model.config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"model: expected one whose cache holds keys and values per head, got "
+            f"{type(model).__name__} with latent attention; measure how it reads prompts, with "
+            "snapkv bench prefill or memory"
+        )
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     if kind == "key":

@@ -1,24 +1,21 @@
 """What a model, its prompt and its cache take: what would fit, and how much faster it would be."""
 
-from snapkv.plan.footprint import Footprint, footprint_of
-from snapkv.plan.memory import (
+from snapkv.plan.advice import (
     cache_bytes_per_token,
     chunked_advice,
     chunked_bytes,
-    free_bytes,
     full_cache_bytes,
     layerwise_advice,
     layerwise_bytes,
-    max_positions,
-    out_of_memory_explained,
     prompt_advice,
     prompt_bytes,
-    prompt_bytes_per_token,
     weights_advice,
-    weights_bytes,
 )
+from snapkv.plan.footprint import Footprint, footprint_of, max_positions
+from snapkv.plan.memory import free_bytes, out_of_memory_explained
 from snapkv.plan.planner import CacheNeeds, Plan, Request
 from snapkv.plan.verdict import verdict
+from snapkv.plan.weights import weights_bytes
 
 __all__ = [
     "CacheNeeds",
@@ -37,7 +34,6 @@ __all__ = [
     "out_of_memory_explained",
     "prompt_advice",
     "prompt_bytes",
-    "prompt_bytes_per_token",
     "verdict",
     "weights_advice",
     "weights_bytes",

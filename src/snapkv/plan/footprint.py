@@ -1,5 +1,7 @@
 """What a model takes, read off its outline: the model on the meta device, without weights."""
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from snapkv.cache.report import tensor_bytes
 from snapkv.errors import UnsupportedModelError
-from snapkv.plan.memory import max_positions, weights_bytes
+from snapkv.plan.weights import quantization_of, stored_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,7 @@ class SlidingLayer:
 
     Attributes:
         token_bytes: keys and values of one token.
-        most_tokens: stored at any time.
+        most_tokens: stored between two passes.
     """
 
     token_bytes: int
@@ -30,7 +32,7 @@ class Footprint:
     """Bytes and floating point operations of a model, for any prompt.
 
     Attributes:
-        weights_bytes: all parameters, shared ones once.
+        weights_bytes: all parameters, shared ones once, as the checkpoint stores them.
         embedding_bytes: of the input embedding, of which a step reads one row; 0 where the output
             projection shares it.
         expert_bytes: of the parameters in `experts`, experts of a mixture together.
@@ -45,7 +47,9 @@ class Footprint:
         pair_flops: operations of attention for one pair of query and key, full layers together.
         token_flops: operations of all matrices for one token.
         max_positions: of the model; None where there is no limit.
-        dtype: of weights and cache.
+        dtype: of the cache, and of weights that are not quantized.
+        quantization: how the checkpoint stores weights; None for in `dtype`. Whether they are
+            counted so says `snapkv.plan.weights.is_counted`.
     """
 
     weights_bytes: int
@@ -63,11 +67,18 @@ class Footprint:
     token_flops: int
     max_positions: int | None
     dtype: str
+    quantization: str | None = None
 
     @property
     def token_bytes(self) -> int:
         """Bytes that every stored token takes in the layers of full attention together."""
         return sum(self.full_layers)
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Bytes of one token in the layer where it takes most."""
+        layers = (*self.full_layers, *(layer.token_bytes for layer in self.sliding_layers))
+        return max(layers, default=0)
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
         """Bytes of one request's cache.
@@ -76,10 +87,21 @@ class Footprint:
             stored_tokens: in every layer of full attention.
             seen_tokens: prompt and answer; a sliding layer stores up to its window of them.
         """
-        sliding = sum(
-            layer.token_bytes * min(layer.most_tokens, seen_tokens) for layer in self.sliding_layers
-        )
+        sliding = self.sliding_bytes(seen_tokens)
         return self.token_bytes * stored_tokens + sliding + self.state_bytes
+
+    def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
+        """Bytes that the layers of sliding attention hold.
+
+        Args:
+            seen_tokens: prompt and answer so far.
+            behind: tokens that a layer still holds of those its window has left, since it keeps
+                the last of all that were in its last pass.
+        """
+        return sum(
+            layer.token_bytes * min(layer.most_tokens + behind, seen_tokens)
+            for layer in self.sliding_layers
+        )
 
     def read_bytes(self, batch: int) -> int:
         """Bytes of weights that a step reads which generates one token for each of a batch.
@@ -118,16 +140,18 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
     size = outline.dtype.itemsize
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
     chosen = _first(config, "num_experts_per_tok", "num_experts_per_token") or experts
-    expert_bytes = sum(p.nbytes for n, p in outline.named_parameters() if ".experts." in n)
+    stored = stored_bytes(outline)
+    of_experts = {name for name in stored if ".experts." in name}
+    expert_bytes = sum(stored[name] for name in of_experts)
     embedding, head = outline.get_input_embeddings(), outline.get_output_embeddings()
     shared = head is not None and head.weight is embedding.weight
     embedding_bytes = 0 if shared else embedding.weight.nbytes
-    weights = weights_bytes(outline)
-    visited = expert_bytes * chosen // experts if experts else 0
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    numbers = {name: parameter.numel() for name, parameter in outline.named_parameters()}
+    idle = sum(numbers[name] for name in of_experts) * (experts - chosen) // (experts or 1)
+    used = sum(numbers.values()) - (0 if shared else embedding.weight.numel()) - idle
+    hidden, states = config.hidden_size, _state_width(config)
     return Footprint(
-        weights_bytes=weights,
+        weights_bytes=sum(stored.values()),
         embedding_bytes=embedding_bytes,
         expert_bytes=expert_bytes,
         experts=experts if expert_bytes else 0,
@@ -139,13 +163,49 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
         ),
         state_bytes=sum(tensor_bytes(layer) for layer in others),
         mlp_token_bytes=(4 * hidden + 3 * _mlp_width(config, experts, chosen)) * size,
-        attention_token_bytes=(4 * hidden + 2 * heads * head_dim) * size,
+        attention_token_bytes=(4 * hidden + states * (2 if _is_latent(config) else 1)) * size,
         hidden_token_bytes=hidden * size,
-        pair_flops=4 * heads * head_dim * len(full),
-        token_flops=2 * (weights - embedding_bytes - expert_bytes + visited) // size,
+        pair_flops=2 * states * len(full),
+        token_flops=2 * used,
         max_positions=max_positions(outline),
         dtype=str(outline.dtype).removeprefix("torch."),
+        quantization=quantization_of(outline.config),
     )
+
+
+def footprint_of_loaded(model: Any) -> Footprint:
+    """What a model takes that is loaded; errors as in `footprint_of`."""
+    return footprint_of_config(type(model)._from_config, model.config, model.dtype)
+
+
+def footprint_of_config(
+    make: Callable[..., PreTrainedModel], config: Any, dtype: torch.dtype
+) -> Footprint:
+    """What a model takes that would be made of a configuration; errors as in `footprint_of`."""
+    try:
+        with torch.device("meta"):
+            outline = make(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+    except (AttributeError, ImportError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"model: expected one that can be made without weights, got {type(config).__name__}: "
+            f"{error}; load it, and look at cache.report() after a prompt"
+        ) from error
+    return footprint_of(outline)
+
+
+def max_positions(model: Any) -> int | None:
+    """Positions the model has for prompt and answer together; None where there is no limit."""
+    return positions_of(model.config)
+
+
+def positions_of(config: Any) -> int | None:
+    """The same, of a configuration.
+
+    Cohere's models say in `model_max_length` how far they were trained, and in
+    `max_position_embeddings` less.
+    """
+    text = config.get_text_config(decoder=True)
+    return _first(text, "model_max_length", "max_position_embeddings")
 
 
 def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
@@ -171,6 +231,19 @@ def _mlp_width(config: Any, experts: int, chosen: int) -> int:
     if not experts:
         return int(width)
     return max(int(of_expert or width) * chosen, int(width) if of_expert else 0)
+
+
+def _is_latent(config: Any) -> bool:
+    """Whether keys and values come out of one latent, per head only while attention runs."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def _state_width(config: Any) -> int:
+    """Numbers of one token's queries and attention's output, or its keys and values, all heads."""
+    heads = int(config.num_attention_heads)
+    if _is_latent(config):
+        return heads * int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    return 2 * heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _first(config: Any, *names: str) -> int | None:

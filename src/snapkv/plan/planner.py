@@ -1,13 +1,14 @@
 """What a request would take with a full and with a compressed cache, and what would fit."""
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from snapkv.cache.growing import slots_behind
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint
+from snapkv.plan.search import largest
 from snapkv.policies.base import require_int, require_ratio
 
 PIECE_TOKENS = 4096
@@ -90,10 +91,16 @@ class CacheNeeds:
         total_bytes: weights and the most that stands beside them.
         step_bytes: read by the step that generates the last token of every answer.
         step_ms: the least time of that step; None without a bandwidth.
+        fits_in_one_pass: whether memory is enough for the request, its prompts read in one pass;
+            None without a memory. Whether the model has positions for it is another question.
+        fits: the same, the prompts read in one pass or in pieces.
         longest_prompt_tokens: that fits, read in one pass; None without a memory.
         longest_prompt_in_pieces_tokens: that fits, read in pieces (`snapkv.prefill` for the
             compressed cache, ``prefill_chunk_size`` for the full one).
-        largest_batch: of such prompts that fits, read in pieces.
+        largest_batch: of such prompts that fits while they are read together, in pieces, and while
+            their answers are generated.
+        largest_decoding_batch: that fits while answers are generated, behind prompts that were read
+            one after the other.
         throughput: tokens per second at the largest batch, against one full cache of the smallest
             batch; None where nothing fits.
     """
@@ -103,9 +110,12 @@ class CacheNeeds:
     total_bytes: int
     step_bytes: int
     step_ms: float | None
+    fits_in_one_pass: bool | None
+    fits: bool | None
     longest_prompt_tokens: int | None
     longest_prompt_in_pieces_tokens: int | None
     largest_batch: int | None
+    largest_decoding_batch: int | None
     throughput: float | None
 
 
@@ -171,17 +181,24 @@ class Plan:
         asked, room = self.request, self._room()
         tokens, batch = asked.context_tokens, asked.batch
         step = self._step_bytes(tokens, batch, compressed)
-        largest = None if room is None else self._largest_batch(room, compressed)
+        most = None if room is None else self._largest_batch(room, compressed)
+        at_once = self._fits(room, tokens, batch, compressed, in_pieces=False)
+        in_pieces = self._fits(room, tokens, batch, compressed, in_pieces=True)
         return CacheNeeds(
             cache_bytes=batch * self._cache(tokens, 0, compressed),
             prefill_peak_bytes=batch * self._prefill_peak(tokens, compressed, in_pieces=False),
             total_bytes=self._total(tokens, batch, compressed, in_pieces=False),
             step_bytes=step,
             step_ms=None if asked.bandwidth_bytes is None else 1000 * step / asked.bandwidth_bytes,
+            fits_in_one_pass=at_once,
+            fits=None if room is None else bool(at_once or in_pieces),
             longest_prompt_tokens=self._longest(room, compressed, in_pieces=False),
             longest_prompt_in_pieces_tokens=self._longest(room, compressed, in_pieces=True),
-            largest_batch=largest,
-            throughput=self._throughput(largest, compressed) if largest else None,
+            largest_batch=most,
+            largest_decoding_batch=None
+            if room is None
+            else self._beside_weights(room, self._answering(tokens, compressed)),
+            throughput=self._throughput(most, compressed) if most else None,
         )
 
     def _room(self) -> int | None:
@@ -193,26 +210,44 @@ class Plan:
         kept = self.request.kept_tokens(tokens) if compressed else tokens
         return self.footprint.cache_bytes(kept + new_tokens, tokens + new_tokens)
 
+    def _answering(self, tokens: int, compressed: bool) -> int:
+        """Bytes that one request's cache takes of memory when its answer is complete.
+
+        A compressed layer has room for tokens to come behind those it stores, see
+        `snapkv.cache.growing`; one that slides still holds the token that has just left its window.
+        """
+        model, new = self.footprint, self.request.new_tokens
+        kept = self.request.kept_tokens(tokens) if compressed else tokens
+        slots = slots_behind(kept, new) if compressed else kept + new
+        sliding = model.sliding_bytes(tokens + new, behind=1)
+        return model.token_bytes * slots + sliding + model.state_bytes
+
     def _prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
         """Bytes of one request beside the weights at the worst moment of reading its prompt.
 
-        A compressed cache holds one layer whole at a time. In pieces, transformers' own cache
-        copies a layer to append to it, and a compressed one holds the hidden states of all tokens.
+        A compressed cache holds one layer whole at a time. In transformers' own, layers that slide
+        hold all that came in one pass until the next one. In pieces, it copies a layer to append to
+        it, and a compressed cache holds the hidden states of all tokens; layers that slide it reads
+        at once.
         """
         model = self.footprint
+        piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
         cache = self._cache(tokens, 0, compressed)
-        layer = max(model.full_layers) * tokens
+        if not compressed:
+            cache += model.sliding_bytes(tokens, behind=piece) - model.sliding_bytes(tokens)
+        layer = model.layer_token_bytes * tokens
         if not in_pieces:
             around_attention = model.attention_token_bytes * tokens + layer * compressed
             return cache + max(model.mlp_token_bytes * tokens, around_attention)
-        piece = min(tokens, PIECE_TOKENS) * (model.mlp_token_bytes + model.attention_token_bytes)
+        at_once = tokens if compressed and model.sliding_layers else piece
+        activations = at_once * (model.mlp_token_bytes + model.attention_token_bytes)
         hidden = (layer + model.hidden_token_bytes * tokens) * compressed
-        return cache + layer + hidden + piece
+        return cache + layer + hidden + activations
 
     def _total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
         """Bytes of everything at the worst moment of a request."""
         reading = self._prefill_peak(tokens, compressed, in_pieces=in_pieces)
-        answering = self._cache(tokens, self.request.new_tokens, compressed)
+        answering = self._answering(tokens, compressed)
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def _step_bytes(self, tokens: int, batch: int, compressed: bool) -> int:
@@ -227,15 +262,25 @@ class Plan:
         most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
         batch = self.request.batch
 
-        def fits(tokens: int) -> bool:
-            return self._total(tokens, batch, compressed, in_pieces=in_pieces) <= room
+        return largest(
+            lambda tokens: bool(self._fits(room, tokens, batch, compressed, in_pieces=in_pieces)),
+            most,
+        )
 
-        return _largest(fits, most)
+    def _fits(
+        self, room: int | None, tokens: int, batch: int, compressed: bool, *, in_pieces: bool
+    ) -> bool | None:
+        if room is None:
+            return None
+        return self._total(tokens, batch, compressed, in_pieces=in_pieces) <= room
 
     def _largest_batch(self, room: int, compressed: bool) -> int:
         one = self._total(self.request.context_tokens, 1, compressed, in_pieces=True)
-        weights = self.footprint.weights_bytes
-        return max(0, room - weights) // (one - weights)
+        return self._beside_weights(room, one - self.footprint.weights_bytes)
+
+    def _beside_weights(self, room: int, one: int) -> int:
+        """How many requests fit that take so many bytes each."""
+        return max(0, room - self.footprint.weights_bytes) // one
 
     def _throughput(self, batch: int, compressed: bool) -> float:
         """Tokens per byte read at that batch, against a batch of 1 of the full cache."""
@@ -250,12 +295,3 @@ class Plan:
 
     def _request_as_bytes(self, needs: CacheNeeds) -> float:
         return self._prefill_as_bytes() + self.request.new_tokens * needs.step_bytes
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, if smaller ones do as well; 0 for none."""
-    low, high = 0, max(most, 0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from snapkv.cache import format_bytes
-from snapkv.plan.planner import CacheNeeds, Plan
+from snapkv.plan.planner import Plan
+from snapkv.plan.weights import is_counted
 
 _WORTH_SAYING = 1.1
 """A speed-up below it is none."""
@@ -24,9 +25,9 @@ def _headline(plan: Plan) -> Iterator[str]:
         return
     saved = plan.full.cache_bytes - plan.compressed.cache_bytes
     share = plan.full.cache_bytes / plan.full.step_bytes
-    if _fits(plan, plan.compressed) is False:
+    if plan.compressed.fits is False:
         yield "This does not fit the memory, whatever is kept and however it is read."
-    elif _fits(plan, plan.full) is False:
+    elif plan.full.fits is False:
         yield "Compression is what makes this fit: the full cache does not."
     elif plan.decode_speedup < _WORTH_SAYING and saved < 0.1 * plan.full.total_bytes:
         yield (
@@ -47,9 +48,9 @@ def _limits(plan: Plan) -> Iterator[str]:
     if positions is not None and tokens + answer > positions:
         yield (
             f"The model has {positions:,} positions, fewer than {tokens:,} tokens of prompt and "
-            f"{answer:,} of answer need: it will be refused."
+            f"{answer:,} of answer need: it will be refused. {_remedy(positions, answer)}"
         )
-    if _fits(plan, plan.compressed) and not _fits_in_one_pass(plan, plan.compressed):
+    if plan.compressed.fits and not plan.compressed.fits_in_one_pass:
         yield (
             "Read in one pass, the prompts do not fit; read them in pieces, with "
             "snapkv.prefill.layer_by_layer."
@@ -62,6 +63,12 @@ def _limits(plan: Plan) -> Iterator[str]:
         )
 
 
+def _remedy(positions: int, answer: int) -> str:
+    if answer >= positions:
+        return "Ask for a shorter answer."
+    return f"Shorten the prompt to {positions - answer:,} tokens, or the answer."
+
+
 def _notes(plan: Plan) -> Iterator[str]:
     model = plan.footprint
     if model.sliding_layers:
@@ -70,21 +77,13 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"{len(model.sliding_layers) + len(model.full_layers)} layers slide over a window and "
             "stay as they are."
         )
+    if not is_counted(model.quantization):
+        yield (
+            f"The checkpoint's weights are quantized ({model.quantization}); they are counted in "
+            f"{model.dtype}, which takes more."
+        )
     if model.experts:
         yield (
             f"A token visits {model.experts_per_token} of {model.experts} experts per layer; the "
             "step is counted with those that the batch is expected to visit."
         )
-
-
-def _fits(plan: Plan, needs: CacheNeeds) -> bool | None:
-    """Whether the request fits, in one pass or in pieces; None where no memory was given."""
-    if needs.largest_batch is None:
-        return None
-    return needs.largest_batch >= plan.request.batch or _fits_in_one_pass(plan, needs)
-
-
-def _fits_in_one_pass(plan: Plan, needs: CacheNeeds) -> bool:
-    tokens = needs.longest_prompt_tokens or 0
-    positions = plan.footprint.max_positions
-    return tokens >= min(plan.request.context_tokens, positions or plan.request.context_tokens)

@@ -3,7 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +14,7 @@ from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.evaluate.summary import mean_of
 from snapkv.evaluate.task import data_hash, require_at_least
 from snapkv.settings import GenerationSettings
-from snapkv.study.material import QUESTIONS, asked, long_texts
+from snapkv.study.material import LEAST_TOKENS, QUESTIONS, asked, cut, long_texts
 
 if TYPE_CHECKING:
     from snapkv.models import LoadedModel
@@ -33,12 +33,14 @@ class Findings:
         run: the block that says how it was made.
         rows: the means over documents or samples.
         warnings: what of the user's files was not read, a line each.
+        notices: what was done otherwise than asked for, a sentence each.
     """
 
     folder: Path
     run: Record
     rows: list[Record]
     warnings: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ class ReadingStudy(Study):
         documents: files, a document each; none for essays or Python's documentation.
         questions: asked about every document, or in turns, as the study says.
         samples: documents to read where no files are given.
-        document_tokens: length that documents are cut to.
+        document_tokens: length that documents are cut to; shorter where one of them has no more,
+            or the model no positions.
         temperature: of the answers; 0 takes the likeliest token each time, and has small models
             repeat themselves.
         seed: of the answers.
@@ -144,7 +147,7 @@ class ReadingStudy(Study):
     def __post_init__(self) -> None:
         """Check the settings that all studies of documents have."""
         require_at_least("samples", self.samples, 1)
-        require_at_least("document_tokens", self.document_tokens, 128)
+        require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         if not self.questions or not all(question.strip() for question in self.questions):
             raise InvalidArgumentError(
                 "question: expected at least one question and no empty one, got "
@@ -182,25 +185,60 @@ class ReadingStudy(Study):
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
         """Read and look at what the folder does not hold yet, and average all of it."""
-        texts, warnings = long_texts(
-            loaded.tokenizer, self.documents, count=self.samples, tokens=self.document_tokens
-        )
-        parts = list(self.parts(texts))
+        texts, warnings = long_texts(self.documents, count=self.samples)
+        study, parts, notices = self._fitted(loaded, texts)
         samples = [sample for part in parts for sample in part.samples]
         block = self.settings(loaded) | {"samples": len(samples), "data": data_hash(samples)}
+        if notices:
+            block |= {"document_tokens_read": study.document_tokens, "notices": list(notices)}
         with Store(folder, block) as store:
             for done, part in enumerate(parts):
                 if on_progress:
                     on_progress(f"{part.name}, {part.variant}", done, len(parts))
                 if (part.name, self.name, part.variant) not in store:
-                    store.add(self._record(loaded, part))
+                    store.add(study._record(loaded, part))
             if on_progress:
                 on_progress("done", len(parts), len(parts))
             rows = mean_rows(
                 (row for record in store.records for row in record["rows"]), self.by, self.numbers
             )
             store.summarise(rows)
-        return Findings(folder=folder, run=block, rows=rows, warnings=warnings)
+        return Findings(folder=folder, run=block, rows=rows, notices=notices, warnings=warnings)
+
+    def _fitted(
+        self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
+    ) -> tuple["ReadingStudy", list[Part], tuple[str, ...]]:
+        """The study with documents as long as they and the model allow; its parts; what to say.
+
+        Raises:
+            InvalidArgumentError: so short a document leaves the study nothing to look at.
+        """
+        study: ReadingStudy = self
+        notices: tuple[str, ...] = ()
+        while True:  # a text that was cut can have a token more than it was cut to
+            found = cut(loaded.tokenizer, documents, study.document_tokens)
+            if found.tokens < study.document_tokens:
+                study = replace(study, document_tokens=found.tokens)
+                notices = (_shortened(self, study, f"{found.shortest} has no more"),)
+            parts = list(study.parts(found.texts))
+            excess = study._excess_tokens(loaded, parts)
+            if excess <= 0 or study.document_tokens - excess < LEAST_TOKENS:
+                return study, parts, notices  # what does not fit is refused when it is read
+            study = replace(study, document_tokens=study.document_tokens - excess)
+            why = f"the model has {loaded.max_tokens:,} positions for prompt and answer"
+            notices = (_shortened(self, study, why),)
+
+    def _excess_tokens(self, loaded: "LoadedModel", parts: Sequence[Part]) -> int:
+        """How many tokens the longest prompt and its answer have more than the model positions."""
+        if loaded.max_tokens is None:
+            return 0
+        prompts = (
+            sample.prompt(loaded.tokenizer, self.template, "visible")
+            for part in parts
+            for sample in part.samples
+        )
+        longest = max(prompt.token_ids(loaded.tokenizer).shape[1] for prompt in prompts)
+        return int(longest) + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", part: Part) -> Record:
         from snapkv.study.reading import read
@@ -213,6 +251,13 @@ class ReadingStudy(Study):
             "readings": [reading.describe() for reading in readings],
             "rows": self.look(loaded, part, readings),
         }
+
+
+def _shortened(asked: ReadingStudy, study: ReadingStudy, why: str) -> str:
+    return (
+        f"documents are cut to {study.document_tokens:,} tokens instead of "
+        f"{asked.document_tokens:,}: {why}"
+    )
 
 
 def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str]) -> list[Record]:

@@ -1,6 +1,7 @@
 """What the studies read: long documents and questions that can be asked about any of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from snapkv import documents
@@ -18,33 +19,82 @@ QUESTIONS = (
 """Asked where the user asks nothing."""
 
 
+LEAST_TOKENS = 128
+"""A document shorter than that is refused."""
+
+
 def long_texts(
-    tokenizer: Any, files: Sequence[str], *, count: int, tokens: int
+    files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Names and texts of documents, each cut to the same number of tokens, and what is not in them.
+    """Names and texts of documents, and a line for each thing that was not read of them.
 
     Args:
-        tokenizer: the model's.
         files: a document each; none for essays, or Python's documentation, from `count` places.
         count: how many documents to take where no files are given.
-        tokens: length to cut each of them to.
 
     Raises:
         DocumentError: a file is missing or holds no text.
-        InvalidArgumentError: a document is shorter than that.
     """
-    warnings: list[str] = []
     if files:
         read, warnings = documents.read_noting(files)
-        found = [(document.name, document.text) for document in read]
-    else:
-        haystack = load_haystack()
-        starts = [len(haystack.pieces) * i // count for i in range(count)]
-        found = [
-            (f"{haystack.name}, from piece {start + 1}", "\n\n".join(haystack.pieces[start:]))
-            for start in starts
+        return [(document.name, document.text) for document in read], tuple(warnings)
+    haystack = load_haystack()
+    starts = [len(haystack.pieces) * i // count for i in range(count)]
+    texts = [
+        (f"{haystack.name}, from piece {start + 1}", "\n\n".join(haystack.pieces[start:]))
+        for start in starts
+    ]
+    return texts, ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Documents of the same length.
+
+    Attributes:
+        texts: names and texts.
+        tokens: of each of them; fewer than was asked for where one of them has no more.
+        shortest: the name of the document that has the fewest.
+    """
+
+    texts: list[tuple[str, str]]
+    tokens: int
+    shortest: str
+
+
+def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
+    """Documents cut to a number of tokens, or all of them to what the shortest one has.
+
+    Args:
+        tokenizer: the model's.
+        texts: names and texts.
+        tokens: the most to take of each.
+
+    Raises:
+        InvalidArgumentError: a document is too short to say anything about.
+    """
+    ids = [
+        tokenizer(text[: tokens * _CHARACTERS_PER_TOKEN], add_special_tokens=False, verbose=False)[
+            "input_ids"
         ]
-    return [(name, _cut(tokenizer, name, text, tokens)) for name, text in found], tuple(warnings)
+        for _, text in texts
+    ]
+    shortest, of_it = min(zip(texts, ids, strict=True), key=lambda pair: len(pair[1]))
+    most = min(tokens, len(of_it))
+    if most < LEAST_TOKENS:
+        raise InvalidArgumentError(
+            f"document: expected at least document_tokens={tokens:,} tokens in each, or "
+            f"{LEAST_TOKENS} to cut all of them to, got {most:,} in {shortest[0]}; pass a longer "
+            "document"
+        )
+    return Cut(
+        texts=[
+            (name, tokenizer.decode(own[:most], skip_special_tokens=True))
+            for (name, _), own in zip(texts, ids, strict=True)
+        ],
+        tokens=most,
+        shortest=shortest[0],
+    )
 
 
 def asked(
@@ -82,15 +132,3 @@ def asked(
 
 _CHARACTERS_PER_TOKEN = 12
 """More than any long stretch of text needs; what is behind that is not tokenized."""
-
-
-def _cut(tokenizer: Any, name: str, text: str, tokens: int) -> str:
-    start = text[: tokens * _CHARACTERS_PER_TOKEN]
-    ids = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
-    if len(ids) < tokens:
-        raise InvalidArgumentError(
-            f"document: expected at least document_tokens={tokens:,} tokens in each, got "
-            f"{len(ids):,} in {name}; lower document_tokens, or pass a longer document"
-        )
-    cut: str = tokenizer.decode(ids[:tokens], skip_special_tokens=True)
-    return cut

@@ -1,0 +1,71 @@
+"""Amounts as people write them: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory."""
+
+import re
+from decimal import Decimal
+
+from snapkv.errors import InvalidArgumentError
+
+_PREFIXES = " kmgt"
+
+
+def count(name: str, text: str) -> int:
+    """A whole number; 4k stands for 4096, 1.5k for 1536, 1m for 1048576.
+
+    Raises:
+        InvalidArgumentError: something else, or a part of one.
+    """
+    return _count(name, text, "a whole number such as 4096, 4k or 1.5k")
+
+
+def counts(name: str, text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, see `count`.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return tuple(_count(name, part, "items of type int with commas between them") for part in parts)
+
+
+def byte_count(name: str, text: str) -> int:
+    """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    found = _parted(text)
+    if found is None or not (found[1] or found[3]):
+        raise InvalidArgumentError(
+            f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
+            f"instance {_option(name)} {text.strip() + 'GB' if found else '80GB'}"
+        )
+    number, prefix, binary, _ = found
+    return int(number * (1024 if binary else 1000) ** _PREFIXES.index(prefix or " "))
+
+
+def _count(name: str, text: str, expected: str) -> int:
+    found, sign = _parted(text.strip().removeprefix("-")), -1 if text.strip()[:1] == "-" else 1
+    hint = "4k"
+    if found is not None:
+        number, prefix, binary, byte = found
+        if prefix in ("", "k", "m"):
+            whole = number * 1024 ** _PREFIXES.index(prefix or " ")
+            is_count = not binary and not byte and (prefix or "." not in text)
+            if is_count and whole == int(whole):
+                return sign * int(whole)
+            hint = f"{number}{prefix}" if whole == int(whole) and prefix else f"{round(whole)}"
+    raise InvalidArgumentError(
+        f"{name}: expected {expected}, got {text!r}; write for instance {_option(name)} {hint}"
+    )
+
+
+def _parted(text: str) -> tuple[Decimal, str, bool, bool] | None:
+    """Number, prefix, whether that is binary, and whether bytes are meant; None for others."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", text, re.IGNORECASE)
+    if found is None or (found[3] and not found[4]):
+        return None
+    return Decimal(found[1]), found[2].lower(), bool(found[3]), bool(found[4])
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

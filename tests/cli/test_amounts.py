@@ -1,0 +1,97 @@
+"""Amounts as people write them: they work, or the hint does."""
+
+import re
+
+import pytest
+
+from snapkv.cli.amounts import byte_count, count, counts
+from snapkv.errors import InvalidArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4096", 4096),
+        ("128k", 131072),
+        ("128K", 131072),
+        ("1.5k", 1536),
+        ("1.5 k", 1536),
+        ("0.25m", 262144),
+        (" 8 ", 8),
+        ("-1", -1),
+        ("0", 0),
+    ],
+)
+def test_numbers_are_read(text, number):
+    assert count("context", text) == number
+    assert counts("lengths", f"{text},7") == (number, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80 gb", 80 * 10**9),
+        ("80G", 80 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("1.5TB", 1_500_000_000_000),
+        ("128kb", 128_000),
+        ("128KiB", 131072),
+        ("512b", 512),
+    ],
+)
+def test_bytes_are_read(text, number):
+    assert byte_count("gpu_memory", text) == number
+
+
+WRONG = ["128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k", "8 GB"]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_the_hint_for_a_number_is_one_that_works(text):
+    with pytest.raises(
+        InvalidArgumentError, match="write for instance --max-new-tokens "
+    ) as raised:
+        count("max_new_tokens", text)
+    hint = re.search(r"--max-new-tokens (\S+)$", str(raised.value))[1]
+    assert count("max_new_tokens", hint) > 0
+
+
+@pytest.mark.parametrize("text", ["80", "much", "", "80Gi", "1,5GB", "GB", "80 XB"])
+def test_the_hint_for_bytes_is_one_that_works(text):
+    with pytest.raises(InvalidArgumentError, match="write for instance --gpu-memory ") as raised:
+        byte_count("gpu_memory", text)
+    hint = re.search(r"--gpu-memory (\S+)$", str(raised.value))[1]
+    assert byte_count("gpu_memory", hint) > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("ask", "-", "-q", "x"), "--budget"),
+        (("ask", "-", "-q", "x"), "--max-new-tokens"),
+        (("generate", "x"), "--window-size"),
+        (("inspect", "x.txt", "-q", "x"), "--budget"),
+        (("chat",), "--kernel-size"),
+        (("bench", "decode"), "--tokens"),
+        (("bench", "prefill"), "--chunk-tokens"),
+        (("study", "hit-rate"), "--document-tokens"),
+        (("eval", "needle"), "--depths"),
+        (("plan", "--context", "1k"), "--batch"),
+        (("medusa", "train", "--data", "x"), "--seed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_every_whole_number_of_every_command_is_read_the_same_way(snapkv, command, option):
+    done = snapkv(*command, option, "many")
+    name = option.removeprefix("--").replace("-", "_")
+    assert done.status == 2
+    assert f"{name}: expected a whole number such as 4096, 4k or 1.5k, got 'many'" in done.err
+
+
+def test_thousands_work_where_a_number_does(snapkv, demo_only, document):
+    asked = ("--budget", "0.25k", "--max-new-tokens", "0.0078125k", "--set", "kernel_size=5")
+    done = snapkv("ask", document, "-q", "When does it open?", *asked, "--json")
+    assert done.status == 0, done.err
+    assert '"budget": 256' in done.out
+    assert '"max_new_tokens": 8' in done.out
