@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
@@ -22,8 +21,8 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from snapkv.answering import answer
-from snapkv.cache import CompressedCache
 from snapkv.errors import DocumentError, InvalidArgumentError, PromptTooLongError
+from snapkv.evaluate.likelihood import log_likelihood
 from snapkv.evaluate.runner import (
     Method,
     Progress,
@@ -33,8 +32,6 @@ from snapkv.evaluate.runner import (
 )
 from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.models import LoadedModel
-from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
-from snapkv.policies import EvictingPolicy, Policy
 from snapkv.prompts import Prompt
 from snapkv.settings import GenerationSettings
 from snapkv.suggestions import nearest
@@ -328,42 +325,6 @@ class CompressedLM(LM):
     def _tell(self, what: str, done: int, total: int) -> None:
         if self._on_progress:
             self._on_progress(f"{what}, {self._method.label}", done, total)
-
-
-def log_likelihood(
-    loaded: LoadedModel, context: Tensor, continuation: Tensor, policy: Policy
-) -> tuple[float, bool]:
-    """Log-probability of a continuation behind a compressed context.
-
-    The first token is predicted by the whole context, as the first token of an answer is; the
-    others attend to what was kept.
-
-    Args:
-        loaded: the model.
-        context: (1, T) int64, T at least 1.
-        continuation: (1, C) int64.
-        policy: what the cache keeps of the context.
-
-    Returns:
-        The sum of the tokens' log-probabilities, and whether each is the likeliest.
-    """
-    model = loaded.model
-    cache = CompressedCache(model, policy)
-    advice = functools.partial(prompt_advice, model, context.shape[1], free_bytes(model.device))
-    rest = continuation[:, :-1]
-    # What a method drops while generating depends on its steps.
-    steps = rest.shape[1] if isinstance(policy, EvictingPolicy) else min(rest.shape[1], 1)
-    with out_of_memory_explained(advice), torch.inference_mode():
-        logits = [model(context, past_key_values=cache, logits_to_keep=1).logits]
-        logits += [model(part, past_key_values=cache).logits for part in _parted(rest, steps)]
-        predicted = torch.cat(logits, dim=1).float().log_softmax(dim=-1)
-    chosen = predicted.gather(2, continuation[:, :, None])
-    greedy = bool((predicted.argmax(dim=-1) == continuation).all())
-    return float(chosen.sum()), greedy
-
-
-def _parted(ids: Tensor, parts: int) -> tuple[Tensor, ...]:
-    return ids.chunk(parts, dim=1) if parts else ()
 
 
 def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:
