@@ -95,11 +95,23 @@ class AnnouncingInputs(_Announcing):
         return inputs
 
 
+_METHODS = (AnnouncingGenerate, AnnouncingInputs)
+
+
 def announce_prompts(model: PreTrainedModel) -> None:
-    """Make the model announce prompts and tokens; does nothing the second time."""
-    for method in (AnnouncingGenerate, AnnouncingInputs):
-        if hasattr(type(model), method.name) and method.name not in vars(model):
+    """Make the model announce prompts and tokens; leaves methods that are its user's own."""
+    for method in _METHODS:
+        found = vars(model).get(method.name)
+        others = isinstance(found, _Announcing) and found.model is not model
+        if hasattr(type(model), method.name) and (found is None or others):
             vars(model)[method.name] = method(model)
+
+
+def stop_announcing(model: PreTrainedModel) -> None:
+    """Give the model back the methods of its class; leaves those that are its user's own."""
+    for method in _METHODS:
+        if isinstance(vars(model).get(method.name), _Announcing):
+            del vars(model)[method.name]
 
 
 def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
