@@ -193,7 +193,6 @@ class Use:
     """
 
     def __init__(self, installation: Installation, model: PreTrainedModel) -> None:
-        self.installation = installation
         self._text = model.config.get_text_config(decoder=True)
         mark = object()
         weakref.finalize(self, installation.leave, installation.caches, mark).atexit = False
@@ -215,10 +214,14 @@ def use(model: PreTrainedModel) -> Use:
         UnsupportedModelError: the model does not use transformers' attention interface.
     """
     with _alone():
-        installation = _of(model) or Installation(model)
-        _known.add(installation)
-        installation.put_on(model)
-        return Use(installation, model)
+        return Use(_put_on(model), model)
+
+
+def _put_on(model: PreTrainedModel) -> Installation:
+    installation = _of(model) or Installation(model)
+    _known.add(installation)
+    installation.put_on(model)
+    return installation
 
 
 def _of(model: PreTrainedModel) -> Installation | None:
@@ -268,7 +271,8 @@ def install(model: PreTrainedModel) -> Installed:
         UnsupportedModelError: the model cannot be compressed correctly.
     """
     layers_for(model, FullCache())
-    return Installed(use(model).installation)
+    with _alone():
+        return Installed(_put_on(model))
 
 
 def uninstall(model: PreTrainedModel) -> None:
