@@ -483,9 +483,32 @@ def test_a_cache_that_lives_on_is_refused_until_there_is_another_one(llama, poli
 
 
 @pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), None, "llama"], ids=repr)
-def test_only_a_model_can_be_installed(what):
+@pytest.mark.parametrize("change", [snapkv.install, snapkv.uninstall])
+def test_only_a_model_can_be_changed(what, change):
     with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
-        snapkv.install(what)
+        change(what)
+
+
+@pytest.mark.parametrize(
+    "related",
+    [
+        copy.copy,
+        lambda model: AutoModelForCausalLM.from_config(copy.deepcopy(model.config)),
+        lambda model: model.model,
+    ],
+    ids=["a shallow copy", "of its config", "a part of it"],
+)
+def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
+    cache, before = CompressedCache(llama, POLICY), vars(llama).keys() - {*METHODS}
+    other = related(llama)
+    snapkv.uninstall(other)
+    assert other.config._attn_implementation == "sdpa"
+    assert not vars(other).keys() & {*METHODS, module._ATTRIBUTE}
+    again = CompressedCache(llama, POLICY)
+    assert generated(llama, cache, random_ids(1, 60)).shape == (1, 66)
+    del cache, again
+    assert llama.config._attn_implementation == "sdpa"
+    assert vars(llama).keys() == before - {module._ATTRIBUTE}
 
 
 def test_what_was_never_installed_is_left_alone(llama):

@@ -22,7 +22,7 @@ from typing import Any, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from snapkv.attention import is_seam, plain_name, register_attention
-from snapkv.cache.layers import layers_for
+from snapkv.cache.layers import layers_for, require_model
 from snapkv.errors import UnsupportedModelError
 from snapkv.generation import announce_prompts, stop_announcing
 from snapkv.policies import FullCache
@@ -102,7 +102,7 @@ class Installation:
 
     def _route(self, model: PreTrainedModel, text: PreTrainedConfig) -> None:
         seam = register_attention(plain_name(text._attn_implementation) or "eager")
-        self._before = [(config, self._name_of(config)) for config in _configs(model)]
+        self._note(model)
         if text._attn_implementation != seam and model._can_set_attn_implementation():
             model.set_attn_implementation(seam)
         if text._attn_implementation != seam:
@@ -111,6 +111,9 @@ class Installation:
                 f"AttentionInterface, got {type(model).__name__}, which computes it by itself; it "
                 "cannot be compressed"
             )
+
+    def _note(self, model: PreTrainedModel) -> None:
+        self._before = [(config, self._name_of(config)) for config in _configs(model)]
 
     def _name_of(self, config: PreTrainedConfig) -> str | None:
         """The implementation that a config is to have again.
@@ -125,7 +128,10 @@ class Installation:
         return plain_name(config._attn_implementation)
 
     def take_off(self) -> None:
-        """Give back what the model had, except where somebody else has changed it."""
+        """Give back what the model had, except where somebody else has changed it.
+
+        A config that another model's caches need goes on as it is.
+        """
         before, self._before = self._before, []
         for config, name in before:
             shared = any(config is known for other in _known for known, _ in other._before)
@@ -135,6 +141,14 @@ class Installation:
         if model is not None:
             stop_announcing(model)
             vars(model).pop(_ATTRIBUTE, None)
+
+    def give_back(self, model: PreTrainedModel) -> None:
+        """As `take_off`, whoever else needs it and whoever put it on."""
+        self._note(model)
+        for config, name in self._before:
+            if is_seam(config._attn_implementation):
+                config._attn_implementation = {"": name}
+        self.take_off()
 
     def leave(self, users: set[object], mark: object) -> None:
         """Count one user less; called by finalizers, in any thread at any time."""
@@ -282,10 +296,14 @@ def uninstall(model: PreTrainedModel) -> None:
     cache of the model or it is installed again. Does nothing where nothing is installed.
 
     Args:
-        model: any model.
+        model: a transformers model; also a copy of one that had caches then, or one made of the
+            config of such a model.
+
+    Raises:
+        InvalidTypeError: not a transformers model.
     """
+    require_model(model)
     with _alone():
-        found = _of(model)
-        if found is not None:
-            found.installs.clear()
-            found.take_off()
+        installation = _of(model) or Installation(model)
+        installation.installs.clear()
+        installation.give_back(model)
