@@ -26,6 +26,7 @@ from snapkv import (
     Document,
     FastGen,
     FullCache,
+    InvalidArgumentError,
     InvalidTypeError,
     SnapKV,
     UnsupportedModelError,
@@ -36,7 +37,12 @@ from tests.families import random_ids, tiny_config, tiny_model
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-METHODS = ("generate", "prepare_inputs_for_generation")
+METHODS = (
+    "generate",
+    "prepare_inputs_for_generation",
+    "_prefill",
+    "_extract_generation_mode_kwargs",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +243,89 @@ def test_a_model_that_computes_attention_by_itself_is_left_as_it_was():
         assert as_it_was(model, before)
 
 
+# A cache made between the brackets of the call that uses it: `generate` was looked up before.
+
+
+INLINE = {
+    "one pass": {},
+    "pieces": {"prefill_chunk_size": 7},
+    "beams": {"num_beams": 2},
+    "padded": {"attention_mask": torch.ones(2, 60).long().index_fill(1, torch.arange(9), 0)},
+}
+
+
+@pytest.mark.parametrize("storage", ["dynamic", "static"])
+@pytest.mark.parametrize("options", INLINE.values(), ids=INLINE)
+def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, options, storage):
+    before, ids = state(llama), random_ids(2, 60)
+    cache = CompressedCache(llama, POLICY, storage=storage)
+    expected = llama.generate(ids, past_key_values=cache, **OPTIONS, **options)
+    del cache
+    for _ in range(2):
+        assert "generate" not in vars(llama)
+        tokens = llama.generate(
+            ids,
+            past_key_values=CompressedCache(llama, POLICY, storage=storage),
+            **OPTIONS,
+            **options,
+        )
+        assert torch.equal(tokens, expected)
+    assert as_it_was(llama, before)
+
+
+def test_a_turn_through_the_model_s_own_generate_ends_where_it_ends(llama):
+    early, ids, turn = llama.generate, random_ids(1, 60), random_ids(1, 40, seed=1)
+    answers = []
+    for bound in (False, True):
+        cache = CompressedCache(llama, POLICY, turns="compress")
+        generate = early if bound else llama.generate
+        text = generate(ids, past_key_values=cache, **OPTIONS)
+        text = generate(
+            torch.cat([text, turn], dim=1), past_key_values=cache, prefill_chunk_size=9, **OPTIONS
+        )
+        answers.append((text, cache.kept_positions(2)))
+    assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
+
+
+def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llama):
+    seen = []
+
+    class Sink:
+        def put(self, value):
+            seen.append(value)
+
+        def end(self):
+            seen.append("end")
+
+    def own(model, input_ids, streamer=None, **_):
+        streamer.put(input_ids)
+        streamer.end()
+        return input_ids
+
+    llama.generate(
+        random_ids(1, 60),
+        past_key_values=CompressedCache(llama, POLICY),
+        custom_generate=own,
+        streamer=Sink(),
+        **OPTIONS,
+    )
+    assert seen[-1] == "end"
+    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
+        llama.generate(
+            random_ids(1, 60),
+            past_key_values=CompressedCache(llama, POLICY),
+            use_cache=False,
+            **OPTIONS,
+        )
+    with pytest.raises(CacheMismatchError, match="make the cache before the line that calls"):
+        llama.generate(
+            random_ids(1, 60) % 9 + 3,
+            past_key_values=CompressedCache(llama, POLICY),
+            prompt_lookup_num_tokens=3,
+            **OPTIONS,
+        )
+
+
 # What others do in the meantime.
 
 
@@ -282,7 +371,7 @@ def test_a_method_that_the_user_put_there_meanwhile_stays_and_announces(llama):
     assert torch.equal(generated(llama, cache, ids), expected)
     del cache
     assert llama.generate is noting
-    assert "prepare_inputs_for_generation" not in vars(llama)
+    assert not vars(llama).keys() & set(METHODS[1:])
     assert llama.config._attn_implementation == "sdpa"
     generated(llama, None, ids)
     assert torch.equal(generated(llama, CompressedCache(llama, POLICY), ids), expected)

@@ -1,7 +1,7 @@
 """What a model carries while it has compressed caches, and taking it off again.
 
-A model is changed in two ways: its attention goes through the seam (`snapkv.attention`), and two of
-its methods are wrapped on the instance (`snapkv.generation`). The first cache puts that on. When
+A model is changed in two ways: its attention goes through the seam (`snapkv.attention`), and some
+of its methods are wrapped on the instance (`snapkv.generation`). The first cache puts that on. When
 the last one is gone, the model has the attention implementations and the methods it had, in every
 sub-config; what somebody else has set in the meantime stays as it is.
 
