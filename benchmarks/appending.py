@@ -60,8 +60,8 @@ def _decoder(model: Any, contender: Contender, batch: int, seen: int) -> Callabl
     token = torch.zeros(batch, 1, dtype=torch.int64, device=model.device)
 
     def step() -> float:
-        contender.enter(model)
-        return spent_on(lambda: model(token, past_key_values=cache)).wall_ms
+        with contender.at_work(model):
+            return spent_on(lambda: model(token, past_key_values=cache)).wall_ms
 
     return step
 

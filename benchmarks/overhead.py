@@ -9,7 +9,6 @@ from transformers import DynamicCache
 
 from benchmarks.reading import read_prompt
 from benchmarks.records import Row
-from snapkv.attention import wrap_attention
 from snapkv.cache.keeping import keep_tokens
 from snapkv.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.policies import Policy, PromptLayer
@@ -28,12 +27,9 @@ def measure_overhead(model: Any, ids: Tensor, policy: Policy, *, rounds: int) ->
         rounds: turns of either that count.
     """
     layers = read_prompt(model, ids[0].tolist(), recorded_queries=policy.query_tokens).layers
-    wrapped = model.config._attn_implementation
 
     def read() -> None:
-        model.set_attn_implementation(wrapped.rpartition("|")[2])
         model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
-        wrap_attention(model)
 
     work: dict[str, Callable[[], float]] = {
         "reading": lambda: spent_on(read).wall_ms,

@@ -44,9 +44,8 @@ def peak_of_reading(contender: str, prompt_tokens: int) -> Row:
     loaded = load("demo")
     model = loaded.model
     ids = torch.tensor([prompt_of(loaded, prompt_tokens)], device=model.device)
-    CONTENDERS[contender].enter(model)
-    model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
     cache = CONTENDERS[contender].make(model, prompt_tokens)
+    model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
     before = resident_bytes("VmRSS")
     peak = peak_growth_bytes(
         lambda: model(ids, past_key_values=cache, logits_to_keep=1), model.device

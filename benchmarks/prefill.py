@@ -68,8 +68,8 @@ def reader(model: Any, ids: Tensor, contender: Contender) -> Callable[[], Spent]
     """A function that reads the prompt into a new cache and says what that took."""
 
     def read() -> Spent:
-        contender.enter(model)
-        cache = contender.make(model, ids.shape[1])
-        return spent_on(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
+        with contender.at_work(model):
+            cache = contender.make(model, ids.shape[1])
+            return spent_on(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
 
     return read

@@ -13,6 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from snapkv import uninstall
+
 _hidden: dict[int, torch.Tensor] = {}
 
 
@@ -39,8 +41,7 @@ AttentionMaskInterface.register("masked_oracle", ALL_MASK_ATTENTION_FUNCTIONS["e
 def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
     """A copy of the model that has nothing to do with the library."""
     reference = copy.deepcopy(model)
-    for method in ("generate", "prepare_inputs_for_generation"):
-        vars(reference).pop(method, None)
+    uninstall(reference)
     reference.set_attn_implementation(implementation)
     return reference
 

@@ -20,6 +20,7 @@ ROWS = (
     ("masks", "faithfulness"),
     ("calls", "selection"),
     ("attention", "generation"),
+    ("installation",),
     ("plan", "weights", "conversion", "pdf", "documents", "hub", "prompts"),
     ("prefill", "questions", "reconstruction"),
     ("models",),
@@ -32,7 +33,7 @@ ROWS = (
 )
 
 # The cache puts the seam into place when it is made, and the seam knows the cache.
-EXCEPTIONS = {("cache", "attention"), ("cache", "generation")}
+EXCEPTIONS = {("cache", "installation")}
 
 
 def rooms():

@@ -410,8 +410,9 @@ def test_a_refusal_does_not_spoil_the_next_call_without_a_cache():
     model.set_attn_implementation("sdpa")
     with pytest.raises(CacheMismatchError):
         call(model, cache, random_ids(1, PROMPT))
-    CompressedCache(model, POLICY)
+    another = CompressedCache(model, POLICY)
     assert model(random_ids(1, 9)).logits.shape == (1, 9, VOCABULARY)
+    assert another.get_seq_length() == 0
 
 
 def test_bytes_of_linear_attention_are_counted():

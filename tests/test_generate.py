@@ -253,22 +253,24 @@ def test_two_threads_do_not_meet():
 
 def test_other_caches_pass_through_the_wrapped_model():
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
-    CompressedCache(model, POLICY)
+    cache = CompressedCache(model, POLICY)
     plain = unwrapped(model, "sdpa").generate(ids, **OPTIONS)
     assert torch.equal(model.generate(ids, **OPTIONS), plain)
     assert torch.equal(model.generate(ids, **OPTIONS, use_cache=False), plain)
+    assert cache.get_seq_length() == 0
 
 
 def test_copied_model_generates_with_its_own_weights():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    CompressedCache(model, POLICY)
+    cache = CompressedCache(model, POLICY)
     other = copy.deepcopy(model)
+    del cache
     with torch.no_grad():
         for weight in other.parameters():
             weight.neg_()
+    assert other.generate.model is other
     tokens, _ = generate(other, ids)
     assert not torch.equal(tokens, generate(model, ids)[0])
-    assert other.generate.model is other
 
 
 def test_longer_mask_means_that_only_new_ids_were_passed():
@@ -339,8 +341,9 @@ def test_generating_without_a_cache_into_a_cache_is_refused():
 def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_alive():
     model = unwrapped(tiny_model("llama"), "sdpa")
     plain = inspect.signature(model.generate)
-    CompressedCache(model, POLICY)
+    cache = CompressedCache(model, POLICY)
     assert inspect.signature(model.generate) == plain
+    assert "generate" in vars(model)
     ids = random_ids(1, PROMPT)
     copied = pickle.loads(pickle.dumps(model))
     assert torch.equal(generate(copied, ids)[0], generate(model, ids)[0])
@@ -350,5 +353,6 @@ def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_ali
     del model, copied
     try:
         assert gone() is None
+        assert cache.get_seq_length() == 0
     finally:
         gc.enable()

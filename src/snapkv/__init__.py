@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SnapKVError,
         UnsupportedModelError,
     )
+    from snapkv.installation import install, uninstall
     from snapkv.policies import (
         H2O,
         TOVA,
@@ -68,10 +69,13 @@ __all__ = [
     "StreamingLLM",
     "TOVA",
     "UnsupportedModelError",
+    "install",
+    "uninstall",
 ]
 
 _ROOMS = {
     "snapkv.cache": ("CacheReport", "CompressedCache"),
+    "snapkv.installation": ("install", "uninstall"),
     "snapkv.policies": (
         "AdaKV",
         "CriticalKV",

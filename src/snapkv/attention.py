@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -40,30 +39,43 @@ from snapkv.selection import (
 _PREFIX = "snapkv|"
 
 
-def wrap_attention(model: PreTrainedModel) -> None:
-    """Route the model's attention through the seam; does nothing the second time.
+def register_attention(name: str) -> str:
+    """Register the seam around an attention implementation; returns the name it has then.
+
+    The registered functions are the same every time, so that what was compiled stays so.
 
     Raises:
-        UnsupportedModelError: the model does not use transformers' attention interface.
+        UnsupportedModelError: transformers has no mask function of that name.
     """
-    name = model.config.get_text_config(decoder=True)._attn_implementation or "eager"
-    if name.startswith(_PREFIX):
-        return
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise UnsupportedModelError(
             f"attn_implementation: expected one that transformers has a mask function for, got "
             f"{name!r}; load the model with attn_implementation='sdpa' or 'eager'"
         )
-    wrapped = _PREFIX + name
-    AttentionInterface.register(wrapped, functools.partial(_attention, name))
-    AttentionMaskInterface.register(wrapped, functools.partial(_make_mask, mask_function(name)))
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(wrapped)
-    if model.config.get_text_config(decoder=True)._attn_implementation != wrapped:
-        raise UnsupportedModelError(
-            f"model: expected one whose attention goes through transformers' AttentionInterface, "
-            f"got {type(model).__name__}, which computes it by itself; it cannot be compressed"
-        )
+    seam = _PREFIX + name
+    AttentionInterface.register(seam, _seam_around(name))
+    AttentionMaskInterface.register(seam, _mask_function_around(name))
+    return seam
+
+
+def is_seam(name: str | None) -> bool:
+    """Whether that is the name of a registered seam."""
+    return name is not None and name.startswith(_PREFIX)
+
+
+def plain_name(name: str | None) -> str | None:
+    """The name of the implementation that a seam is around; any other name as it is."""
+    return name if name is None else name.removeprefix(_PREFIX)
+
+
+@functools.cache
+def _seam_around(name: str) -> Callable[..., Attended]:
+    return functools.partial(_attention, name)
+
+
+@functools.cache
+def _mask_function_around(name: str) -> Callable[..., Any]:
+    return functools.partial(_make_mask, mask_function(name))
 
 
 def _make_mask(

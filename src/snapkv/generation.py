@@ -2,14 +2,18 @@
 
 Inside `generate` the first forward pass may be a piece of the prompt (`prefill_chunk_size`) or the
 prompt and unverified drafts (prompt lookup, assistant models); no forward pass can tell which. And
-no layer ever sees token ids. So two methods of the model are wrapped on the instance: `generate`
+no layer ever sees token ids. So methods of the model are wrapped on the instance: `generate`
 announces the prompt's length to a `CompressedCache`, and `prepare_inputs_for_generation`, which
 `generate` calls before every forward pass, the ids of the tokens that pass will read, in the order
-of the cache's rows. Both then run unchanged. Other caches pass through.
+of the cache's rows. They then run unchanged. Other caches pass through.
+
+Where the cache is made between the brackets of the call, ``model.generate(ids, past_key_values=
+CompressedCache(model))``, Python has looked `generate` up before there was a cache, and the model's
+own runs. Two methods that it calls on its way are wrapped for that: `_prefill` announces what was
+not, and `_extract_generation_mode_kwargs` passes a streamer on.
 """
 
 import contextlib
-import functools
 import inspect
 import weakref
 from typing import Any, ClassVar
@@ -76,7 +80,6 @@ class AnnouncingGenerate(_Announcing):
             cache.require_room(_new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
                 announcement = cache.announced(prompt_tokens, _end_ids(model, kwargs))
-            _pass_streamer_on(kwargs)
         with announcement:
             return self._own(model, *args, **kwargs)
 
@@ -102,11 +105,61 @@ class AnnouncingInputs(_Announcing):
         return inputs
 
 
+class AnnouncingPrefill(_Announcing):
+    """`model._prefill` that announces the prompt where `generate` had no chance to."""
+
+    name = "_prefill"
+
+    def __call__(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, **options: Any
+    ) -> Any:
+        """Run the model's own `_prefill`."""
+        cache = model_kwargs.get("past_key_values")
+        announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(cache, CompressedCache) and not cache.has_announcement:
+            _require_use_cache(generation_config.use_cache)
+            masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
+            announcement = cache.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
+        with announcement:
+            return self._own(self.model, input_ids, generation_config, model_kwargs, **options)
+
+
+class AnnouncingModes(_Announcing):
+    """`model._extract_generation_mode_kwargs` that keeps the streamer.
+
+    transformers passes none to a decoding method of one's own, even if it can stream.
+    """
+
+    name = "_extract_generation_mode_kwargs"
+
+    def __call__(self, custom_generate: Any, kwargs: Any, *modes: Any) -> Any:
+        """Run the model's own; `modes` ends with the streamer."""
+        given = self._own(self.model, custom_generate, kwargs, *modes)
+        streams = callable(custom_generate) and (
+            "streamer" in inspect.signature(custom_generate).parameters
+        )
+        if streams and isinstance(kwargs.get("past_key_values"), CompressedCache):
+            given["streamer"] = modes[-1]
+        return given
+
+
+_METHODS = (AnnouncingGenerate, AnnouncingInputs, AnnouncingPrefill, AnnouncingModes)
+
+
 def announce_prompts(model: PreTrainedModel) -> None:
-    """Make the model announce prompts and tokens; does nothing the second time."""
-    for method in (AnnouncingGenerate, AnnouncingInputs):
-        if hasattr(type(model), method.name) and method.name not in vars(model):
+    """Make the model announce prompts and tokens; leaves methods that are its user's own."""
+    for method in _METHODS:
+        found = vars(model).get(method.name)
+        others = isinstance(found, _Announcing) and found.model is not model
+        if hasattr(type(model), method.name) and (found is None or others):
             vars(model)[method.name] = method(model)
+
+
+def stop_announcing(model: PreTrainedModel) -> None:
+    """Give the model back the methods of its class; leaves those that are its user's own."""
+    for method in _METHODS:
+        if isinstance(vars(model).get(method.name), _Announcing):
+            del vars(model)[method.name]
 
 
 def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -142,13 +195,6 @@ def _end_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
 
 
-def _pass_streamer_on(kwargs: dict[str, Any]) -> None:
-    """Let a decoding method of one's own stream, if it can: transformers passes it no streamer."""
-    own, streamer = kwargs.get("custom_generate"), kwargs.get("streamer")
-    if streamer is not None and callable(own) and "streamer" in inspect.signature(own).parameters:
-        kwargs["custom_generate"] = functools.partial(own, streamer=streamer)
-
-
 def _require_ids(cache: CompressedCache, kwargs: dict[str, Any]) -> None:
     """Refuse a prompt of embeddings where the policy looks at tokens."""
     if "token_ids" in cache.policy.needs and kwargs.get("inputs_embeds") is not None:
@@ -165,13 +211,17 @@ def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> Non
     feeds the whole text again, into the cache all the same.
     """
     config = kwargs.get("generation_config") or model.generation_config
-    if kwargs.get("use_cache", getattr(config, "use_cache", True)) is False:
-        raise InvalidArgumentError(
-            "use_cache: expected True with a CompressedCache, since every step would be read into "
-            "it anew, got False; pass use_cache=True, or no past_key_values"
-        )
+    _require_use_cache(kwargs.get("use_cache", getattr(config, "use_cache", True)))
     if kwargs.get("token_healing", getattr(config, "token_healing", False)):
         raise InvalidArgumentError(
             "token_healing: expected False with a CompressedCache, since healing changes the "
             "prompt's length, got True; heal the tokens before calling generate"
+        )
+
+
+def _require_use_cache(use_cache: bool | None) -> None:
+    if use_cache is False:
+        raise InvalidArgumentError(
+            "use_cache: expected True with a CompressedCache, since every step would be read into "
+            "it anew, got False; pass use_cache=True, or no past_key_values"
         )

@@ -20,7 +20,12 @@ from snapkv.errors import UnsupportedModelError
 def mask_function(implementation: str) -> Callable[..., Any]:
     """The function that makes the model's masks: transformers' own, mended for flex attention."""
     make_mask: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    return functools.partial(_flex_mask, make_mask) if "flex" in implementation else make_mask
+    return _mended(make_mask) if "flex" in implementation else make_mask
+
+
+@functools.cache
+def _mended(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_flex_mask, make_mask)
 
 
 def _flex_mask(

@@ -24,7 +24,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr("snapkv.cli.loading.load", lambda **options: loaded)
     monkeypatch.setattr("snapkv.measure.bandwidth._COPIED_BYTES", {"cpu": 2**20})
     yield loaded.model
-    loaded.model.set_attn_implementation("sdpa")
+    assert loaded.model.config._attn_implementation == "sdpa"
 
 
 @pytest.fixture

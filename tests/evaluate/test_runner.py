@@ -161,6 +161,53 @@ def test_no_memory_for_one_method_leaves_the_others_their_turn(tiny, tmp_path, m
     assert rows[2]["failed"] == {"out of memory": 2}
 
 
+def losing(monkeypatch, policy, times):
+    """Prompts answered from now on; the first of a policy's are lost to memory."""
+    prompts, losses = [], []
+
+    def sometimes(loaded, prompt, asked, settings):
+        prompts.append(prompt)
+        if asked == policy and len(losses) < times:
+            losses.append(prompt)
+            raise OutOfMemoryError("prompt: about 12 tokens would fit")
+        return answer(loaded, prompt, asked, settings)
+
+    monkeypatch.setattr("snapkv.evaluate.runner.answer", sometimes)
+    return prompts
+
+
+@pytest.mark.parametrize("questions", [("visible",), ("visible", "hidden")])
+def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(
+    tiny, tmp_path, monkeypatch, questions
+):
+    losing(monkeypatch, SnapKV(64), 3)
+    first = run(tiny, tmp_path / "lost", questions=questions)
+    assert sum(row["failed"].get("out of memory", 0) for row in first.rows) == 3
+    prompts = losing(monkeypatch, SnapKV(64), 0)
+    again = run(tiny, tmp_path / "lost", questions=questions)
+    assert len(prompts) == 3
+    whole = run(tiny, tmp_path / "whole", questions=questions)
+    assert untimed(records(tmp_path / "lost")) == untimed(records(tmp_path / "whole"))
+    assert untimed(again.rows) == untimed(whole.rows)
+    assert {row["status"] for row in again.rows} == {"ok"}
+    prompts.clear()
+    run(tiny, tmp_path / "lost", questions=questions)
+    assert not prompts
+
+
+def test_an_answer_lost_again_is_recorded_again_and_the_rest_goes_on(tiny, tmp_path, monkeypatch):
+    losing(monkeypatch, FullCache(), 99)
+    first = run(tiny, tmp_path)
+    before = records(tmp_path)
+    for _ in range(2):
+        prompts = losing(monkeypatch, FullCache(), 99)
+        again = run(tiny, tmp_path)
+        assert len(prompts) == 4, "each once a run"
+        assert records(tmp_path) == before
+        assert again.rows == first.rows
+    assert [row["failed"] for row in first.rows] == [{"out of memory": 2}, {}] * 2
+
+
 def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeypatch):
     given = []
 

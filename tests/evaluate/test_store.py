@@ -1,11 +1,17 @@
 """A folder holds one run's answers, whole lines only, and one process adds to it."""
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.evaluate.store import Store
+from snapkv.evaluate import store as store_module
+from snapkv.evaluate.store import LOST, Store
 
 RUN = {"task": {"name": "needle", "seed": 42, "lengths": [1024]}, "model": {"name": "demo"}}
 
@@ -138,3 +144,149 @@ def test_a_summary_replaces_the_one_before(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "run.json", "samples.jsonl", "summary.jsonl",
     }  # fmt: skip
+
+
+# Answers that were lost to memory.
+
+
+def lost(sample):
+    return {**record(sample), "status": LOST}
+
+
+def with_a_loss(folder):
+    """Three answers, the second of which was lost."""
+    with Store(folder, RUN) as store:
+        for each in (record("0"), lost("1"), record("2")):
+            store.add(each)
+    return folder
+
+
+def test_what_was_lost_to_memory_is_asked_again_once_and_keeps_its_place(tmp_path):
+    wanted = ("1", "full", "visible")
+    with Store(with_a_loss(tmp_path), RUN) as store:
+        assert wanted not in store
+        assert store.records == [record("0"), lost("1"), record("2")]
+        store.add(record("1"))
+        assert wanted in store
+        assert store[wanted] == record("1")
+        assert store.records == [record("0"), record("1"), record("2")]
+    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
+
+
+def test_what_is_lost_again_is_there_once_and_asked_again_by_the_next_run(tmp_path):
+    with_a_loss(tmp_path)
+    for _ in range(3):
+        with Store(tmp_path, RUN) as store:
+            assert ("1", "full", "visible") not in store
+            store.add(lost("1"))
+            assert ("1", "full", "visible") in store, "not twice in a run"
+        assert [json.loads(line)["sample"] for line in lines(tmp_path)] == ["0", "1", "2"]
+
+
+def test_a_run_that_fails_leaves_a_line_for_every_answer_too(tmp_path):
+    def stopped():
+        with Store(with_a_loss(tmp_path), RUN) as store:
+            store.add(record("1"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
+
+
+@pytest.mark.parametrize("moment", ["while running", "while writing anew", "before replacing"])
+def test_a_kill_between_two_answers_of_one_question_loses_neither(tmp_path, moment):
+    patch = {
+        "while running": "",
+        "while writing anew": "module.replace_file = lambda path, text: (half(path, text), kill())",
+        "before replacing": "pathlib.Path.replace = kill",
+    }[moment]
+    code = f"""
+import os, pathlib, signal
+from snapkv.evaluate import store as module
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half(path, text):
+    path.with_name(f".{{path.name}}.{{os.getpid()}}").write_text(text[:50])
+
+{patch}
+with module.Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
+    store.add({record("1")!r})
+    {"kill()" if moment == "while running" else ""}
+"""
+    with_a_loss(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with Store(tmp_path, RUN) as store:
+        assert ("1", "full", "visible") in store, "the newer line counts"
+        assert store.records == [record("0"), record("1"), record("2")]
+    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
+
+
+def test_a_newer_line_that_was_cut_off_leaves_the_older_one(tmp_path):
+    with_a_loss(tmp_path)
+    newer = json.dumps(record("1")).encode()
+    whole = b"".join(lines(tmp_path))
+    for kept in range(1, len(newer), 7):
+        (tmp_path / "samples.jsonl").write_bytes(whole + newer[:kept])
+        with Store(tmp_path, RUN) as store:
+            assert store.records[1] == lost("1")
+            assert ("1", "full", "visible") not in store
+        assert b"".join(lines(tmp_path)) == whole
+
+
+def test_where_the_file_cannot_be_written_anew_both_lines_stay_and_the_newer_counts(
+    tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with_a_loss(tmp_path)
+    with monkeypatch.context() as patched, Store(tmp_path, RUN) as store:
+        store.add(record("1"))
+        patched.setattr(store_module, "replace_file", full)
+    assert len(lines(tmp_path)) == 4
+    with Store(tmp_path, RUN) as store:
+        assert store.records == [record(n) for n in "012"]
+    assert len(lines(tmp_path)) == 3
+
+
+def test_a_file_that_another_run_has_just_replaced_is_not_written_to(tmp_path, monkeypatch):
+    filled(tmp_path)
+    path, lock, seen = tmp_path / "samples.jsonl", store_module._lock, []
+
+    def locked(file, folder):
+        seen.append(os.fstat(file.fileno()).st_ino)
+        if len(seen) == 1:  # the other run ends between opening and locking
+            store_module.replace_file(path, path.read_text())
+        lock(file, folder)
+
+    monkeypatch.setattr(store_module, "_lock", locked)
+    with Store(tmp_path, RUN) as store:
+        store.add(record("3"))
+    assert len(set(seen)) == 2
+    assert [json.loads(line)["sample"] for line in lines(tmp_path)] == ["0", "1", "2", "3"]
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_whole_answers(tmp_path):
+    resource = pytest.importorskip("resource")
+    code = f"""
+import pathlib, resource
+from snapkv.errors import InvalidArgumentError
+from snapkv.evaluate.store import Store
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+try:
+    with Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
+        for number in range(9):
+            store.add({record("x")!r} | {{"sample": str(number)}})
+except InvalidArgumentError as error:
+    print(error)
+"""
+    assert resource
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "output: expected a folder that can be written, got" in done.stdout
+    assert not done.stderr
+    with Store(tmp_path, RUN) as store:
+        assert [r["sample"] for r in store.records] == ["0", "1", "2", "3"]

@@ -52,8 +52,9 @@ class AnnouncedCache:
             if self._records_past:
                 raise CacheMismatchError(
                     "past_key_values: expected to know where the prompt ends before drafts are "
-                    "verified, got a first forward pass that may hold drafts; call "
-                    "cache.expect_prompt(prompt_tokens) first"
+                    "verified, got a first forward pass that may hold drafts; make the cache "
+                    "before the line that calls model.generate, or call "
+                    "cache.expect_prompt(prompt_tokens)"
                 )
             self.prompt_end = seen_tokens
         return self.prompt_end
@@ -162,6 +163,11 @@ class AnnouncedCache:
         layer: Any = self.layers[layer_idx]
         if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
             layer.set_aside()
+
+    @property
+    def has_announcement(self) -> bool:
+        """Whether it is known where the prompt or turn that comes next ends."""
+        return self.prompt_end is not None and self.get_seq_length() < self.prompt_end
 
     @property
     def is_reading(self) -> bool:

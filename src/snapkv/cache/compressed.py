@@ -46,8 +46,9 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
     that looks at tokens (`FastGen`) is told their ids by `generate`; before plain calls, do that
     with `expect_tokens`.
 
-    Creating the cache sets the model's attention implementation to a wrapper of the one it has
-    (``"sdpa"`` becomes ``"snapkv|sdpa"``), which leaves other caches untouched.
+    As long as a cache of it lives, the model's attention implementation is a wrapper of the one it
+    has (``"sdpa"`` becomes ``"snapkv|sdpa"``), which leaves other caches untouched. When the last
+    one is gone, the model is as it was; see `snapkv.install` and `snapkv.uninstall`.
 
     Args:
         model: a decoder-only transformers model.
@@ -89,8 +90,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         refresh_every: int | None = None,
         quantize: Bits | None = None,
     ) -> None:
-        from snapkv.attention import wrap_attention  # the seam imports this module
-        from snapkv.generation import announce_prompts
+        from snapkv.installation import use  # which imports this module
 
         policy = SnapKV() if policy is None else policy
         if not isinstance(policy, Policy):
@@ -105,8 +105,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         require_quantisable(quantize, policy, storage)
         super().__init__(layers=layers_for(model, policy, slots, quantize))
         later.apply(self.layers, policy)
-        wrap_attention(model)
-        announce_prompts(model)
+        self._use = use(model)
         self.policy = policy
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}
         self.options: dict[str, Any] = made | vars(later)
@@ -133,8 +132,8 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         if self._looks_at_tokens and layer_idx <= self._first:
             seen, shape = self.get_seq_length(), (key_states.shape[0], key_states.shape[-2])
             require_announced(self._coming, seen, shape, self.policy.name)
-        if layer_idx == self._first and not torch.compiler.is_compiling() and self.doubts:
-            raise _interrupted()
+        if layer_idx == self._first and not torch.compiler.is_compiling():
+            self._require_seam()
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             let_go_of_the_past(layer, key_states.shape[-2])
@@ -154,6 +153,11 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             handoff.Handoff(cache=self, layer=layer, new_tokens=new_tokens, prompt_end=prompt_end)
         )
         return keys, values
+
+    def _require_seam(self) -> None:
+        """Refuse to read where attention does not come through the seam, or did not to the end."""
+        if self.doubts or not self._use.is_in_place:
+            raise _interrupted()
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""

@@ -23,6 +23,19 @@ from snapkv.rotary import rotations_of
 _KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
 
 
+def require_model(model: Any) -> None:
+    """Raise unless it is a transformers model, or stands for one.
+
+    Raises:
+        InvalidTypeError: it is not.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise InvalidTypeError(
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
+            "with AutoModelForCausalLM.from_pretrained"
+        )
+
+
 def layers_for(
     model: PreTrainedModel,
     policy: Policy,
@@ -44,11 +57,7 @@ def layers_for(
             kind of layer that is not known to be handled correctly, or one that lacks what the
             policy needs.
     """
-    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
-        raise InvalidTypeError(
-            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
-            "with AutoModelForCausalLM.from_pretrained"
-        )
+    require_model(model)
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):

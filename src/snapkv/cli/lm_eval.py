@@ -43,6 +43,14 @@ class LmEvalOptions(SweepOptions):
     limit: Annotated[
         int | None, typer.Option(help="Samples of every task", rich_help_panel="Task")
     ] = None
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of the answers; a run that was stopped is continued there",
+            rich_help_panel="Output",
+            show_default="snapkv-results/lm-eval-MODEL-HASH",
+        ),
+    ] = None
 
 
 @with_options(LmEvalOptions)
@@ -52,6 +60,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     _require(tasks, options)
     from rich.console import Console  # torch and the model come with what follows
 
+    from snapkv.cli.evaluate import results_folder  # where this command is offered
     from snapkv.cli.grid import show
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
@@ -61,8 +70,9 @@ def lm_eval(*, options: LmEvalOptions) -> None:
 
     compared = compared_methods(options)
     console = Console(stderr=True)
+    loaded = load_model(options, console)
     run = HarnessRun(
-        loaded=load_model(options, console),
+        loaded=loaded,
         tasks=tasks,
         methods=compared,
         include_path=Path(options.include_path) if options.include_path else None,
@@ -71,11 +81,14 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         limit=options.limit,
     )
     with AnswersProgress(console, "lm-eval") as progress:
-        rows = run.rows(progress.advance)
+        folder = results_folder(options.output, "lm-eval", loaded.name, run.fingerprint())
+        rows = run.into(folder, progress.advance)
     if options.json:
-        typer.echo(json_format.dumps({"run": run.description(), "rows": rows}, indent=2))
+        found = {"run": run.description(), "folder": str(folder), "rows": rows}
+        typer.echo(json_format.dumps(found, indent=2))
     else:
         show(metrics_table("lm-eval", rows))
+        typer.echo(f"answers: {folder}", err=True)
 
 
 def _require(tasks: list[str], options: LmEvalOptions) -> None:

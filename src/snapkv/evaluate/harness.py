@@ -2,17 +2,17 @@
 
 Generation goes through `snapkv.answering`. Where a task compares likelihoods, the context is read
 and compressed, and the continuation is scored over what was kept. Tasks that score whole texts have
-no prompt to compress and are refused.
+no prompt to compress and are refused. Every answer is on the disk before the next request is read,
+under a hash of the request, so that a run that was stopped can be continued.
 """
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
@@ -20,15 +20,18 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
-from snapkv import __version__
 from snapkv.answering import answer
-from snapkv.cache import CompressedCache
 from snapkv.errors import DocumentError, InvalidArgumentError, PromptTooLongError
-from snapkv.evaluate.runner import Method, Progress, require_methods
-from snapkv.evaluate.store import Record
+from snapkv.evaluate.likelihood import log_likelihood
+from snapkv.evaluate.runner import (
+    Method,
+    Progress,
+    require_methods,
+    require_same_policies,
+    versions,
+)
+from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.models import LoadedModel
-from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
-from snapkv.policies import EvictingPolicy, Policy
 from snapkv.prompts import Prompt
 from snapkv.settings import GenerationSettings
 from snapkv.suggestions import nearest
@@ -38,6 +41,10 @@ _ANSWER_TOKENS = 256
 
 _WITHOUT_EFFECT = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 """Settings of the sampling, which change nothing where the likeliest token is taken."""
+
+
+_QUESTION = "visible"
+"""The setting of every answer: a task's question votes, as part of its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,41 +77,35 @@ class HarnessRun:
         """Check that every method can run before any task is read."""
         require_methods(self.loaded, self.methods)
 
-    def rows(self, on_progress: Progress | None = None) -> list[Record]:
-        """Every metric of every task by every method.
+    def into(self, folder: Path, on_progress: Progress | None = None) -> list[Record]:
+        """Answer what the folder does not hold yet; every metric of every task by every method.
 
         A row holds: task, version, method, policy, metric, filter, score (as lm-eval counts it)
         and samples.
 
         Raises:
             InvalidArgumentError: a task that does not exist or asks for something that is not
-                supported.
+                supported; the folder holds another run, or a method of another policy under the
+                same label.
             DocumentError: a task's data cannot be loaded.
             PromptTooLongError: a prompt and its answer need more positions than the model has.
+            OutOfMemoryError: the device is full; what was answered before is in the folder.
         """
         manager = self._manager()
         found = []
-        for method in self.methods:
-            model = CompressedLM(self.loaded, method, chat=self.chat, on_progress=on_progress)
-            try:
-                results = simple_evaluate(
-                    model=model,
-                    tasks=list(self.tasks),
-                    task_manager=manager,
-                    num_fewshot=self.num_fewshot,
-                    apply_chat_template=self.chat,
-                    limit=self.limit,
-                    bootstrap_iters=0,
-                    log_samples=False,
+        with Store(folder, self.description(), fields=("policy", "response")) as store:
+            require_same_policies(self.methods, store.records)
+            for method in self.methods:
+                model = CompressedLM(
+                    self.loaded, method, store, chat=self.chat, on_progress=on_progress
                 )
-            except OSError as error:
-                raise DocumentError(
-                    f"tasks: expected the data of {', '.join(self.tasks)}, got "
-                    f"{(str(error).splitlines() or [type(error).__name__])[0]!r}; run it where "
-                    "there is a network, or name a task with local data"
-                ) from error
-            found += _rows(results, method)
+                found += _rows(self._results(model, manager), method)
+            store.summarise(found)
         return found
+
+    def fingerprint(self) -> str:
+        """A short name for everything that a run's results depend on, its methods left out."""
+        return short_hash(self.description())
 
     def description(self) -> Record:
         """What a result must say so that it can be made again."""
@@ -114,9 +115,30 @@ class HarnessRun:
             "num_fewshot": self.num_fewshot,
             "template": "tokenizer" if self.chat else "none",
             "limit": self.limit,
-            "snapkv": __version__,
-            **{name: version(name) for name in ("torch", "transformers", "lm_eval")},
+            **versions(),
+            "lm_eval": version("lm_eval"),
         }
+
+    def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
+        """What lm-eval makes of a model's answers."""
+        try:
+            results: dict[str, Any] = simple_evaluate(
+                model=model,
+                tasks=list(self.tasks),
+                task_manager=manager,
+                num_fewshot=self.num_fewshot,
+                apply_chat_template=self.chat,
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
+        except OSError as error:
+            raise DocumentError(
+                f"tasks: expected the data of {', '.join(self.tasks)}, got "
+                f"{(str(error).splitlines() or [type(error).__name__])[0]!r}; run it where "
+                "there is a network, or name a task with local data"
+            ) from error
+        return results
 
     def _manager(self) -> Any:
         """lm-eval's index of tasks; every name must be in it.
@@ -143,6 +165,7 @@ class CompressedLM(LM):
     Args:
         loaded: model and tokenizer.
         method: what the cache keeps of a context.
+        store: where the answers are kept; what it holds is not asked again.
         chat: whether lm-eval wraps the prompts by `apply_chat_template`.
         on_progress: told before every request.
     """
@@ -151,6 +174,7 @@ class CompressedLM(LM):
         self,
         loaded: LoadedModel,
         method: Method,
+        store: Store,
         *,
         chat: bool = False,
         on_progress: Progress | None = None,
@@ -158,6 +182,7 @@ class CompressedLM(LM):
         super().__init__()
         self._loaded = loaded
         self._method = method
+        self._store = store
         self._chat = chat
         self._on_progress = on_progress
 
@@ -176,9 +201,10 @@ class CompressedLM(LM):
         for prompt, setting in zip(prompts, settings, strict=True):
             self._require_positions(self._ids(prompt).shape[1] + setting.max_new_tokens)
         answers: list[str] = []
-        for prompt, setting in zip(prompts, settings, strict=True):
+        for request, prompt, setting in zip(requests, prompts, settings, strict=True):
             self._tell("generating", len(answers), len(prompts))
-            answers.append(answer(self._loaded, prompt, self._method.policy, setting).text)
+            given = functools.partial(self._generated, prompt, setting)
+            answers.append(self._kept(request, [prompt.text, asdict(setting)], given))
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
@@ -187,9 +213,11 @@ class CompressedLM(LM):
         for context, continuation in pairs:
             self._require_positions(context.shape[1] + continuation.shape[1])
         scores: list[tuple[float, bool]] = []
-        for context, continuation in pairs:
+        for request, pair in zip(requests, pairs, strict=True):
             self._tell("scoring", len(scores), len(pairs))
-            scores.append(log_likelihood(self._loaded, context, continuation, self._method.policy))
+            given = functools.partial(log_likelihood, self._loaded, *pair, self._method.policy)
+            score, greedy = self._kept(request, list(request.args), given)
+            scores.append((score, greedy))
         return scores
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
@@ -235,6 +263,31 @@ class CompressedLM(LM):
         )
         return text
 
+    def _generated(self, prompt: Prompt, settings: GenerationSettings) -> str:
+        return answer(self._loaded, prompt, self._method.policy, settings).text
+
+    def _kept(self, request: Instance, content: list[Any], given: Callable[[], Any]) -> Any:
+        """What the folder holds for a request; what it does not hold is asked and added.
+
+        Args:
+            request: of lm-eval.
+            content: all that the response depends on beside the run and the method.
+            given: asks the model.
+        """
+        asked = [request.task_name, request.doc_id, request.idx]
+        named = {"kind": request.request_type, "asked": asked, "content": content}
+        sample = "/".join(map(str, [*asked, short_hash(named, digits=16)]))
+        wanted = sample, self._method.label, _QUESTION
+        if wanted not in self._store:
+            self._store.add(
+                {
+                    **dict(zip(("sample", "method", "question"), wanted, strict=True)),
+                    "policy": self._method.policy.describe(),
+                    "response": given(),
+                }
+            )
+        return self._store[wanted]["response"]
+
     def _prompt(self, text: str) -> Prompt:
         return Prompt(text=text, has_special_tokens=self._chat)
 
@@ -272,42 +325,6 @@ class CompressedLM(LM):
     def _tell(self, what: str, done: int, total: int) -> None:
         if self._on_progress:
             self._on_progress(f"{what}, {self._method.label}", done, total)
-
-
-def log_likelihood(
-    loaded: LoadedModel, context: Tensor, continuation: Tensor, policy: Policy
-) -> tuple[float, bool]:
-    """Log-probability of a continuation behind a compressed context.
-
-    The first token is predicted by the whole context, as the first token of an answer is; the
-    others attend to what was kept.
-
-    Args:
-        loaded: the model.
-        context: (1, T) int64, T at least 1.
-        continuation: (1, C) int64.
-        policy: what the cache keeps of the context.
-
-    Returns:
-        The sum of the tokens' log-probabilities, and whether each is the likeliest.
-    """
-    model = loaded.model
-    cache = CompressedCache(model, policy)
-    advice = functools.partial(prompt_advice, model, context.shape[1], free_bytes(model.device))
-    rest = continuation[:, :-1]
-    # What a method drops while generating depends on its steps.
-    steps = rest.shape[1] if isinstance(policy, EvictingPolicy) else min(rest.shape[1], 1)
-    with out_of_memory_explained(advice), torch.inference_mode():
-        logits = [model(context, past_key_values=cache, logits_to_keep=1).logits]
-        logits += [model(part, past_key_values=cache).logits for part in _parted(rest, steps)]
-        predicted = torch.cat(logits, dim=1).float().log_softmax(dim=-1)
-    chosen = predicted.gather(2, continuation[:, :, None])
-    greedy = bool((predicted.argmax(dim=-1) == continuation).all())
-    return float(chosen.sum()), greedy
-
-
-def _parted(ids: Tensor, parts: int) -> tuple[Tensor, ...]:
-    return ids.chunk(parts, dim=1) if parts else ()
 
 
 def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:

@@ -16,7 +16,7 @@ from snapkv.answering import Answer, answer
 from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.evaluate.sample import Sample, Setting, Template
-from snapkv.evaluate.store import Record, Store, short_hash
+from snapkv.evaluate.store import LOST, Record, Store, short_hash
 from snapkv.evaluate.summary import summarise
 from snapkv.evaluate.task import Task, data_hash
 from snapkv.evaluate.turns import around_turn
@@ -82,6 +82,8 @@ class Run:
     def into(self, folder: Path, on_progress: Progress | None = None) -> "Results":
         """Answer what the folder does not hold yet, and summarise all of it.
 
+        What was lost to memory before is asked once more.
+
         Raises:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
                 policy under the same label; the settings give no sample, or one of them twice.
@@ -97,7 +99,7 @@ class Run:
             for method in self.methods
         ]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
-            self._require_same_policies(store.records)
+            require_same_policies(self.methods, store.records)
             for done, (sample, method, question) in enumerate(wanted):
                 if on_progress:
                     on_progress(f"{sample.name}, {method.label}", done, len(wanted))
@@ -109,17 +111,6 @@ class Run:
             rows = summarise(store.records, keys, self.task)
             store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows)
-
-    def _require_same_policies(self, records: Iterable[Record]) -> None:
-        """Raise where an answer of one of the methods was made by something else of its name."""
-        policies = {method.label: method.policy.describe() for method in self.methods}
-        for record in records:
-            asked = policies.get(record["method"], record["policy"])
-            if record["policy"] != json.loads(json.dumps(asked)):
-                raise InvalidArgumentError(
-                    f"policy: expected {record['method']} to be what it was when the folder's "
-                    f"answers were made, {record['policy']}, got {asked}; choose another folder"
-                )
 
     def _block(self, samples: Sequence[Sample]) -> Record:
         """What a result must say so that it can be made again."""
@@ -153,7 +144,7 @@ class Run:
         except OutOfMemoryError:
             pass  # the error holds what filled the memory until this block is left
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return record | {"status": "out of memory"}
+        return record | {"status": LOST}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +188,18 @@ def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
         )
     for method in methods:
         CompressedCache(loaded.model, method.policy.with_tokenizer(loaded.tokenizer))
+
+
+def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
+    """Raise where an answer of one of the methods was made by something else of its name."""
+    policies = {method.label: method.policy.describe() for method in methods}
+    for record in records:
+        asked = policies.get(record["method"], record["policy"])
+        if record["policy"] != json.loads(json.dumps(asked)):
+            raise InvalidArgumentError(
+                f"policy: expected {record['method']} to be what it was when the folder's "
+                f"answers were made, {record['policy']}, got {asked}; choose another folder"
+            )
 
 
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:

@@ -2,6 +2,8 @@
 
 `run.json` says what was run: model, versions, settings, data. `samples.jsonl` has a line for every
 answer, written when it is known; `summary.jsonl` one for every method and cell, written at the end.
+An answer that was lost to memory is asked for again when the run is continued. The newer line is
+appended, and counts; when the run ends, the file is written anew without the older one.
 """
 
 import contextlib
@@ -21,6 +23,9 @@ Key = tuple[str, str, str]
 """Sample, method and setting: what one answer is."""
 
 _KEY = ("sample", "method", "question")
+
+LOST = "out of memory"
+"""The status of a record without an answer, which may be had when more memory is free."""
 
 
 class Store:
@@ -43,15 +48,16 @@ class Store:
         self._path = folder / "samples.jsonl"
         with _needing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b")
+        self._file = self._opened()
         try:
-            _lock(self._file, folder)
             self._claim()
-            self.records = self._read()
+            lines = self._read()
         except BaseException:
             self._file.close()
             raise
-        self._done = {key(record) for record in self.records}
+        self._lines = len(lines)
+        self._records = {key(record): record for record in lines}
+        self._done = {wanted for wanted, record in self._records.items() if not _is_lost(record)}
 
     def __enter__(self) -> Self:
         return self
@@ -62,22 +68,68 @@ class Store:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._drop_replaced()
+        finally:
+            self._file.close()
 
     def __contains__(self, wanted: Key) -> bool:
+        """Whether that is answered, or was lost to memory since the store was opened."""
         return wanted in self._done
 
+    def __getitem__(self, wanted: Key) -> Record:
+        """The newest record of that."""
+        return self._records[wanted]
+
+    @property
+    def records(self) -> list[Record]:
+        """The newest record of everything that was asked, in the order of the first ones."""
+        return list(self._records.values())
+
     def add(self, record: Record) -> None:
-        """Append an answer; it is on the disk when this returns."""
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.records.append(record)
+        """Append an answer; it is on the disk when this returns.
+
+        Raises:
+            InvalidArgumentError: it cannot be written.
+        """
+        with _needing(self.folder):
+            line = json.dumps(record).encode() + b"\n"
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        self._lines += 1
+        self._records[key(record)] = record
         self._done.add(key(record))
 
     def summarise(self, rows: Iterable[Record]) -> None:
         """Write the summary, whole or not at all."""
-        replace_file(self.folder / "summary.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        with _needing(self.folder):
+            replace_file(self.folder / "summary.jsonl", text)
+
+    def _opened(self) -> IO[bytes]:
+        """The file of the answers, locked; not one that another run has just replaced."""
+        while True:
+            with _needing(self.folder):
+                file = self._path.open(
+                    "a+b", buffering=0
+                )  # nothing is left to write when it is closed
+            try:
+                _lock(file, self.folder)
+                if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+
+    def _drop_replaced(self) -> None:
+        """Write the file anew without lines that newer ones replace."""
+        if self._lines > len(self._records):
+            # Nothing is lost where this fails: of two lines the newer one counts.
+            with contextlib.suppress(OSError):
+                text = "".join(json.dumps(record) + "\n" for record in self.records)
+                replace_file(self._path, text)
 
     def _claim(self) -> None:
         """Write `run.json`, or compare with the one that is there."""
@@ -88,7 +140,8 @@ class Store:
                     f"output: expected the run.json that says what {self._path} holds, got none; "
                     "choose another folder"
                 )
-            replace_file(path, json.dumps(self.run, indent=2) + "\n")
+            with _needing(self.folder):
+                replace_file(path, json.dumps(self.run, indent=2) + "\n")
             return
         found = _parsed(path, 1, path.read_bytes())
         differing = list(_differences(found, self.run))
@@ -111,15 +164,19 @@ class Store:
         ]
 
 
+def _is_lost(record: Record) -> bool:
+    return record.get("status") == LOST
+
+
 def key(record: Record) -> Key:
     """What a record answers."""
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
 
 
-def short_hash(settings: Record) -> str:
+def short_hash(settings: Record, digits: int = 8) -> str:
     """A short name for settings."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def replace_file(path: Path, text: str) -> None:

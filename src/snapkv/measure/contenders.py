@@ -1,6 +1,7 @@
 """The caches that are timed against each other, and filling them as if a prompt had been read."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-from snapkv.attention import wrap_attention
 from snapkv.cache import CompressedCache, CompressedLayer
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.installation import install, uninstall
 from snapkv.policies import Policy, PromptLayer
 from snapkv.projections import output_weight
 from snapkv.suggestions import nearest
@@ -33,13 +34,15 @@ class Contender:
     make: Callable[[PreTrainedModel, int], Cache]
     policy: Policy | None = None
 
-    def enter(self, model: PreTrainedModel) -> None:
-        """Set the model's attention to what goes with this cache, and to nothing more."""
-        if self.policy is not None:
-            wrap_attention(model)
-            return
-        name = model.config.get_text_config(decoder=True)._attn_implementation
-        model.set_attn_implementation(name.rpartition("|")[2])
+    @contextlib.contextmanager
+    def at_work(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within this block the model carries what this cache needs, and nothing more.
+
+        Caches of other contenders may live on; their turn comes in a block of their own.
+        """
+        uninstall(model)
+        with contextlib.nullcontext() if self.policy is None else install(model):
+            yield
 
 
 def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
@@ -98,7 +101,6 @@ def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: 
     What decoding costs depends on how many tokens are stored, not on what they say. One layer at a
     time is whole.
     """
-    contender.enter(model)
     cache = contender.make(model, tokens)
     if isinstance(cache, CompressedCache):
         cache.expect_prompt(tokens)

@@ -153,7 +153,6 @@ class _Decoder:
         return cache_bytes(self._cache)
 
     def __call__(self, tokens: int) -> float:
-        self._contender.enter(self._model)
         shape = (self._batch, self._seen + 1)
         ids = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
         self._seen += tokens
@@ -169,4 +168,5 @@ class _Decoder:
                 pad_token_id=0,
             )
 
-        return spent_on(generate).wall_ms / tokens
+        with self._contender.at_work(self._model):
+            return spent_on(generate).wall_ms / tokens

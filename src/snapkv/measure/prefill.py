@@ -135,8 +135,8 @@ class PrefillBench:
         Raises:
             OutOfMemoryError: it did not fit.
         """
-        contender.enter(self.model)
-        with out_of_memory_explained(lambda: contender.label), self._pieces():
+        explained = out_of_memory_explained(lambda: contender.label)
+        with contender.at_work(self.model), explained, self._pieces():
             cache = contender.make(self.model, ids.shape[1])
             self.model(ids, past_key_values=cache, logits_to_keep=1)
         return cache

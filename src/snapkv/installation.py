@@ -1,0 +1,309 @@
+"""What a model carries while it has compressed caches, and taking it off again.
+
+A model is changed in two ways: its attention goes through the seam (`snapkv.attention`), and some
+of its methods are wrapped on the instance (`snapkv.generation`). The first cache puts that on. When
+the last one is gone, the model has the attention implementations and the methods it had, in every
+sub-config; what somebody else has set in the meantime stays as it is.
+
+A cache may be collected at any time, in any thread, even while another one is being made. So a
+finalizer never waits: it notes that there is one user less, and takes off what nobody needs only
+where nobody is at work on a model; whoever is looks again when done.
+"""
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from snapkv.attention import is_seam, plain_name, register_attention
+from snapkv.cache.layers import layers_for, require_model
+from snapkv.errors import UnsupportedModelError
+from snapkv.generation import announce_prompts, stop_announcing
+from snapkv.policies import FullCache
+
+_ATTRIBUTE = "_snapkv_installation"
+"""Where a model carries it meanwhile, so that it is copied and pickled with the model."""
+
+_lock = threading.Lock()
+_perhaps_unused: "deque[Installation]" = deque()
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Keep other threads, and finalizers of this one, from changing a model."""
+    try:
+        with _lock:
+            yield
+    finally:
+        _take_off_unused()
+
+
+def _take_off_unused() -> None:
+    """Undo what nobody uses any more; where somebody is at work, he does so when he is done."""
+    while _perhaps_unused and _lock.acquire(blocking=False):
+        try:
+            while _perhaps_unused:
+                installation = _perhaps_unused.popleft()
+                if not installation.is_used:
+                    installation.take_off()
+        finally:
+            _lock.release()
+
+
+class Installation:
+    """What one model carries, and who uses it.
+
+    Attributes:
+        caches: a mark for every cache that lives, its copies counted as one.
+        installs: a mark for every `install` that was not undone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self._before: list[tuple[PreTrainedConfig, str | None]] = []
+        self.caches: set[object] = set()
+        self.installs: set[object] = set()
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """Whose it is; None where the model is gone before its caches."""
+        return self._model()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a cache or an `install` needs it."""
+        return bool(self.caches or self.installs)
+
+    def put_on(self, model: PreTrainedModel) -> None:
+        """Route the model's attention through the seam and let it announce prompts.
+
+        Does nothing where that is so.
+
+        Raises:
+            UnsupportedModelError: the model does not use transformers' attention interface; it is
+                left as it was.
+        """
+        text = model.config.get_text_config(decoder=True)
+        try:
+            if not (self._before and is_seam(text._attn_implementation)):
+                self._route(model, text)
+            announce_prompts(model)
+            vars(model)[_ATTRIBUTE] = self
+        except BaseException:
+            if not self.is_used:
+                self.take_off()
+            raise
+
+    def _route(self, model: PreTrainedModel, text: PreTrainedConfig) -> None:
+        seam = register_attention(plain_name(text._attn_implementation) or "eager")
+        self._note(model)
+        if text._attn_implementation != seam and model._can_set_attn_implementation():
+            model.set_attn_implementation(seam)
+        if text._attn_implementation != seam:
+            raise UnsupportedModelError(
+                f"model: expected one whose attention goes through transformers' "
+                f"AttentionInterface, got {type(model).__name__}, which computes it by itself; it "
+                "cannot be compressed"
+            )
+
+    def _note(self, model: PreTrainedModel) -> None:
+        self._before = [(config, self._name_of(config)) for config in _configs(model)]
+
+    def _name_of(self, config: PreTrainedConfig) -> str | None:
+        """The implementation that a config is to have again.
+
+        A model may share its config with one inside of it that has caches of its own.
+        """
+        if is_seam(config._attn_implementation):
+            for installation in (self, *_known):
+                for known, name in installation._before:
+                    if known is config:
+                        return name
+        return plain_name(config._attn_implementation)
+
+    def take_off(self) -> None:
+        """Give back what the model had, except where somebody else has changed it.
+
+        A config that another model's caches need goes on as it is.
+        """
+        before, self._before = self._before, []
+        for config, name in before:
+            shared = any(config is known for other in _known for known, _ in other._before)
+            if is_seam(config._attn_implementation) and not shared:
+                config._attn_implementation = {"": name}  # of this config alone
+        model = self.model
+        if model is not None:
+            stop_announcing(model)
+            vars(model).pop(_ATTRIBUTE, None)
+
+    def give_back(self, model: PreTrainedModel) -> None:
+        """As `take_off`, whoever else needs it and whoever put it on."""
+        self._note(model)
+        for config, name in self._before:
+            if is_seam(config._attn_implementation):
+                config._attn_implementation = {"": name}
+        self.take_off()
+
+    def leave(self, users: set[object], mark: object) -> None:
+        """Count one user less; called by finalizers, in any thread at any time."""
+        users.discard(mark)
+        _perhaps_unused.append(self)
+        _take_off_unused()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Installation":
+        """For the copy of the model that is being made: it has no caches yet."""
+        model = memo.get(id(self.model))
+        return self if model is None else _copied(model, copy.deepcopy(self._before, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made anew for the unpickled model."""
+        return _copied, (self.model, self._before)
+
+
+_known: "weakref.WeakSet[Installation]" = weakref.WeakSet()
+"""All there are; changed and looked through under the lock."""
+
+
+def _copied(
+    model: PreTrainedModel, before: list[tuple[PreTrainedConfig, str | None]]
+) -> Installation:
+    """What a copy of a model carries; in another process its attention is registered first."""
+    copied = Installation(model)
+    copied._before = before
+    with _alone():
+        for config, _ in before:
+            if is_seam(config._attn_implementation):
+                register_attention(plain_name(config._attn_implementation) or "eager")
+        _known.add(copied)
+    return copied
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every config that says how something in the model attends, each once."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = [model.config]
+    waiting += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in found:
+            found[id(config)] = config
+            parts = (getattr(config, name, None) for name in config.sub_configs)
+            waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
+    return list(found.values())
+
+
+class Use:
+    """A cache's part in its model's installation; copies of the cache share it.
+
+    Args:
+        installation: of the model.
+        model: the model.
+    """
+
+    def __init__(self, installation: Installation, model: PreTrainedModel) -> None:
+        self._text = model.config.get_text_config(decoder=True)
+        mark = object()
+        weakref.finalize(self, installation.leave, installation.caches, mark).atexit = False
+        installation.caches.add(mark)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the model's attention goes through the seam, whoever has changed it."""
+        return is_seam(self._text._attn_implementation)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Use":
+        return self
+
+
+def use(model: PreTrainedModel) -> Use:
+    """Put on a model what its caches need, for as long as the result lives.
+
+    Raises:
+        UnsupportedModelError: the model does not use transformers' attention interface.
+    """
+    with _alone():
+        return Use(_put_on(model), model)
+
+
+def _put_on(model: PreTrainedModel) -> Installation:
+    installation = _of(model) or Installation(model)
+    _known.add(installation)
+    installation.put_on(model)
+    return installation
+
+
+def _of(model: PreTrainedModel) -> Installation | None:
+    return next((each for each in _known if each.model is model), None)
+
+
+class Installed:
+    """An `install`, to be undone by `uninstall` or at the end of a ``with`` block."""
+
+    def __init__(self, installation: Installation) -> None:
+        self._installation, self._mark = installation, object()
+        installation.installs.add(self._mark)
+
+    def uninstall(self) -> None:
+        """Undo this `install`; without another one or a cache, the model is as it was."""
+        self._installation.leave(self._installation.installs, self._mark)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.uninstall()
+
+
+def install(model: PreTrainedModel) -> Installed:
+    """Route a model's attention through snapkv until that is undone, with or without caches.
+
+        with snapkv.install(model):
+            ...  # as many caches as you like
+
+    Every `CompressedCache` does this for as long as it lives; install to have it done once for
+    many short-lived ones. Without a cache of this kind the model answers as ever, bit for bit.
+
+    Args:
+        model: a decoder-only transformers model.
+
+    Returns:
+        What undoes it: the end of the ``with`` block, or its method `uninstall`.
+
+    Raises:
+        InvalidTypeError: not a transformers model.
+        UnsupportedModelError: the model cannot be compressed correctly.
+    """
+    layers_for(model, FullCache())
+    with _alone():
+        return Installed(_put_on(model))
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Give a model back the attention implementations and the methods it had, at once.
+
+    Undoes every `install` of it. Caches that still live refuse to read on, until there is another
+    cache of the model or it is installed again. Does nothing where nothing is installed.
+
+    Args:
+        model: a transformers model; also a copy of one that had caches then, or one made of the
+            config of such a model.
+
+    Raises:
+        InvalidTypeError: not a transformers model.
+    """
+    require_model(model)
+    with _alone():
+        installation = _of(model) or Installation(model)
+        installation.installs.clear()
+        installation.give_back(model)

@@ -1,0 +1,726 @@
+"""What a model carries while it has caches, and that nothing of it is left afterwards."""
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompileConfig,
+    DynamicCache,
+    PreTrainedModel,
+)
+
+import snapkv
+from snapkv import (
+    CacheMismatchError,
+    CompressedCache,
+    Document,
+    FastGen,
+    FullCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv import installation as module
+from snapkv.prefill import chunked, layer_by_layer
+from tests.families import random_ids, tiny_config, tiny_model
+
+POLICY = SnapKV(36, window_size=8, kernel_size=5)
+OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+METHODS = (
+    "generate",
+    "prepare_inputs_for_generation",
+    "_prefill",
+    "_extract_generation_mode_kwargs",
+)
+
+
+@pytest.fixture(autouse=True)
+def _without_collector():
+    """Caches go where nobody holds them, not when the collector finds them."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def multimodal(implementation):
+    """Gemma 3 with a picture tower: three configs, one in the other."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny_config("gemma3_text").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    torch.manual_seed(0)
+    made = Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation)
+    return made.float().eval()
+
+
+FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "several configs")
+CASES = [(family, name) for family in FAMILIES for name in ("sdpa", "eager")]
+
+
+@pytest.fixture(params=CASES, ids=" ".join)
+def model(request):
+    family, implementation = request.param
+    if family == "several configs":
+        return multimodal(implementation)
+    return copy.deepcopy(tiny_model(family, implementation))  # others use it too
+
+
+@pytest.fixture
+def llama():
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def configs(model):
+    """By name, what each config of the model and of its parts says."""
+    found = {"": model.config}
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            found[name] = part.config
+    for name in model.config.sub_configs:
+        found[f"config.{name}"] = getattr(model.config, name)
+    return {name: config._attn_implementation for name, config in found.items()}
+
+
+def state(model):
+    """Everything about a model that an installation may change."""
+    return configs(model), dict(vars(model)), {n: getattr(model, n).__func__ for n in METHODS}
+
+
+def as_it_was(model, before):
+    assert configs(model) == before[0]
+    assert vars(model).keys() == before[1].keys()
+    assert all(vars(model)[name] is value for name, value in before[1].items())
+    for name in METHODS:
+        assert name not in vars(model)
+        assert getattr(model, name).__func__ is before[2][name]
+    return True
+
+
+def carries(model):
+    text = model.config.get_text_config(decoder=True)
+    return text._attn_implementation.startswith("snapkv|") and vars(model).keys() >= set(METHODS)
+
+
+def generated(model, cache, ids):
+    return model.generate(ids, past_key_values=cache, **OPTIONS)
+
+
+# The last cache.
+
+
+def test_when_the_last_cache_is_gone_the_model_is_as_it_was(model):
+    before, ids = state(model), random_ids(2, 60)
+    plain = generated(model, DynamicCache(config=model.config), ids)
+    cache = CompressedCache(model, POLICY)
+    assert carries(model)
+    generated(model, cache, ids)
+    other = CompressedCache(model, FullCache())
+    del cache
+    assert carries(model)
+    assert torch.equal(generated(model, other, ids), plain)
+    del other
+    assert as_it_was(model, before)
+    assert torch.equal(generated(model, DynamicCache(config=model.config), ids), plain)
+    assert as_it_was(model, before)
+
+
+def test_parts_of_a_model_with_other_attention_get_theirs_back():
+    model = multimodal("sdpa")
+    model.set_attn_implementation({"vision_config": "eager"})
+    before = state(model)
+    assert sorted(set(before[0].values())) == ["eager", "sdpa"]
+    cache = CompressedCache(model, POLICY)
+    assert set(configs(model).values()) == {"snapkv|sdpa"}
+    del cache
+    assert as_it_was(model, before)
+
+
+def test_copies_and_loaded_caches_count(llama, tmp_path):
+    before, cache = state(llama), CompressedCache(llama, POLICY)
+    expected = generated(llama, cache, random_ids(1, 60))
+    cache.save(tmp_path / "cache")
+    shallow, deep = copy.copy(cache), copy.deepcopy(cache)
+    del cache
+    assert carries(llama)
+    del shallow
+    assert carries(llama)
+    del deep
+    assert as_it_was(llama, before)
+    loaded = CompressedCache.load(tmp_path / "cache", llama)
+    assert carries(llama)
+    assert llama.generate(expected, past_key_values=loaded, **OPTIONS).shape[1] == 72
+    del loaded
+    assert as_it_was(llama, before)
+
+
+WAYS = {
+    "generate": lambda model, cache, ids: generated(model, cache, ids),
+    "beams": lambda model, cache, ids: model.generate(
+        ids, past_key_values=cache, num_beams=2, **OPTIONS
+    ),
+    "prompt lookup": lambda model, cache, ids: model.generate(
+        ids, past_key_values=cache, prompt_lookup_num_tokens=3, **OPTIONS
+    ),
+    "plain calls": lambda model, cache, ids: model(ids, past_key_values=cache),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_to_use_a_cache_keeps_it(llama, way):
+    before = state(llama)
+    with torch.no_grad():
+        WAYS[way](llama, CompressedCache(llama, POLICY), random_ids(1, 60))
+    assert as_it_was(llama, before)
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        lambda model: chunked(model, cap_tokens=40, chunk_tokens=16),
+        lambda model: layer_by_layer(model, chunk_tokens=16),
+    ],
+    ids=["chunked", "layer by layer"],
+)
+def test_reading_in_pieces_around_a_cache_or_within_its_life(llama, reading):
+    before, ids = state(llama), random_ids(1, 60)
+    with reading(llama):
+        generated(llama, CompressedCache(llama, POLICY), ids)
+    assert as_it_was(llama, before)
+    cache = CompressedCache(llama, POLICY)
+    with reading(llama):
+        generated(llama, cache, ids)
+    del cache
+    assert as_it_was(llama, before)
+
+
+def test_a_document_holds_its_model_s_installation(llama):
+    before = state(llama)
+    document = Document(llama, random_ids(1, 60), POLICY)
+    inputs = document.inputs([[5, 6, 7]])
+    del document
+    assert carries(llama)
+    llama.generate(**inputs, **OPTIONS)
+    del inputs
+    assert as_it_was(llama, before)
+
+
+@pytest.mark.parametrize("failing", ["a policy", "a pass"])
+def test_what_fails_leaves_nothing(llama, failing):
+    before = state(llama)
+    try:
+        if failing == "a policy":
+            CompressedCache(llama, FastGen())
+        else:
+            llama(random_ids(1, 9), past_key_values=CompressedCache(llama, POLICY), labels=3)
+    except (snapkv.SnapKVError, AttributeError, TypeError):
+        pass
+    else:
+        pytest.fail("nothing failed")
+    assert as_it_was(llama, before)
+
+
+def test_a_model_that_computes_attention_by_itself_is_left_as_it_was():
+    config = AutoConfig.for_model("bloom", vocab_size=128, hidden_size=16, n_layer=1, n_head=2)
+    model = AutoModelForCausalLM.from_config(config)
+    before = state(model)
+    for make in (CompressedCache, snapkv.install):
+        with pytest.raises(UnsupportedModelError, match="by itself"):
+            make(model)
+        assert as_it_was(model, before)
+
+
+# A cache made between the brackets of the call that uses it: `generate` was looked up before.
+
+
+INLINE = {
+    "one pass": {},
+    "pieces": {"prefill_chunk_size": 7},
+    "beams": {"num_beams": 2},
+    "padded": {"attention_mask": torch.ones(2, 60).long().index_fill(1, torch.arange(9), 0)},
+}
+
+
+@pytest.mark.parametrize("storage", ["dynamic", "static"])
+@pytest.mark.parametrize("options", INLINE.values(), ids=INLINE)
+def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, options, storage):
+    before, ids = state(llama), random_ids(2, 60)
+    cache = CompressedCache(llama, POLICY, storage=storage)
+    expected = llama.generate(ids, past_key_values=cache, **OPTIONS, **options)
+    del cache
+    for _ in range(2):
+        assert "generate" not in vars(llama)
+        tokens = llama.generate(
+            ids,
+            past_key_values=CompressedCache(llama, POLICY, storage=storage),
+            **OPTIONS,
+            **options,
+        )
+        assert torch.equal(tokens, expected)
+    assert as_it_was(llama, before)
+
+
+def test_a_turn_through_the_model_s_own_generate_ends_where_it_ends(llama):
+    early, ids, turn = llama.generate, random_ids(1, 60), random_ids(1, 40, seed=1)
+    answers = []
+    for bound in (False, True):
+        cache = CompressedCache(llama, POLICY, turns="compress")
+        generate = early if bound else llama.generate
+        text = generate(ids, past_key_values=cache, **OPTIONS)
+        text = generate(
+            torch.cat([text, turn], dim=1), past_key_values=cache, prefill_chunk_size=9, **OPTIONS
+        )
+        answers.append((text, cache.kept_positions(2)))
+    assert all(torch.equal(*pair) for pair in zip(*answers, strict=True))
+
+
+def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llama):
+    seen = []
+
+    class Sink:
+        def put(self, value):
+            seen.append(value)
+
+        def end(self):
+            seen.append("end")
+
+    def own(model, input_ids, streamer=None, **_):
+        streamer.put(input_ids)
+        streamer.end()
+        return input_ids
+
+    llama.generate(
+        random_ids(1, 60),
+        past_key_values=CompressedCache(llama, POLICY),
+        custom_generate=own,
+        streamer=Sink(),
+        **OPTIONS,
+    )
+    assert seen[-1] == "end"
+    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
+        llama.generate(
+            random_ids(1, 60),
+            past_key_values=CompressedCache(llama, POLICY),
+            use_cache=False,
+            **OPTIONS,
+        )
+    with pytest.raises(CacheMismatchError, match="make the cache before the line that calls"):
+        llama.generate(
+            random_ids(1, 60) % 9 + 3,
+            past_key_values=CompressedCache(llama, POLICY),
+            prompt_lookup_num_tokens=3,
+            **OPTIONS,
+        )
+
+
+# What others do in the meantime.
+
+
+def test_attention_that_the_user_chose_meanwhile_stays(model):
+    name = "eager" if configs(model)[""] == "sdpa" else "sdpa"
+    cache = CompressedCache(model, POLICY)
+    model.set_attn_implementation(name)
+    before = configs(model)
+    with pytest.raises(CacheMismatchError, match="another attention implementation"):
+        model(random_ids(1, 60), past_key_values=cache)
+    del cache
+    gc.collect()
+    assert configs(model) == before
+    assert not vars(model).keys() & set(METHODS)
+    again = CompressedCache(model, POLICY)
+    assert model.config.get_text_config()._attn_implementation == f"snapkv|{name}"
+    model(random_ids(1, 60), past_key_values=again)
+    del again
+    assert configs(model) == before
+
+
+def test_attention_chosen_between_two_caches_is_the_one_that_comes_back(llama):
+    first = CompressedCache(llama, POLICY)
+    llama.set_attn_implementation("eager")
+    second = CompressedCache(llama, POLICY)
+    assert llama.config._attn_implementation == "snapkv|eager"
+    del first
+    assert llama.config._attn_implementation == "snapkv|eager"
+    del second
+    assert llama.config._attn_implementation == "eager"
+
+
+def test_a_method_that_the_user_put_there_meanwhile_stays_and_announces(llama):
+    cache, ids = CompressedCache(llama, POLICY), random_ids(1, 60)
+    expected, inner = generated(llama, CompressedCache(llama, POLICY), ids), llama.generate
+    calls = []
+
+    def noting(*args, **kwargs):
+        calls.append(args)
+        return inner(*args, **kwargs)
+
+    llama.generate = noting
+    assert torch.equal(generated(llama, cache, ids), expected)
+    del cache
+    assert llama.generate is noting
+    assert not vars(llama).keys() & set(METHODS[1:])
+    assert llama.config._attn_implementation == "sdpa"
+    generated(llama, None, ids)
+    assert torch.equal(generated(llama, CompressedCache(llama, POLICY), ids), expected)
+    assert len(calls) == 3
+    assert llama.generate is noting
+
+
+def test_a_method_that_was_there_before_stays(llama):
+    def own(*args, **kwargs):
+        return type(llama).generate(llama, *args, **kwargs)
+
+    llama.generate = own
+    CompressedCache(llama, POLICY)
+    assert llama.generate is own
+    snapkv.uninstall(llama)
+    assert llama.generate is own
+
+
+# Copies of the model.
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, copied):
+    names, ids = configs(model), random_ids(1, 60)
+    cache = CompressedCache(model, POLICY)
+    other = copied(model)
+    expected = generated(model, cache, ids)
+    its_own = CompressedCache(other, POLICY)
+    del cache
+    assert carries(other)
+    assert configs(model) == names
+    assert torch.equal(generated(other, its_own, ids), expected)
+    del its_own
+    assert configs(other) == names
+    assert not vars(other).keys() & {*METHODS, module._ATTRIBUTE}
+    assert vars(model).keys() == vars(other).keys()
+
+
+def test_a_copy_without_caches_is_given_back_by_hand(model):
+    names, cache = configs(model), CompressedCache(model, POLICY)
+    other = copy.deepcopy(model)
+    snapkv.uninstall(other)
+    assert configs(other) == names
+    assert not vars(other).keys() & {*METHODS, module._ATTRIBUTE}
+    assert carries(model)
+    assert generated(model, cache, random_ids(1, 60)).shape == (1, 66)
+
+
+def test_a_copy_of_what_differs_by_part_gets_every_part_back():
+    model = multimodal("sdpa")
+    model.set_attn_implementation({"vision_config": "eager"})
+    names, cache = configs(model), CompressedCache(model, POLICY)
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    del cache
+    for other in others:
+        CompressedCache(other, POLICY)
+        assert configs(other) == names
+
+
+def test_a_pickled_model_works_in_another_process(llama, tmp_path):
+    cache, ids = CompressedCache(llama, POLICY), random_ids(1, 60)
+    expected = generated(llama, cache, ids)
+    (tmp_path / "model").write_bytes(pickle.dumps((llama, ids)))
+    (tmp_path / "expected").write_bytes(pickle.dumps(expected))
+    code = f"""
+import pickle, pathlib, torch
+folder = pathlib.Path({str(tmp_path)!r})
+model, ids = pickle.loads((folder / "model").read_bytes())
+assert model.config._attn_implementation == "snapkv|sdpa"
+assert model(ids).logits.shape == (1, 60, 128)
+from snapkv import CompressedCache, SnapKV
+cache = CompressedCache(model, SnapKV(36, window_size=8, kernel_size=5))
+tokens = model.generate(ids, past_key_values=cache, **{OPTIONS!r})
+assert torch.equal(tokens, pickle.loads((folder / "expected").read_bytes()))
+del cache
+assert model.config._attn_implementation == "sdpa" and "generate" not in vars(model)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_shallow_copy_gets_its_own_methods_and_loses_them(llama):
+    cache, other = CompressedCache(llama, POLICY), copy.copy(llama)
+    its_own = CompressedCache(other, POLICY)
+    assert other.generate.model is other
+    assert llama.generate.model is llama
+    del cache
+    assert other.config._attn_implementation == "snapkv|sdpa", "they share a config"
+    assert generated(other, its_own, random_ids(1, 60)).shape == (1, 66)
+    del its_own
+    assert llama.config._attn_implementation == "sdpa"
+    assert not (vars(other).keys() | vars(llama).keys()) & {*METHODS, module._ATTRIBUTE}
+
+
+@pytest.mark.parametrize("first", ["outer", "inner"])
+def test_a_model_and_one_inside_of_it_share_a_config(llama, first):
+    names, ids = configs(llama), random_ids(1, 60)
+    models = {"outer": llama, "inner": llama.model}
+    caches = {name: CompressedCache(model, POLICY) for name, model in models.items()}
+    del caches[first]
+    with torch.no_grad():
+        for name, cache in caches.items():
+            models[name](ids, past_key_values=cache)
+    del cache
+    caches.clear()
+    assert configs(llama) == names
+    assert module._ATTRIBUTE not in vars(llama) | vars(llama.model)
+
+
+def test_a_config_taken_from_a_model_with_caches_makes_an_ordinary_model(llama):
+    cache = CompressedCache(llama, POLICY)
+    other = AutoModelForCausalLM.from_config(copy.deepcopy(llama.config)).eval()
+    assert other(random_ids(1, 9)).logits.shape == (1, 9, 128)
+    CompressedCache(other, POLICY)
+    assert other.config._attn_implementation == "sdpa"
+    assert cache.get_seq_length() == 0
+
+
+def test_a_model_may_go_before_its_caches():
+    model = copy.deepcopy(tiny_model("llama"))
+    config, cache, gone = model.config, CompressedCache(model, POLICY), weakref.ref(model)
+    del model
+    assert gone() is None
+    assert config._attn_implementation == "snapkv|sdpa"
+    del cache
+    assert config._attn_implementation == "sdpa"
+
+
+# By hand.
+
+
+def test_installed_by_hand_it_stays_without_caches_until_it_is_undone(model):
+    before = state(model)
+    plain = model(random_ids(1, 30)).logits
+    installed = snapkv.install(model)
+    assert carries(model)
+    generated(model, CompressedCache(model, POLICY), random_ids(1, 60))
+    gc.collect()
+    assert carries(model)
+    assert torch.equal(model(random_ids(1, 30)).logits, plain)
+    installed.uninstall()
+    assert as_it_was(model, before)
+    installed.uninstall()
+    assert as_it_was(model, before)
+
+
+def test_whoever_installs_without_a_name_undoes_it_by_the_model(llama):
+    before = state(llama)
+    snapkv.install(llama)
+    snapkv.install(llama)
+    gc.collect()
+    assert carries(llama)
+    snapkv.uninstall(llama)
+    assert as_it_was(llama, before)
+    snapkv.uninstall(llama)
+    assert as_it_was(llama, before)
+
+
+def test_a_with_block_undoes_itself_and_waits_for_caches(llama):
+    before = state(llama)
+    with snapkv.install(llama), snapkv.install(llama) as inner:
+        inner.uninstall()
+        assert carries(llama)
+        cache = CompressedCache(llama, POLICY)
+    assert carries(llama)
+    del cache
+    assert as_it_was(llama, before)
+
+    def failing():
+        with snapkv.install(llama):
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        failing()
+    assert as_it_was(llama, before)
+
+
+@pytest.mark.parametrize("policy", [POLICY, FullCache(), snapkv.AdaKV(SnapKV(36, window_size=8))])
+def test_a_cache_that_lives_on_is_refused_until_there_is_another_one(llama, policy):
+    before, ids = state(llama), random_ids(1, 60)
+    cache, expected = CompressedCache(llama, policy), CompressedCache(llama, policy)
+    for each in (cache, expected):
+        llama(ids, past_key_values=each)
+    token, seen = ids[:, :1], cache.report()
+    logits = llama(token, past_key_values=expected).logits
+    snapkv.uninstall(llama)
+    assert as_it_was(llama, before)
+    for _ in range(2):
+        with pytest.raises(CacheMismatchError, match="another attention implementation"):
+            llama(token, past_key_values=cache)
+        assert cache.report() == seen, "nothing was read"
+    other = CompressedCache(llama, policy)
+    assert torch.equal(llama(token, past_key_values=cache).logits, logits)
+    del other
+    assert carries(llama), "the older ones still count"
+    del each, cache, expected
+    gc.collect()  # the refusals' tracebacks
+    assert as_it_was(llama, before)
+
+
+@pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), None, "llama"], ids=repr)
+@pytest.mark.parametrize("change", [snapkv.install, snapkv.uninstall])
+def test_only_a_model_can_be_changed(what, change):
+    with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
+        change(what)
+
+
+@pytest.mark.parametrize(
+    "related",
+    [
+        copy.copy,
+        lambda model: AutoModelForCausalLM.from_config(copy.deepcopy(model.config)),
+        lambda model: model.model,
+    ],
+    ids=["a shallow copy", "of its config", "a part of it"],
+)
+def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
+    cache, before = CompressedCache(llama, POLICY), vars(llama).keys() - {*METHODS}
+    other = related(llama)
+    snapkv.uninstall(other)
+    assert other.config._attn_implementation == "sdpa"
+    assert not vars(other).keys() & {*METHODS, module._ATTRIBUTE}
+    again = CompressedCache(llama, POLICY)
+    assert generated(llama, cache, random_ids(1, 60)).shape == (1, 66)
+    del cache, again
+    assert llama.config._attn_implementation == "sdpa"
+    assert vars(llama).keys() == before - {module._ATTRIBUTE}
+
+
+def test_what_was_never_installed_is_left_alone(llama):
+    before = state(llama)
+    snapkv.uninstall(llama)
+    assert as_it_was(llama, before)
+
+
+# Any thread, any time.
+
+
+def test_caches_that_come_and_go_in_many_threads(llama):
+    before, ids, failed = state(llama), random_ids(1, 40), []
+    with torch.no_grad():
+        expected = llama(ids, past_key_values=CompressedCache(llama, POLICY)).logits
+
+    def work(seed):
+        try:
+            for turn in range(25):
+                cache = CompressedCache(llama, POLICY)
+                if (turn + seed) % 5 == 0:
+                    with torch.no_grad():
+                        assert torch.equal(llama(ids, past_key_values=cache).logits, expected)
+                if turn % 3 == 0:
+                    cache = copy.deepcopy(cache)
+                if turn % 7 == 0:
+                    cache.circle = cache  # for the collector, in whichever thread it runs
+                    gc.collect()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert not failed
+    assert as_it_was(llama, before)
+
+
+@pytest.mark.parametrize("moment", ["register_attention", "announce_prompts", "_configs", "Use"])
+def test_the_last_cache_goes_while_the_next_one_is_being_made(llama, monkeypatch, moment):
+    before, caches = state(llama), []
+    inner = getattr(module, moment)
+
+    def losing(*args, **kwargs):
+        caches.clear()
+        return inner(*args, **kwargs)
+
+    caches.append(CompressedCache(llama, POLICY))
+    if moment in ("register_attention", "_configs"):
+        snapkv.uninstall(llama)  # so that the next cache has to do that
+    monkeypatch.setattr(module, moment, losing)
+    cache = CompressedCache(llama, POLICY)
+    assert not caches
+    assert carries(llama)
+    assert generated(llama, cache, random_ids(1, 60)).shape == (1, 66)
+    del cache
+    assert as_it_was(llama, before)
+
+
+def test_the_last_cache_goes_while_the_model_is_given_back(llama, monkeypatch):
+    before, other = state(llama), copy.deepcopy(llama)
+    caches, inner = [CompressedCache(other, POLICY)], module.stop_announcing
+
+    def losing(model):
+        caches.clear()
+        inner(model)
+
+    monkeypatch.setattr(module, "stop_announcing", losing)
+    CompressedCache(llama, POLICY)
+    assert not caches
+    assert as_it_was(llama, before)
+    assert not carries(other)
+
+
+def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
+    """The collector runs in a pass of the same model with a cache of transformers' own."""
+    ids, before = random_ids(1, 40), state(llama)
+    plain = llama(ids).logits
+    cache = CompressedCache(llama, POLICY)
+    cache.circle = cache
+    del cache
+    hook = llama.model.layers[1].register_forward_hook(lambda *_: gc.collect() and None)
+    assert torch.equal(llama(ids).logits, plain)
+    hook.remove()
+    assert as_it_was(llama, before)
+
+
+def test_a_new_cache_under_the_old_name_changes_nothing_in_between(llama, monkeypatch):
+    put_on, taken_off = [], []
+    route, take_off = module.Installation._route, module.Installation.take_off
+    monkeypatch.setattr(module.Installation, "_route", lambda *a: (put_on.append(a), route(*a))[1])
+    monkeypatch.setattr(
+        module.Installation, "take_off", lambda *a: (taken_off.append(a), take_off(*a))[1]
+    )
+    cache = CompressedCache(llama, POLICY)
+    for _ in range(5):
+        cache = CompressedCache(llama, POLICY)
+    assert (len(put_on), len(taken_off)) == (1, 0)
+    del cache
+    assert (len(put_on), len(taken_off)) == (1, 1)
+
+
+def test_what_was_compiled_for_one_cache_serves_the_next():
+    model, policy = copy.deepcopy(tiny_model("mistral")), SnapKV(36, window_size=8)
+    compile_config = CompileConfig(fullgraph=True, backend="eager", dynamic=False)
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    for seed in range(3):
+        cache = CompressedCache(model, policy, storage="static", room_tokens=32)
+        ids = random_ids(1, 70, seed=seed)
+        compiled = model.generate(
+            ids, past_key_values=cache, compile_config=compile_config, **OPTIONS
+        )
+        dynamic = generated(model, CompressedCache(model, policy), ids)
+        assert torch.equal(compiled, dynamic)
+        graphs.append(counters["stats"]["unique_graphs"])
+        del cache
+        gc.collect()
+        assert model.config._attn_implementation == "sdpa"
+    assert graphs[0] >= 1
+    assert graphs[-1] == graphs[-2]
