@@ -12,6 +12,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 
 from snapkv.errors import DocumentError, MissingDependencyError
+from snapkv.extras import missing
 from snapkv.suggestions import nearest
 
 STDIN = "-"
@@ -294,7 +295,4 @@ def _quiet(library: str) -> Iterator[None]:
 
 
 def _missing(package: str, name: str) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"file: reading {name} needs the package {package}, which is not installed; run "
-        "pip install 'snapkv[documents]'"
-    )
+    return missing(f"file: reading {name}", package)

@@ -194,5 +194,5 @@ def test_a_figure_that_cannot_be_written_is_refused(path, message):
 
 def test_without_matplotlib_the_command_that_brings_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'snapkv\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib"):
         figures.require_drawable("a.svg")

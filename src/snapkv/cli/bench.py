@@ -11,14 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
+from snapkv.cli import interrupts
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import Output, RowsFile, WritingOptions
+from snapkv.errors import OutputError
+from snapkv.writing import append_line, open_for_lines
 
 _compare, _work, _output = "What to compare", "Work", "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(ModelOptions):
+class BenchOptions(ModelOptions, WritingOptions):
     """What every bench takes."""
 
     shape: Annotated[
@@ -76,11 +80,14 @@ class BenchOptions(ModelOptions):
         int, typer.Option(help="Turns of every cache that count", rich_help_panel=_work)
     ] = 5
     output: Annotated[
-        str | None, typer.Option(help="File to add the rows to, as JSON", rich_help_panel=_output)
+        str | None,
+        typer.Option(help="File to add the rows to, as JSON", rich_help_panel=_output),
+        RowsFile(key="bench"),
     ] = None
     plot: Annotated[
         str | None,
         typer.Option(help="Draw the rows into a .png, .svg or .pdf file", rich_help_panel=_output),
+        Output(),
     ] = None
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object", rich_help_panel=_output)
@@ -249,7 +256,8 @@ def _run(
     else:
         model, named = _shaped(options, console)
     block = {"model": named, "environment": describe(model.device)}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    unwritten: OutputError | None = None
     with (
         console.status("measuring") as status,
         compared_caches(options, model, only=os.environ.get(_ALONE)) as contenders,
@@ -260,16 +268,18 @@ def _run(
                 row["kvpress"] = peers[row["cache"]].versions
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
-            if options.output is not None and not alone:
-                _append(Path(options.output), row | block)
-    if options.plot is not None and not alone:
-        from snapkv.report import bench as figures
-
-        figures.save(figures.draw(rows), options.plot)
+            if options.output is not None and not alone and unwritten is None:
+                unwritten = _append(Path(options.output), row | block)
     if options.json:
         typer.echo(json_format.dumps(block | {"rows": rows}, indent=2))
     else:
         Console().print(bench_table(rows))
+    if unwritten is not None:
+        raise unwritten
+    if options.plot is not None and not alone:
+        from snapkv.report import bench as figures
+
+        figures.save(figures.draw(rows), options.plot)
 
 
 def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
@@ -278,6 +288,7 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     from snapkv.measure.shapes import random_model
     from snapkv.models import chosen_device, chosen_dtype
 
+    interrupts.started()
     if not options.verbose:
         silence()
     assert options.shape is not None
@@ -296,7 +307,11 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json_format.dumps(row) + "\n")
+def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
+    """Add a row to a file; why not, where that cannot be done: what is measured is still shown."""
+    try:
+        with open_for_lines(path) as file:
+            append_line(file, json_format.dumps(row), path)
+    except OutputError as error:
+        return error
+    return None

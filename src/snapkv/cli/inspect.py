@@ -8,11 +8,12 @@ import typer
 
 from snapkv import documents
 from snapkv.cli.options import MethodOptions, with_options
-from snapkv.errors import InvalidArgumentError
+from snapkv.cli.outputs import Output, WritingOptions
+from snapkv.errors import InvalidArgumentError, OutputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(MethodOptions):
+class InspectOptions(MethodOptions, WritingOptions):
     """Everything but the documents and the question."""
 
     beside: Annotated[
@@ -31,7 +32,9 @@ class InspectOptions(MethodOptions):
         ),
     ] = 64
     output: Annotated[
-        str, typer.Option("--output", "-o", help="The page to write", rich_help_panel="Output")
+        str,
+        typer.Option("--output", "-o", help="The page to write", rich_help_panel="Output"),
+        Output(),
     ] = "inspection.html"
 
 
@@ -53,7 +56,6 @@ def inspect(
         raise InvalidArgumentError(
             f"checks: expected at least 0, got {options.checks}; pass 0 to leave the check out"
         )
-    target = _writable(options.output)
     settings = options.settings()
     read = documents.read(files)
 
@@ -65,10 +67,11 @@ def inspect(
     from snapkv.cli.loading import load_model
     from snapkv.cli.policy import build_policy
     from snapkv.cli.progress import AnswersProgress
+    from snapkv.cli.session import write
     from snapkv.cli.sweep import methods
-    from snapkv.evaluate.store import replace_file
     from snapkv.inspect import as_page, inspect_prompt
     from snapkv.prompts import question_prompt
+    from snapkv.writing import replace_file
 
     policy = build_policy(options)
     beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
@@ -92,16 +95,12 @@ def inspect(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    replace_file(target, as_page(found, request))
-    typer.echo(f"{target}: {target.stat().st_size:,} bytes, open it in a browser")
-
-
-def _writable(name: str) -> Path:
-    """The page's path, if it can be written when all is done."""
-    target = Path(name)
-    if target.is_dir() or not target.parent.is_dir():
-        raise InvalidArgumentError(
-            f"output: expected a file in an existing folder, got {name!r}; pass for instance "
-            "--output report.html"
-        )
-    return target
+    page, target = as_page(found, request), Path(options.output)
+    try:
+        replace_file(target, page)
+    except OutputError:  # the answers took minutes, and are not lost with their page
+        write(f"full cache: {found.full.text.strip()}\n")
+        for method in found.methods:
+            write(f"{method.label}: {method.answer.text.strip()}\n")
+        raise
+    typer.echo(f"{target}: {len(page.encode()):,} bytes, open it in a browser")

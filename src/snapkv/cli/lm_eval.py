@@ -10,6 +10,7 @@ import typer
 
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.extras import install_command
 
 if TYPE_CHECKING:
     from snapkv.evaluate.store import Record
@@ -85,7 +86,7 @@ def _require(tasks: list[str], options: LmEvalOptions) -> None:
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"lm-eval: expected lm-eval with what it needs, got no package {package}; run "
-                "pip install 'snapkv[lm-eval]'"
+                f"{install_command('lm-eval')}"
             )
     if not tasks:
         raise InvalidArgumentError(

@@ -4,10 +4,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from snapkv.cli.outputs import Output, require_outputs
 from snapkv.settings import GenerationSettings
 
 _model = functools.partial(typer.Option, rich_help_panel="Model")
@@ -150,8 +151,16 @@ class SweepOptions(ModelOptions):
 Command = Callable[..., None]
 
 
+def _output_of(hint: Any) -> Output | None:
+    """What an option is marked to write."""
+    return next((mark for mark in get_args(hint) if isinstance(mark, Output)), None)
+
+
 def with_options(kind: type) -> Callable[[Command], Command]:
-    """Give a command that takes `options` of a dataclass every field of it as an option."""
+    """Give a command that takes `options` of a dataclass every field of it as an option.
+
+    Outputs among them are checked before the command begins, see `snapkv.cli.outputs`.
+    """
 
     def given_options(command: Command) -> Command:
         hints = get_type_hints(kind, include_extras=True)
@@ -168,8 +177,11 @@ def with_options(kind: type) -> Callable[[Command], Command]:
         signature = inspect.signature(command)
         own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
 
+        marked = {name: output for name in names if (output := _output_of(hints[name]))}
+
         @functools.wraps(command)
         def with_every_option(**given: Any) -> None:
+            require_outputs(marked, given)
             options = kind(**{name: given.pop(name) for name in names})
             command(**given, options=options)
 

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from snapkv.cli import interrupts
 from snapkv.errors import InvalidArgumentError
 
 
@@ -39,4 +40,5 @@ def serve(
 
     parameters = typed_assignments(policy, set_ or [])
     settings = ServingSettings(policy=policy, budget=budget, parameters=parameters)
+    interrupts.started()
     run_server(place_of(model), settings, context.args)

@@ -14,7 +14,7 @@ import transformers
 from snapkv import __version__
 from snapkv.answering import Answer, answer
 from snapkv.cache import CompressedCache
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.evaluate.sample import Sample, Setting, Template
 from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.evaluate.summary import summarise
@@ -86,6 +86,7 @@ class Run:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
                 policy under the same label; the settings give no sample, or one of them twice.
             MissingDependencyError: the task's data is in a package that is not installed.
+            OutputError: an answer cannot be written; those before it are in the folder.
         """
         samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
         _require_distinct(samples)
@@ -107,8 +108,8 @@ class Run:
                 on_progress("done", len(wanted), len(wanted))
             keys = [(s.name, m.label, q) for s, m, q in wanted]
             rows = summarise(store.records, keys, self.task)
-            store.summarise(rows)
-        return Results(folder=folder, run=block, task=self.task, rows=rows)
+            unwritten = store.summarise(rows)
+        return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
 
     def _require_same_policies(self, records: Iterable[Record]) -> None:
         """Raise where an answer of one of the methods was made by something else of its name."""
@@ -165,12 +166,14 @@ class Results:
         run: the block that says how they were made.
         task: what was asked.
         rows: one per method, setting and cell, see `snapkv.evaluate.summary`.
+        unwritten: why the folder has no summary of them; None where it has.
     """
 
     folder: Path
     run: Record
     task: Task
     rows: list[Record]
+    unwritten: OutputError | None = None
 
 
 def versions() -> Record:

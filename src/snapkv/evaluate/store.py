@@ -7,13 +7,13 @@ answer, written when it is known; `summary.jsonl` one for every method and cell,
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.writing import append_line, replace_file
 
 Record = dict[str, Any]
 
@@ -43,7 +43,7 @@ class Store:
         self._path = folder / "samples.jsonl"
         with _needing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b")
+            self._file = self._path.open("a+b", buffering=0)
         try:
             _lock(self._file, folder)
             self._claim()
@@ -68,16 +68,26 @@ class Store:
         return wanted in self._done
 
     def add(self, record: Record) -> None:
-        """Append an answer; it is on the disk when this returns."""
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Append an answer; it is on the disk when this returns.
+
+        Raises:
+            OutputError: it cannot be written; the folder holds all answers before it.
+        """
+        append_line(self._file, json.dumps(record), self._path)
         self.records.append(record)
         self._done.add(key(record))
 
-    def summarise(self, rows: Iterable[Record]) -> None:
-        """Write the summary, whole or not at all."""
-        replace_file(self.folder / "summary.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    def summarise(self, rows: Iterable[Record]) -> OutputError | None:
+        """Write the summary, whole or not at all; why not, where it cannot be written.
+
+        An error is not raised, so that the rows, which are known, can be shown first.
+        """
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            replace_file(self.folder / "summary.jsonl", text)
+        except OutputError as error:
+            return error
+        return None
 
     def _claim(self) -> None:
         """Write `run.json`, or compare with the one that is there."""
@@ -120,16 +130,6 @@ def key(record: Record) -> Key:
 def short_hash(settings: Record) -> str:
     """A short name for settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole: a crash leaves the old one or none."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

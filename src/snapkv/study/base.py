@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.evaluate.sample import Sample, Template
 from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.evaluate.summary import mean_of
@@ -32,11 +32,13 @@ class Findings:
         folder: where it is.
         run: the block that says how it was made.
         rows: the means over documents or samples.
+        unwritten: why the folder has no summary of them; None where it has.
     """
 
     folder: Path
     run: Record
     rows: list[Record]
+    unwritten: OutputError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class Study(ABC):
 
         Raises:
             InvalidArgumentError: the folder holds another run.
+            OutputError: a part cannot be written; those before it are in the folder.
             PromptTooLongError: the model has too few positions.
         """
 
@@ -197,8 +200,8 @@ class ReadingStudy(Study):
             rows = mean_rows(
                 (row for record in store.records for row in record["rows"]), self.by, self.numbers
             )
-            store.summarise(rows)
-        return Findings(folder=folder, run=block, rows=rows)
+            unwritten = store.summarise(rows)
+        return Findings(folder=folder, run=block, rows=rows, unwritten=unwritten)
 
     def _record(self, loaded: "LoadedModel", part: Part) -> Record:
         from snapkv.study.reading import read
