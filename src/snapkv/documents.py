@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -118,11 +119,24 @@ def _unreadable(error: OSError, name: str) -> DocumentError:
 def _read_file(path: Path) -> Document:
     if not path.exists():
         raise DocumentError(
-            f"file: expected an existing file or folder, got {path}{_neighbours(path)}"
+            f"file: expected an existing file or folder, got {path}{link_fault(path)}"
+            f"{_neighbours(path)}"
         )
     if not (path.is_file() or path.is_fifo()):
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
     return _parse(str(path), path.read_bytes(), suffix=path.suffix.lower())
+
+
+def link_fault(path: Path) -> str:
+    """What is wrong with the link at a path, as a part of an error message; empty for no link."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return ", whose symbolic links lead in a loop"
+        if path.is_symlink():
+            return f", a symbolic link to {os.readlink(path)}, which is not there"
+    return ""
 
 
 def _neighbours(path: Path) -> str:

@@ -15,9 +15,11 @@ from snapkv.cli import interrupts
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import Output, RowsFile, WritingOptions
-from snapkv.errors import OutputError
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.validation import require_at_least, require_each_at_least, require_int
 from snapkv.writing import append_line, open_for_lines
 
+_MOST_GB = 10**9
 _compare, _work, _output = "What to compare", "Work", "Output"
 
 
@@ -93,6 +95,22 @@ class BenchOptions(ModelOptions, WritingOptions):
         bool, typer.Option("--json", help="Print one JSON object", rich_help_panel=_output)
     ] = False
 
+    def __post_init__(self) -> None:
+        """Check the numbers before torch and the model are waited for."""
+        for name in ("lengths", "batch"):
+            require_each_at_least(name, integers(name, getattr(self, name)), 1)
+        for budget in integers("budget", self.budget):
+            require_int("budget", budget, minimum=1)
+        require_at_least("rounds", self.rounds, 2)
+        _require_counts(layers=self.layers)
+
+
+def _require_counts(**numbers: int | None) -> None:
+    """Refuse numbers that are not positive, or beyond reason; None was not given."""
+    for name, number in numbers.items():
+        if number is not None:
+            require_at_least(name, number, 1)
+
 
 app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help=True)
 
@@ -105,6 +123,7 @@ def decode(
     options: BenchOptions,
 ) -> None:
     """Time per generated token behind prompts of several lengths."""
+    _require_counts(tokens=tokens)
     from snapkv.measure.bandwidth import copy_bandwidth
     from snapkv.measure.decode import DecodeBench
 
@@ -136,6 +155,7 @@ def prefill(
     options: BenchOptions,
 ) -> None:
     """Time to read a prompt."""
+    _require_counts(chunk_tokens=chunk_tokens, cap_tokens=cap_tokens)
     pieces = chunk_tokens, cap_tokens
     _run(options, lambda *compared: _prefill_bench(options, *pieces, *compared).times())
 
@@ -154,6 +174,7 @@ def memory(
     options: BenchOptions,
 ) -> None:
     """Most memory held at once while a prompt is read, and what is held after it."""
+    _require_counts(chunk_tokens=chunk_tokens, cap_tokens=cap_tokens)
 
     def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         if model.device.type == "cuda" or os.environ.get(_ALONE):
@@ -197,6 +218,12 @@ def throughput(
     options: BenchOptions,
 ) -> None:
     """Tokens per second at the largest batch whose caches fit into the same memory."""
+    _require_counts(tokens=tokens)
+    if not 0 < memory_gb <= _MOST_GB:
+        raise InvalidArgumentError(
+            f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
+            "what the device has"
+        )
     from snapkv.measure.throughput import ThroughputBench
 
     def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:

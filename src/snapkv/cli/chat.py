@@ -56,13 +56,15 @@ def chat(
         )
     text = documents.join(documents.read(files)) if files else ""
 
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+
     from rich.console import Console
 
     from snapkv.cli.loading import load_model
-    from snapkv.cli.policy import build_policy
     from snapkv.conversation import Conversation
 
-    policy = build_policy(options)
     loaded = load_model(options, Console(stderr=True))
     Chat(
         Conversation(loaded, policy, settings, document=text, recall=recall),

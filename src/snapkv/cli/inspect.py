@@ -59,13 +59,16 @@ def inspect(
     settings = options.settings()
     read = documents.read(files)
 
-    import torch  # what is wrong above is said before
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+
+    import torch
     import transformers
     from rich.console import Console
 
     from snapkv import __version__
     from snapkv.cli.loading import load_model
-    from snapkv.cli.policy import build_policy
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.session import write
     from snapkv.cli.sweep import methods
@@ -73,7 +76,6 @@ def inspect(
     from snapkv.prompts import question_prompt
     from snapkv.writing import replace_file
 
-    policy = build_policy(options)
     beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
     policies = [(policy.name, policy), *[(method.label, method.policy) for method in beside]]
     console = Console(stderr=True)

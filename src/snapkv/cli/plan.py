@@ -7,6 +7,7 @@ import typer
 
 from snapkv.cli.fields import byte_count, integers
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import DEFAULT_BUDGET, require_int
 
 _model, _work, _keep, _device, _output = "Model", "Work", "What to keep", "Device", "Output"
 
@@ -91,6 +92,14 @@ def plan(
         raise InvalidArgumentError(
             f"context: expected one number of tokens, got {context!r}; write for instance 128k"
         )
+    for name, number in {
+        "context": tokens[0],
+        "batch": batch,
+        "max_new_tokens": max_new_tokens,
+        "budget": DEFAULT_BUDGET if budget is None else budget,
+        "window_size": window_size,
+    }.items():
+        require_int(name, number, minimum=1)
     memory = None if gpu_memory is None else byte_count("gpu_memory", gpu_memory)
 
     from snapkv.plan import Plan, Request, footprint_of  # imports torch; bad input is named before

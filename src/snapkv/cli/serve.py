@@ -6,6 +6,7 @@ import typer
 
 from snapkv.cli import interrupts
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_int
 
 
 def serve(
@@ -33,6 +34,8 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
+    require_int("budget", budget, minimum=0)
+
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.models import place_of
     from snapkv.serving import ServingSettings

@@ -65,6 +65,7 @@ class Run:
         """Check that every method can run before any sample is answered, and fit the task."""
         task = self.task.for_model(self.loaded.name, self.loaded.max_tokens)
         object.__setattr__(self, "task", task)
+        _require_lengths(task, self.loaded.max_tokens)
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
         require_methods(self.loaded, self.methods)
@@ -200,6 +201,20 @@ def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
         )
     for method in methods:
         CompressedCache(loaded.model, method.policy.with_tokenizer(loaded.tokenizer))
+
+
+def _require_lengths(task: Task, max_tokens: int | None) -> None:
+    """Raise where prompts would be made only to be found far too long; a few are shown as such."""
+    longest = max(getattr(task, "lengths", ()), default=0)
+    if max_tokens is not None and longest > _MOST_TIMES_POSITIONS * max_tokens:
+        raise InvalidArgumentError(
+            f"lengths: expected at most {_MOST_TIMES_POSITIONS * max_tokens:,} tokens, "
+            f"{_MOST_TIMES_POSITIONS} times the model's {max_tokens:,} positions, got {longest:,}; "
+            "pass a smaller number, or choose a model with more positions"
+        )
+
+
+_MOST_TIMES_POSITIONS = 8
 
 
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:

@@ -118,6 +118,11 @@ def _config(shape: str, layers: int | None) -> Any:
             f"shape: expected one of {', '.join(SHAPES)}, got {shape!r}{nearest(shape, SHAPES)}"
         )
     family, sizes = SHAPES[shape]
+    if layers is not None and not 1 <= layers <= sizes["num_hidden_layers"]:
+        raise InvalidArgumentError(
+            f"layers: expected 1 to the {sizes['num_hidden_layers']} of {shape}, got {layers}; "
+            "leave it out for all"
+        )
     changes = {} if layers is None else {"num_hidden_layers": layers}
     return AutoConfig.for_model(family, **sizes | changes, max_position_embeddings=2**21)
 

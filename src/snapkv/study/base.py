@@ -12,9 +12,10 @@ from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.evaluate.sample import Sample, Template
 from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.evaluate.summary import mean_of
-from snapkv.evaluate.task import data_hash, require_at_least
+from snapkv.evaluate.task import data_hash
 from snapkv.settings import GenerationSettings
 from snapkv.study.material import QUESTIONS, asked, long_texts
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.models import LoadedModel
