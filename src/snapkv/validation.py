@@ -71,7 +71,7 @@ def require_kernel(kernel_size: object) -> None:
         )
 
 
-def require_int(argument: str, value: object, *, minimum: int) -> None:
+def require_int(argument: str, value: object, minimum: int) -> None:
     """Raise unless `value` is an integer of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidTypeError(

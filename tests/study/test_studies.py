@@ -184,12 +184,9 @@ def test_a_document_too_short_is_named(demo, tmp_path):
         study.into(demo, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("path", "message"), [("a.jpeg", "ends in .png"), ("no/where/a.svg", "make no/where first")]
-)
-def test_a_figure_that_cannot_be_written_is_refused(path, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        figures.require_drawable(path)
+def test_a_figure_of_another_kind_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"ends in \.png"):
+        figures.require_drawable("a.jpeg")
 
 
 def test_without_matplotlib_the_command_that_brings_it_is_named(monkeypatch):

@@ -16,6 +16,7 @@ from snapkv.cli.options import SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions
 from snapkv.evaluate.sample import Setting, Template
 from snapkv.evaluate.tasks import TASKS
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.evaluate.runner import Results
@@ -69,6 +70,12 @@ class EvalOptions(SweepOptions, WritingOptions):
         typer.Option(help="Folder for a page with tables and figures", rich_help_panel=_output),
         Output(files=("index.html", "results.csv", "results.md")),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Check the limit, too."""
+        super().__post_init__()
+        if self.limit is not None:
+            require_at_least("limit", self.limit, 1)
 
 
 app = typer.Typer(name="eval", help="Run an experiment of the paper.", no_args_is_help=True)

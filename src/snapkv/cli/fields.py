@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least, require_int
 
 _THOUSAND = {"k": 1024, "m": 1024**2}
 
@@ -44,7 +45,8 @@ def from_options(kind: type, given: Mapping[str, Any]) -> Any:
     """An instance of the dataclass out of what the options of `field_options` gave.
 
     Raises:
-        InvalidArgumentError: a list with something in it that is not of its type.
+        InvalidArgumentError: a list with something in it that is not of its type, or a number
+            beyond reason; what the dataclass itself refuses.
     """
     hints = get_type_hints(kind)
     values = {
@@ -53,7 +55,17 @@ def from_options(kind: type, given: Mapping[str, Any]) -> Any:
         else value
         for name, value in given.items()
     }
+    for name, value in values.items():
+        _require_reason(name, value)
     return kind(**values)
+
+
+def _require_reason(name: str, value: Any) -> None:
+    """Refuse whole numbers that no setting takes, before anything is imported to judge them."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if type(number) is int:
+            check = require_int if name == "seed" else require_at_least
+            check(name, number, 0)
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from snapkv import documents
 from snapkv.cli.options import MethodOptions, with_options
 from snapkv.cli.outputs import Output, WritingOptions
 from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.validation import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,7 @@ def inspect(
     """Show on one page which tokens of documents were kept for a question, and why."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
-    if options.checks < 0:
-        raise InvalidArgumentError(
-            f"checks: expected at least 0, got {options.checks}; pass 0 to leave the check out"
-        )
+    require_at_least("checks", options.checks, 0)
     settings = options.settings()
     read = documents.read(files)
 

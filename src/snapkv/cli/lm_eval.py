@@ -11,6 +11,7 @@ import typer
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.extras import install_command
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.evaluate.store import Record
@@ -99,10 +100,8 @@ def _require(tasks: list[str], options: LmEvalOptions) -> None:
         )
     for name, least in (("num_fewshot", 0), ("limit", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise InvalidArgumentError(
-                f"{name}: expected at least {least}, got {value}; pass a larger number"
-            )
+        if value is not None:
+            require_at_least(name, value, least)
 
 
 def _show(rows: "list[Record]") -> None:
