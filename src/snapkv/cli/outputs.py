@@ -192,10 +192,10 @@ def _require_place(name: str, path: Path, output: Output) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts among the value of an option, which may be repeated."""
+    """The texts among the value of an option, which may be repeated or have commas in it."""
     for each in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(each, str) and each:
-            yield each
+        if isinstance(each, str):
+            yield from filter(None, {each, *each.split(",")})
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -211,8 +211,8 @@ def _identities(texts: Iterable[str]) -> set[tuple[int, int]]:
     """Of all files that texts name, those below folders and standard input included."""
     found: set[tuple[int, int] | None] = set()
     for text in texts:
-        with contextlib.suppress(OSError, ValueError):  # no path: too long, or with a zero in it
-            found.update(map(_identity, _files(Path(text))))
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # no path
+            found.update(map(_identity, _files(Path(text).expanduser())))
     with contextlib.suppress(OSError):  # closed
         status = os.fstat(0)
         if stat.S_ISREG(status.st_mode):

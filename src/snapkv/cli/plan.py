@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from snapkv.cli import interrupts
 from snapkv.cli.fields import byte_count, integers
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import DEFAULT_BUDGET, require_int
@@ -128,6 +129,7 @@ def _outline(name: str | None, dtype: str | None, verbose: bool, **hub: Any) -> 
     from snapkv.measure import shapes
     from snapkv.models import DEMO, chosen_dtype, load_outline
 
+    interrupts.started()  # a GGUF file may have to be converted
     if not verbose:
         silence()
     if name in shapes.SHAPES:
