@@ -1,6 +1,8 @@
 """No command overwrites what is not its own; what it reads, not even when it is told to."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,7 @@ def test_what_a_command_goes_on_with_is_left_to_it(snapkv, document, tmp_path, c
         ("file/page.html", "expected a file in an existing folder"),
         ("", "expected a name, got an empty one"),
         (".", "expected the name of a file, got the folder"),
+        ("x" * 300, "expected a name that a file can have"),
         ("/proc/page.html", "expected a folder that can be written, got '/proc'"),
     ],
 )
@@ -149,10 +152,14 @@ def test_places_that_take_no_file_are_refused_first(
     assert f"output: {message}" in done.err
 
 
-def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
-    import subprocess
-    import sys
+def test_a_folder_is_no_figure(snapkv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = snapkv("eval", "needle", "--plot", ".")
+    assert (done.status, done.out) == (2, "")
+    assert "plot: expected the name of a file, got the folder '.'" in done.err
 
+
+def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
     with document.open("rb") as stdin:
         done = subprocess.run(
             [

@@ -39,7 +39,8 @@ class Output:
         """The files that are written."""
         if self.files:
             return [path / name for name in self.files]
-        return [path, *(path.with_stem(f"{path.stem}{ending}") for ending in self.beside)]
+        endings = self.beside if path.name else ()  # "." is refused as the folder it is
+        return [path, *(path.with_stem(f"{path.stem}{ending}") for ending in endings)]
 
     def is_own(self, path: Path) -> bool:
         """Whether what is there is clearly what this option writes, and may be gone on with."""
@@ -146,13 +147,29 @@ def require_output(
     targets = [target for target in output.targets(path) if not is_stream(target)]
     if targets:
         _require_place(name, path, output)
-    for target in filter(os.path.lexists, targets):
+    for target in targets:
+        if not _is_there(name, target):
+            continue
         if target.is_dir():
             raise InvalidArgumentError(
                 f"{name}: expected the name of a file, got the folder {str(target)!r}; name a file"
             )
         if not output.is_own(path):
             _require_replaceable(name, target, output, inputs, force)
+
+
+def _is_there(name: str, target: Path) -> bool:
+    """Whether anything has that name, were it a link that leads nowhere."""
+    try:
+        target.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name}: expected a name that a file can have, got {str(target)!r}: "
+            f"{error.strerror or error}; choose another name"
+        ) from error
+    return True
 
 
 def _require_replaceable(
