@@ -1,5 +1,11 @@
 """``python -m snapkv``."""
 
-from snapkv.cli import main
+import sys
+
+try:
+    from snapkv.cli import main
+except KeyboardInterrupt:  # in the first moment, before the command line watches for it
+    sys.stderr.write("snapkv: interrupted\n")
+    sys.exit(130)
 
 main()

@@ -168,13 +168,18 @@ def require_positions(
         PromptTooLongError: prompt and answer need more positions than the model has.
     """
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
-    if max_tokens is not None and prompt_tokens + new_tokens > max_tokens:
-        raise PromptTooLongError(
-            f"prompt: expected at most {max_tokens - new_tokens:,} tokens, since the model has "
-            f"{max_tokens:,} positions and the answer may take {new_tokens:,} of them, got "
-            f"{prompt_tokens:,}; shorten the documents, lower max_new_tokens, or choose a model "
-            "with more positions"
-        )
+    if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
+        return
+    remedies = []
+    if prompt_tokens < max_tokens:
+        remedies.append(f"lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
+    if new_tokens < max_tokens:
+        remedies.append(f"shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
+    raise PromptTooLongError(
+        f"prompt: expected prompt and answer within the model's {max_tokens:,} positions, got a "
+        f"prompt of {prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
+        f"{', '.join([*remedies, 'or choose a model with more positions'])}"
+    )
 
 
 def continue_ids(

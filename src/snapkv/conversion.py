@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError, SnapKVError
+from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv.extras import missing
 from snapkv.weights import load_complete
 
 _MAGIC = b"GGUF"
@@ -94,12 +95,9 @@ def _require_gguf(path: Path) -> None:
 
 
 def _require_packages() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingDependencyError(
-            f"model: reading GGUF files needs the package {' and '.join(missing)}, which is not "
-            "installed; run pip install 'snapkv[gguf]'"
-        )
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise missing("model: reading GGUF files", *absent)
 
 
 def _unpack(path: Path) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Reading documents as text: files, folders, HTML, PDF and standard input."""
 
 import codecs
+import errno
 import os
 import re
 import sys
@@ -10,7 +11,8 @@ from io import StringIO
 from pathlib import Path
 
 from snapkv.errors import DocumentError
-from snapkv.pdf import missing, pdf_text
+from snapkv.extras import missing
+from snapkv.pdf import pdf_text
 from snapkv.suggestions import nearest
 
 STDIN = "-"
@@ -134,11 +136,24 @@ def _unreadable(error: OSError, name: str) -> DocumentError:
 def _read_file(path: Path, notices: _Notices) -> Document:
     if not path.exists():
         raise DocumentError(
-            f"file: expected an existing file or folder, got {path}{_neighbours(path)}"
+            f"file: expected an existing file or folder, got {path}{link_fault(path)}"
+            f"{_neighbours(path)}"
         )
     if not (path.is_file() or path.is_fifo()):
         raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
     return _parse(str(path), path.read_bytes(), notices, suffix=path.suffix.lower())
+
+
+def link_fault(path: Path) -> str:
+    """What is wrong with the link at a path, as a part of an error message; empty for no link."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return ", whose symbolic links lead in a loop"
+        if path.is_symlink():
+            return f", a symbolic link to {os.readlink(path)}, which is not there"
+    return ""
 
 
 def _neighbours(path: Path) -> str:
@@ -263,7 +278,7 @@ def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
         from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
     except ImportError as error:
-        raise missing("beautifulsoup4", name) from error
+        raise missing(f"file: reading {name}", "beautifulsoup4") from error
     declared = EncodingDetector.find_declared_encoding(data, is_html=True)
     markup = _decode(name, data, declared)
     page = BeautifulSoup(StringIO(markup), "html.parser")

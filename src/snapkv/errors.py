@@ -10,6 +10,7 @@
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
     ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
     ├── MissingDependencyError (ImportError) an optional package is not installed
+    ├── OutputError (OSError)               a file cannot be written: the disk is full, or says no
     └── OutOfMemoryError (MemoryError)      the device is full; the message says what would fit
 
 Each message names the argument, what was expected, what was given and what to do.
@@ -54,6 +55,10 @@ class UnsupportedModelError(SnapKVError, ValueError):
 
 class MissingDependencyError(SnapKVError, ImportError):
     """An optional package is not installed; the message names the command that installs it."""
+
+
+class OutputError(SnapKVError, OSError):
+    """A file of results cannot be written; what stood under its name still does."""
 
 
 class OutOfMemoryError(SnapKVError, MemoryError):

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from snapkv.cache import CompressedCache
 from snapkv.conversion import convert_once
+from snapkv.documents import link_fault
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -253,9 +254,16 @@ def _locate(name: str, also: Iterable[str] = ()) -> _Source:
                 "folder that save_pretrained wrote"
             )
         return _Source(place=str(path), revision=None)
-    if name.startswith((".", "~", os.sep)) or name.count("/") > 1 or path.suffix == ".gguf":
+    fault = link_fault(path)
+    if (
+        fault
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+        or path.suffix == ".gguf"
+    ):
         raise ModelNotFoundError(
-            f"model: expected an existing file or folder, got {name!r}{nearest(name, _known(also))}"
+            f"model: expected an existing file or folder, got {name!r}{fault}"
+            f"{nearest(name, _known(also))}"
         )
     if not may_be_hub_id(name):
         shape = shape_of(name)

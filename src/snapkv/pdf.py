@@ -6,17 +6,10 @@ from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
-from snapkv.errors import DocumentError, MissingDependencyError
+from snapkv.errors import DocumentError
+from snapkv.extras import missing
 
 _END = b"%%EOF"
-
-
-def missing(package: str, name: str) -> MissingDependencyError:
-    """The error where a kind of file needs a package that is not there."""
-    return MissingDependencyError(
-        f"file: reading {name} needs the package {package}, which is not installed; run "
-        "pip install 'snapkv[documents]'"
-    )
 
 
 def pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
@@ -30,7 +23,7 @@ def pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
         from pypdf import PdfReader
         from pypdf.errors import DependencyError, FileNotDecryptedError
     except ImportError as error:
-        raise missing("pypdf", name) from error
+        raise missing(f"file: reading {name}", "pypdf") from error
     try:
         with _noted("pypdf") as repairs:
             pages = list(PdfReader(BytesIO(data)).pages)

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least, require_int
 
 MIN_TEMPERATURE = 1e-3
 """Below it, logits divided by the temperature overflow in half precision."""
@@ -23,6 +24,7 @@ class GenerationSettings:
 
     Raises:
         InvalidArgumentError: a value out of range.
+        InvalidTypeError: a number that is no integer.
     """
 
     max_new_tokens: int = 128
@@ -36,11 +38,7 @@ class GenerationSettings:
         """Check every setting once, here."""
         minima = {"max_new_tokens": 1, "seed": 0, "min_new_tokens": 0}
         for name, minimum in minima.items():
-            value = getattr(self, name)
-            if not value >= minimum:
-                raise InvalidArgumentError(
-                    f"{name}: expected at least {minimum}, got {value}; pass a larger number"
-                )
+            require_int(name, getattr(self, name), minimum=minimum)
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidArgumentError(
                 f"min_new_tokens: expected at most max_new_tokens={self.max_new_tokens}, got "
@@ -92,11 +90,8 @@ class MedusaTraining:
         """Check every number once, here."""
         minima = {"answers": 10, "answer_tokens": self.num_heads + 2, "seed": 0}
         for name, value in asdict(self).items():
-            minimum = minima.get(name, 0 if name == "learning_rate" else 1)
-            if not value >= minimum:
-                raise InvalidArgumentError(
-                    f"{name}: expected at least {minimum}, got {value}; pass a larger number"
-                )
+            if name != "learning_rate":
+                require_at_least(name, value, minima.get(name, 1))
         if not 0 < self.learning_rate < 1:
             raise InvalidArgumentError(
                 f"learning_rate: expected between 0 and 1, got {self.learning_rate}; pass 0.001"

@@ -420,3 +420,27 @@ def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
             kills += 1
         saver.stdin.close()
     assert found <= {300, 400}
+
+
+def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
+    cache, _ = halfway(tiny_model("llama"), "dynamic")
+    other = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(3)}, other)
+    short, notes = tmp_path / "short", tmp_path / "notes.txt"
+    short.write_bytes(b"hi")
+    notes.write_text('about "format":"snapkv cache 1"')
+    for path in (other, short, notes, tmp_path, Path("/dev/null")):
+        before = path.read_bytes() if path.is_file() else None
+        with pytest.raises(CacheFileError, match="which is neither and stays as it is"):
+            cache.save(path)
+        assert before is None or path.read_bytes() == before
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_saved_cache_and_an_empty_file_are_replaced(tmp_path):
+    model = tiny_model("llama")
+    cache, _ = halfway(model, "dynamic")
+    (tmp_path / "one").touch()
+    for _ in range(2):
+        cache.save(tmp_path / "one")
+        CompressedCache.load(tmp_path / "one", model)

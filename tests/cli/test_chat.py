@@ -73,3 +73,37 @@ def test_the_input_cannot_be_document_and_questions(snapkv):
     done = snapkv("chat", "-")
     assert done.status == 2
     assert "files: expected files or folders" in done.err
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked(chat, tmp_path):
+    other, talk = tmp_path / "other.txt", tmp_path / "talk"
+    other.write_text("somebody's work")
+    chat("Where is the key?", f"/save {talk}")
+    saved = talk.read_bytes()
+    refused = ("expected a new name, got", "or pass --force to replace it")
+    for path, before in ((other, b"somebody's work"), (talk, saved)):
+        done = chat("When?", f"/save {path}")
+        assert all(text in done.err for text in refused)
+        assert path.read_bytes() == before
+        done = chat("When?", f"/save --force {path}", f"/load {path}", "Where?")
+        assert f"loaded {path}" in done.err
+        assert len(done.out.splitlines()) == 2
+
+
+def test_a_conversation_saves_over_itself_and_not_over_another(chat, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    lines = ("Where is the key?", f"/save {one}", "When?", f"/save {one}", f"/save {two}")
+    assert "error" not in chat(*lines).err
+    done = chat("When?", f"/save {tmp_path / 'three'}", f"/load {one}", f"/save {one}")
+    assert "expected a new name" in done.err
+
+
+@pytest.mark.parametrize("forced", ["", "--force "])
+def test_a_document_is_never_saved_over(chat, document, tmp_path, forced):
+    before = document.read_bytes()
+    link = tmp_path / "link"
+    link.symlink_to(document)
+    for path in (document, link):
+        done = chat("Where is the key?", f"/save {forced}{path}")
+        assert "which is one of the inputs" in done.err
+    assert document.read_bytes() == before

@@ -117,9 +117,9 @@ def test_a_page_and_its_tables(snapkv, tiny_only, here):
     [
         (("--plot", "figure.gif"), "plot: expected a file name that ends in .png, .svg, .pdf"),
         (("--plot", "figure"), "plot: expected a file name that ends in"),
-        (("--plot", "no/figure.png"), "plot: expected an existing folder"),
-        (("--report", "file"), "report: expected a folder, got 'file'"),
-        (("--report", "file/page"), "report: expected a folder, got 'file/page'"),
+        (("--plot", "no/figure.png"), "plot: expected a file in an existing folder"),
+        (("--report", "file"), "report: expected a folder that can be written, got 'file'"),
+        (("--report", "file/page"), "report: expected a folder that can be written, got 'file'"),
         (("--lengths", "many"), "lengths: expected items of type int"),
         (("--lengths", "4kk"), "got '4kk'"),
         (("--lengths", "100"), "lengths: expected at least 300, got 100"),
@@ -162,7 +162,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(snapkv, here, arguments
         (("--budget", "64,64"), "policy: expected every method once"),
         (("--policy", "none", "--baseline", "none"), "policy: expected at least one method"),
         (("--lengths", "300,300"), "samples: expected every sample once"),
-        (("--output", "file"), "output: expected a folder that can be written, got file"),
+        (("--output", "file"), "output: expected a folder that can be written, got 'file'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

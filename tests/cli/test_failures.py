@@ -1,6 +1,7 @@
 """Whatever goes wrong: one line on standard error, the right exit status, nothing half-written."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -23,6 +24,10 @@ QUESTION = ("-q", "Why?")
         (("ask", "{document}", *QUESTION, "--budget", "many"), "--budget"),
         (("ask", "{document}", "-q", "  "), "question: expected a question"),
         (("ask", "{folder}/note.txt", *QUESTION), "did you mean notes.txt?"),
+        (("ask", "{folder}/loop", *QUESTION), "loop, whose symbolic links lead in a loop"),
+        (("ask", "{folder}/loop/a", *QUESTION), "a, whose symbolic links lead in a loop"),
+        (("ask", "{folder}/lost", *QUESTION), "lost, a symbolic link to gone, which is not there"),
+        (("ask", "{document}", *QUESTION, "--model", "{folder}/loop"), "links lead in a loop"),
         (("ask", "{folder}/empty.txt", *QUESTION), "got nothing"),
         (("ask", "{folder}/image.png", *QUESTION), "got binary data"),
         (("generate",), "expected --prompt or a file"),
@@ -44,11 +49,14 @@ QUESTION = ("-q", "Why?")
 )
 def test_bad_input_is_one_line_and_status_2(snapkv, document, arguments, message):
     (document.parent / "empty.txt").touch()
+    (document.parent / "loop").symlink_to("loop")
+    (document.parent / "lost").symlink_to("gone")
     (document.parent / "image.png").write_bytes(b"\x89PNG\0")
     places = {"document": document, "folder": document.parent}
     done = snapkv(*[argument.format(**places) for argument in arguments])
     assert done.status == 2
     assert message in done.err
+    assert "did you mean loop?" not in done.err
     if arguments:  # without any, the help comes first
         assert done.err.startswith("snapkv: error: ")
         assert done.err.count("\n") == 1
@@ -65,11 +73,28 @@ def test_a_prompt_too_long_leaves_nothing_on_standard_output(snapkv, demo_only, 
     assert done.out == ""
 
 
+@pytest.mark.parametrize("tokens", [8192, 99999999, 2**62])
+def test_an_answer_too_long_is_refused_with_a_number_that_works(snapkv, demo_only, tokens):
+    done = snapkv("generate", "-p", "word " * 40, "--max-new-tokens", tokens)
+    assert done.status == 2
+    numbers = r"prompt of (\d+) tokens .* lower max_new_tokens to at most ([\d,]+)"
+    found = re.search(numbers, done.err)
+    prompt, most = (int(number.replace(",", "")) for number in found.groups())
+    assert prompt + most == 8192
+    assert "-" not in done.err.removeprefix("snapkv: error:")
+
+
+def test_a_prompt_too_long_is_refused_with_a_number_that_works(snapkv, demo_only):
+    done = snapkv("generate", "-p", "word " * 9000, "--max-new-tokens", 100)
+    assert "shorten the prompt to at most 8,092 tokens, or choose a model" in done.err
+    assert "lower max_new_tokens" not in done.err
+
+
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
         (OutOfMemoryError("prompt: about 12 tokens would fit"), 1, "about 12 tokens would fit"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "snapkv: interrupted\n"),
         (RuntimeError("two\nlines"), 1, "unexpected RuntimeError: two lines; --verbose"),
     ],
     ids=["memory", "interrupt", "fault"],

@@ -48,5 +48,5 @@ def test_what_was_made_before_or_is_excluded_is_drawn_again():
 def test_without_the_package_the_command_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     module.words.cache_clear()
-    with pytest.raises(MissingDependencyError, match=r'wonderwords.*pip install "snapkv\[eval\]"'):
+    with pytest.raises(MissingDependencyError, match=r"wonderwords.*pip install 'wonderwords"):
         words("noun")

@@ -256,15 +256,12 @@ def test_a_study_that_has_nothing_left_to_look_at_is_refused(demo, tmp_path):
         study.into(demo, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("path", "message"), [("a.jpeg", "ends in .png"), ("no/where/a.svg", "make no/where first")]
-)
-def test_a_figure_that_cannot_be_written_is_refused(path, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        figures.require_drawable(path)
+def test_a_figure_of_another_kind_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"ends in \.png"):
+        figures.require_drawable("a.jpeg")
 
 
 def test_without_matplotlib_the_command_that_brings_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'snapkv\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib"):
         figures.require_drawable("a.svg")

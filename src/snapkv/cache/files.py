@@ -1,12 +1,9 @@
 """Sealed safetensors files: whole or not there, and refused if a single byte has changed."""
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,14 +12,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from snapkv.errors import CacheFileError
+from snapkv.errors import CacheFileError, OutputError
+from snapkv.writing import is_stream, replacing
 
 _FORMAT = "snapkv cache 1"
+_OWN = re.compile(rb'"format":"snapkv cache ')
 _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 _MOST_HEADER_BYTES = 100_000_000  # what safetensors itself allows
 _BLOCK_BYTES = 1 << 22
-_ABANDONED_SECONDS = 3600  # no save goes on for so long without writing
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any]) -> None:
@@ -32,39 +30,52 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
     What earlier saves of this file have left because they were killed is removed.
 
     Args:
-        path: the file; one that is there is replaced at the end.
+        path: the file; a saved cache that is there is replaced at the end, any other file is not.
         tensors: what to write, from any device.
         notes: JSON.
 
     Raises:
-        CacheFileError: the file cannot be written; what stood under its name still does.
+        CacheFileError: the file cannot be written, or is there and no saved cache; what stood under
+            its name still does.
     """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    _require_own(path)
     metadata = {"format": _FORMAT, "notes": json.dumps(notes), "sha256": _UNSEALED}
     whole = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
-        try:
-            _remove_abandoned(path)
+        with replacing(path) as partial:
             save_file(whole, partial, metadata)
             _seal(partial)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        _flush_folder(path.parent)
-    except (OSError, SafetensorError) as error:
+    except (OutputError, SafetensorError) as error:
+        reason = getattr(error.__cause__, "strerror", None) or error
         raise CacheFileError(
-            f"path: expected to write a cache to {str(path)!r}, got: {error}; choose another place"
+            f"path: expected to write a cache to {str(path)!r}, got: {reason}; choose another place"
         ) from error
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove partial files under this name that nobody has written to for long, where it may."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.partial")
-    oldest = time.time() - _ABANDONED_SECONDS
-    with contextlib.suppress(OSError):  # another's file, or another save was faster
-        for found in path.parent.iterdir():
-            if name.fullmatch(found.name) and found.stat().st_mtime < oldest:
-                found.unlink()
+def _require_own(path: Path) -> None:
+    """Refuse to replace what no save has written; an empty file holds nothing to lose.
+
+    Raises:
+        CacheFileError: a file of something else.
+    """
+    if path.is_dir() or is_stream(path) or not _is_free_or_saved(path):
+        raise CacheFileError(
+            f"path: expected a new file or a cache that was saved before, got {str(path)!r}, which "
+            "is neither and stays as it is; choose another name"
+        )
+
+
+def _is_free_or_saved(path: Path) -> bool:
+    """Whether no bytes stand there, or those of a saved cache, by its header."""
+    try:
+        with path.open("rb") as file:
+            length = file.read(8)
+            size = int.from_bytes(length, "little")
+            if size > min(_MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size):
+                return False
+            return not length or _OWN.search(file.read(size)) is not None
+    except OSError:
+        return not os.path.lexists(path)
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -120,16 +131,6 @@ def _seal(path: Path) -> None:
         file.write(digest.encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Let the new name survive a loss of power; not every system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _require_seal(file: BinaryIO, path: Path) -> None:

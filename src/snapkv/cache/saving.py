@@ -38,11 +38,11 @@ class SavedCache:
         Its header holds a checksum of every byte.
 
         Args:
-            path: the file; one that is there is replaced.
+            path: the file; a cache that was saved there is replaced, any other file is refused.
             beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
 
         Raises:
-            CacheFileError: the file cannot be written.
+            CacheFileError: the file cannot be written, or holds something else than a cache.
             CacheMismatchError: the model is gone, so that the file could not say whose it is.
         """
         tensors = {f"{_BESIDE}{name}": value for name, value in (beside or {}).items()}

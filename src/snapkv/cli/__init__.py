@@ -1,5 +1,5 @@
 """The command line: one file per command."""
 
-from snapkv.cli.app import main
+from snapkv.cli.entry import main
 
 __all__ = ["main"]

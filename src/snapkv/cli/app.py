@@ -1,14 +1,15 @@
 """The command `snapkv`: its sub-commands, its exit status, its one-line errors."""
 
-import os
+import contextlib
 import sys
 import traceback
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 from snapkv import __version__
-from snapkv.cli import bench, evaluate, medusa, study
+from snapkv.cli import bench, evaluate, interrupts, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.generate import generate
@@ -16,9 +17,10 @@ from snapkv.cli.inspect import inspect
 from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
 from snapkv.cli.serve import serve
-from snapkv.errors import OutOfMemoryError, SnapKVError
+from snapkv.cli.standard_output import named_output
+from snapkv.errors import OutOfMemoryError, OutputError, SnapKVError
 
-_FAILURE, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
+_FAILURE, _BAD_INPUT = 1, 2
 
 # What argument parsing raises; typer exports no name for the whole family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -55,23 +57,14 @@ def _common(
     pass
 
 
-def main() -> None:
-    """Run the command line and exit with its status.
-
-    0: done. 1: out of memory, or a fault of this program. 2: bad input, named in one line on
-    standard error. 130: interrupted.
-    """
-    # Before torch is imported: threads that wait for work must not burn the cores meanwhile.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: list[str]) -> int:
-    """The exit status of a command line; see `main`."""
+    """The exit status of a command line, see `snapkv.cli.main`; all that it printed is flushed."""
     try:
-        return app(arguments, prog_name="snapkv", standalone_mode=False) or 0
-    except OutOfMemoryError as error:
+        with named_output():
+            return _run(arguments)
+    except BrokenPipeError:
+        return _FAILURE  # who read it has left, and knows
+    except (OutOfMemoryError, OutputError) as error:
         return _fail(str(error), _FAILURE)
     except SnapKVError as error:
         return _fail(str(error), _BAD_INPUT)
@@ -79,14 +72,32 @@ def run(arguments: list[str]) -> int:
         message = getattr(error, "format_message", error.__str__)()
         return _fail(message or "a command is missing; see snapkv --help", _BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        return _INTERRUPTED
+        return interrupts.say(arguments)
     except Exception as error:
-        if "--verbose" in arguments:
-            traceback.print_exc()
-        name = type(error).__name__
-        return _fail(f"unexpected {name}: {error}; --verbose shows where", _FAILURE)
+        return _explain(error, arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a command; what typer itself would print about its end is left to `run`."""
+    command = get_command(app)
+    try:
+        with command.make_context("snapkv", list(arguments)) as context:
+            return command.invoke(context) or 0
+    except typer.Exit as end:
+        return end.exit_code
+
+
+def _explain(error: Exception, arguments: list[str]) -> int:
+    """Say in one line what nobody foresaw."""
+    if interrupts.caused(error):
+        return interrupts.say(arguments)
+    if "--verbose" in arguments:
+        traceback.print_exc()
+    name = type(error).__name__
+    return _fail(f"unexpected {name}: {error}; --verbose shows where", _FAILURE)
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"snapkv: error: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    with contextlib.suppress(OSError):  # a full disk may be where errors go, too
+        print(f"snapkv: error: {' '.join(message.split())}", file=sys.stderr, flush=True)  # noqa: T201
     return status

@@ -26,10 +26,14 @@ def ask(
     settings = options.settings()
     read, warnings = documents.read_noting(files)
 
-    from snapkv.cli.session import Session  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+
+    from snapkv.cli.session import Session  # imports transformers
     from snapkv.prompts import question_prompt
 
-    session = Session(options, settings)
+    session = Session(options, settings, policy)
     prompt = question_prompt(
         session.tokenizer, documents.join(read), question, answer_start=options.answer_start
     )

@@ -11,14 +11,20 @@ from typing import Annotated, Any
 
 import typer
 
+from snapkv.cli import interrupts
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import Output, RowsFile, WritingOptions
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.validation import require_at_least, require_each_at_least, require_int
+from snapkv.writing import append_line, open_for_lines
 
+_MOST_GB = 10**9
 _compare, _work, _output = "What to compare", "Work", "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(ModelOptions):
+class BenchOptions(ModelOptions, WritingOptions):
     """What every bench takes."""
 
     shape: Annotated[
@@ -76,15 +82,34 @@ class BenchOptions(ModelOptions):
         int, typer.Option(help="Turns of every cache that count", rich_help_panel=_work)
     ] = 5
     output: Annotated[
-        str | None, typer.Option(help="File to add the rows to, as JSON", rich_help_panel=_output)
+        str | None,
+        typer.Option(help="File to add the rows to, as JSON", rich_help_panel=_output),
+        RowsFile(key="bench"),
     ] = None
     plot: Annotated[
         str | None,
         typer.Option(help="Draw the rows into a .png, .svg or .pdf file", rich_help_panel=_output),
+        Output(),
     ] = None
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object", rich_help_panel=_output)
     ] = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers before torch and the model are waited for."""
+        for name in ("lengths", "batch"):
+            require_each_at_least(name, integers(name, getattr(self, name)), 1)
+        for budget in integers("budget", self.budget):
+            require_int("budget", budget, minimum=1)
+        require_at_least("rounds", self.rounds, 2)
+        _require_counts(layers=self.layers)
+
+
+def _require_counts(**numbers: int | None) -> None:
+    """Refuse numbers that are not positive, or beyond reason; None was not given."""
+    for name, number in numbers.items():
+        if number is not None:
+            require_at_least(name, number, 1)
 
 
 app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help=True)
@@ -98,6 +123,7 @@ def decode(
     options: BenchOptions,
 ) -> None:
     """Time per generated token behind prompts of several lengths."""
+    _require_counts(tokens=tokens)
     from snapkv.measure.bandwidth import copy_bandwidth
     from snapkv.measure.decode import DecodeBench
 
@@ -129,6 +155,7 @@ def prefill(
     options: BenchOptions,
 ) -> None:
     """Time to read a prompt."""
+    _require_counts(chunk_tokens=chunk_tokens, cap_tokens=cap_tokens)
     pieces = chunk_tokens, cap_tokens
     _run(options, lambda *compared: _prefill_bench(options, *pieces, *compared).times())
 
@@ -147,6 +174,7 @@ def memory(
     options: BenchOptions,
 ) -> None:
     """Most memory held at once while a prompt is read, and what is held after it."""
+    _require_counts(chunk_tokens=chunk_tokens, cap_tokens=cap_tokens)
 
     def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         if model.device.type == "cuda" or os.environ.get(_ALONE):
@@ -190,6 +218,12 @@ def throughput(
     options: BenchOptions,
 ) -> None:
     """Tokens per second at the largest batch whose caches fit into the same memory."""
+    _require_counts(tokens=tokens)
+    if not 0 < memory_gb <= _MOST_GB:
+        raise InvalidArgumentError(
+            f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
+            "what the device has"
+        )
     from snapkv.measure.throughput import ThroughputBench
 
     def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
@@ -250,7 +284,8 @@ def _run(
     else:
         model, named = _shaped(options, console)
     block = {"model": named, "environment": describe(model.device)}
-    rows = []
+    rows: list[dict[str, Any]] = []
+    unwritten: OutputError | None = None
     with (
         console.status("measuring") as status,
         compared_caches(options, model, only=os.environ.get(_ALONE)) as contenders,
@@ -261,16 +296,18 @@ def _run(
                 row["kvpress"] = peers[row["cache"]].versions
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
-            if options.output is not None and not alone:
-                _append(Path(options.output), row | block)
-    if options.plot is not None and not alone:
-        from snapkv.report import bench as figures
-
-        figures.save(figures.draw(rows), options.plot)
+            if options.output is not None and not alone and unwritten is None:
+                unwritten = _append(Path(options.output), row | block)
     if options.json:
         typer.echo(json_format.dumps(block | {"rows": rows}, indent=2))
     else:
         show(bench_table(rows))
+    if unwritten is not None:
+        raise unwritten
+    if options.plot is not None and not alone:
+        from snapkv.report import bench as figures
+
+        figures.save(figures.draw(rows), options.plot)
 
 
 def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
@@ -279,6 +316,7 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     from snapkv.measure.shapes import random_model
     from snapkv.models import chosen_device, chosen_dtype
 
+    interrupts.started()
     if not options.verbose:
         silence()
     assert options.shape is not None
@@ -297,7 +335,11 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json_format.dumps(row) + "\n")
+def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
+    """Add a row to a file; why not, where that cannot be done: what is measured is still shown."""
+    try:
+        with open_for_lines(path) as file:
+            append_line(file, json_format.dumps(row), path)
+    except OutputError as error:
+        return error
+    return None

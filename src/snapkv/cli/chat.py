@@ -1,16 +1,20 @@
 """`snapkv chat`: a conversation about documents."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from snapkv import documents
 from snapkv.cli.options import RunOptions, with_options
+from snapkv.cli.outputs import Output, require_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
 from snapkv.suggestions import nearest
+from snapkv.writing import replacing
 
 if TYPE_CHECKING:
     from snapkv.conversation import Conversation
@@ -35,7 +39,8 @@ def chat(
     """Answer questions about documents, one after another, in one small cache.
 
     Questions are read from standard input, a line each. /stats shows what the cache holds, /save
-    FILE writes the conversation, /load FILE goes on with a saved one, /quit ends.
+    FILE writes the conversation, /save --force FILE also where a file is there, /load FILE goes on
+    with a saved one, /quit ends.
     """
     if options.compare:
         raise InvalidArgumentError("compare: expected it with ask, got it with chat; leave it out")
@@ -51,17 +56,20 @@ def chat(
         )
     read, warnings = documents.read_noting(files) if files else ([], [])
 
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+
     from rich.console import Console
 
     from snapkv.cli.loading import load_model
-    from snapkv.cli.policy import build_policy
     from snapkv.conversation import Conversation
 
-    policy = build_policy(options)
     loaded = load_model(options, Console(stderr=True))
     Chat(
         Conversation(loaded, policy, settings, document=documents.join(read), recall=recall),
         load=lambda path: Conversation.load(path, loaded, settings, policy),
+        inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
         warnings=warnings,
     ).run()
@@ -73,6 +81,7 @@ class Chat:
     Args:
         conversation: what the questions belong to.
         load: brings back a saved conversation.
+        inputs: files and folders that were read, which no conversation is saved over.
         as_json: write one JSON object a line instead of text.
         warnings: what was not read of the documents, for the JSON.
     """
@@ -82,13 +91,16 @@ class Chat:
         conversation: "Conversation",
         *,
         load: Callable[[str], "Conversation"],
+        inputs: Sequence[str],
         as_json: bool,
         warnings: list[str],
     ) -> None:
         self._conversation = conversation
         self._load = load
+        self._inputs = inputs
         self._as_json = as_json
         self._warnings = warnings
+        self._saved: set[str] = set()
         self._commands: dict[str, Callable[[str], None]] = {
             "/stats": self._stats,
             "/save": self._save,
@@ -147,16 +159,27 @@ class Chat:
         else:
             write("\n".join(conversation_lines(report)) + "\n")
 
-    def _save(self, path: str) -> None:
-        self._conversation.save(_named(path))
+    def _save(self, argument: str) -> None:
+        first, _, rest = argument.partition(" ")
+        forced = first == "--force"
+        path = _named(rest.strip() if forced else argument)
+        force = forced or os.path.realpath(path) in self._saved  # it is this conversation's own
+        require_output("save", path, Output(), inputs=self._inputs, force=force)
+        if forced:  # what is there need not be a saved cache
+            with replacing(Path(path)) as partial:
+                self._conversation.save(partial)
+        else:
+            self._conversation.save(path)
+        self._saved.add(os.path.realpath(path))
         self._note(f"saved {path}")
 
     def _replace(self, path: str) -> None:
         self._conversation, self._warnings = self._load(_named(path)), []
+        self._saved.clear()
         self._note(f"loaded {path}: {self._conversation.tokens:,} tokens")
 
     def _help(self, _: str) -> None:
-        self._note("/stats  /save FILE  /load FILE  /quit; anything else is a question")
+        self._note("/stats  /save [--force] FILE  /load FILE  /quit; anything else is a question")
 
     def _note(self, text: str, end: str = "\n") -> None:
         """To standard error, which carries no answers."""

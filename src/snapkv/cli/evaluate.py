@@ -13,8 +13,10 @@ import typer
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.lm_eval import lm_eval
 from snapkv.cli.options import SweepOptions, with_options
+from snapkv.cli.outputs import RESULTS, Output, WritingOptions
 from snapkv.evaluate.sample import Setting, Template
 from snapkv.evaluate.tasks import TASKS
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.evaluate.runner import Results
@@ -31,7 +33,7 @@ _output = "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(SweepOptions):
+class EvalOptions(SweepOptions, WritingOptions):
     """What every task takes."""
 
     question: Annotated[
@@ -56,15 +58,24 @@ class EvalOptions(SweepOptions):
             rich_help_panel=_output,
             show_default="snapkv-results/TASK-MODEL-HASH",
         ),
+        RESULTS,
     ] = None
     plot: Annotated[
         str | None,
         typer.Option(help="Write the figure: .png, .svg or .pdf", rich_help_panel=_output),
+        Output(beside=("-budgets",)),
     ] = None
     report: Annotated[
         str | None,
         typer.Option(help="Folder for a page with tables and figures", rich_help_panel=_output),
+        Output(files=("index.html", "results.csv", "results.md")),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Check the limit, too."""
+        super().__post_init__()
+        if self.limit is not None:
+            require_at_least("limit", self.limit, 1)
 
 
 app = typer.Typer(name="eval", help="Run an experiment of the paper.", no_args_is_help=True)
@@ -100,7 +111,7 @@ def _evaluate(task: "Task", options: EvalOptions) -> None:
     if options.plot is not None:
         figures.require_drawable(options.plot)
     if options.report is not None:
-        page.require_reportable(options.report)
+        page.require_reportable()
     compared = compared_methods(options)
     console = Console(stderr=True)
     loaded = load_model(options, console)
@@ -115,7 +126,9 @@ def _evaluate(task: "Task", options: EvalOptions) -> None:
     with AnswersProgress(console, task.name) as progress:
         folder = results_folder(options.output, task.name, loaded.name, run.fingerprint())
         results = run.into(folder, progress.advance)
-    _show(results, options)
+    _show(results, options)  # first: what took so long is not lost with a file
+    if results.unwritten is not None:
+        raise results.unwritten
     if options.plot is not None:
         for path in figures.save(figures.draw(results), options.plot):
             typer.echo(f"figure: {path}", err=True)

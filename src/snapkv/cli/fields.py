@@ -10,6 +10,7 @@ import typer
 
 from snapkv.cli.amounts import counts
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least, require_int
 
 
 def field_options(kind: type, *, panel: str) -> list[inspect.Parameter]:
@@ -43,7 +44,8 @@ def from_options(kind: type, given: Mapping[str, Any]) -> Any:
     """An instance of the dataclass out of what the options of `field_options` gave.
 
     Raises:
-        InvalidArgumentError: a list with something in it that is not of its type.
+        InvalidArgumentError: a list with something in it that is not of its type, or a number
+            beyond reason; what the dataclass itself refuses.
     """
     hints = get_type_hints(kind)
     values = {
@@ -52,7 +54,17 @@ def from_options(kind: type, given: Mapping[str, Any]) -> Any:
         else value
         for name, value in given.items()
     }
+    for name, value in values.items():
+        _require_reason(name, value)
     return kind(**values)
+
+
+def _require_reason(name: str, value: Any) -> None:
+    """Refuse whole numbers that no setting takes, before anything is imported to judge them."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if type(number) is int:
+            check = require_int if name == "seed" else require_at_least
+            check(name, number, 0)
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:

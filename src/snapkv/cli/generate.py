@@ -28,10 +28,14 @@ def generate(
     settings = options.settings()
     read, warnings = documents.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.session import Session  # imports torch; what is wrong above is said before
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+
+    from snapkv.cli.session import Session  # imports transformers
     from snapkv.prompts import chat_prompt, text_prompt
 
-    session = Session(options, settings)
+    session = Session(options, settings, policy)
     text = "\n\n".join(filter(None, [documents.join(read), prompt]))
     make_prompt = chat_prompt if chat else text_prompt
     session.run(

@@ -8,11 +8,13 @@ import typer
 
 from snapkv import documents
 from snapkv.cli.options import MethodOptions, with_options
-from snapkv.errors import InvalidArgumentError
+from snapkv.cli.outputs import Output, WritingOptions
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.validation import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectOptions(MethodOptions):
+class InspectOptions(MethodOptions, WritingOptions):
     """Everything but the documents and the question."""
 
     beside: Annotated[
@@ -31,7 +33,9 @@ class InspectOptions(MethodOptions):
         ),
     ] = 64
     output: Annotated[
-        str, typer.Option("--output", "-o", help="The page to write", rich_help_panel="Output")
+        str,
+        typer.Option("--output", "-o", help="The page to write", rich_help_panel="Output"),
+        Output(),
     ] = "inspection.html"
 
 
@@ -49,28 +53,27 @@ def inspect(
     """Show on one page which tokens of documents were kept for a question, and why."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
-    if options.checks < 0:
-        raise InvalidArgumentError(
-            f"checks: expected at least 0, got {options.checks}; pass 0 to leave the check out"
-        )
-    target = _writable(options.output)
+    require_at_least("checks", options.checks, 0)
     settings = options.settings()
     read, warnings = documents.read_noting(files)
 
-    import torch  # what is wrong above is said before
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+
+    import torch
     import transformers
     from rich.console import Console
 
     from snapkv import __version__
     from snapkv.cli.loading import load_model
-    from snapkv.cli.policy import build_policy
     from snapkv.cli.progress import AnswersProgress
+    from snapkv.cli.session import write
     from snapkv.cli.sweep import methods
-    from snapkv.evaluate.store import replace_file
     from snapkv.inspect import as_page, inspect_prompt
     from snapkv.prompts import question_prompt
+    from snapkv.writing import replace_file
 
-    policy = build_policy(options)
     beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
     policies = [(policy.name, policy), *[(method.label, method.policy) for method in beside]]
     console = Console(stderr=True)
@@ -93,16 +96,12 @@ def inspect(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    replace_file(target, as_page(found, request))
-    typer.echo(f"{target}: {target.stat().st_size:,} bytes, open it in a browser")
-
-
-def _writable(name: str) -> Path:
-    """The page's path, if it can be written when all is done."""
-    target = Path(name)
-    if target.is_dir() or not target.parent.is_dir():
-        raise InvalidArgumentError(
-            f"output: expected a file in an existing folder, got {name!r}; pass for instance "
-            "--output report.html"
-        )
-    return target
+    page, target = as_page(found, request), Path(options.output)
+    try:
+        replace_file(target, page)
+    except OutputError:  # the answers took minutes, and are not lost with their page
+        write(f"full cache: {found.full.text.strip()}\n")
+        for method in found.methods:
+            write(f"{method.label}: {method.answer.text.strip()}\n")
+        raise
+    typer.echo(f"{target}: {len(page.encode()):,} bytes, open it in a browser")

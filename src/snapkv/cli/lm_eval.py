@@ -10,6 +10,8 @@ import typer
 
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.extras import install_command
+from snapkv.validation import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def _require(tasks: list[str], options: LmEvalOptions) -> None:
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"lm-eval: expected lm-eval with what it needs, got no package {package}; run "
-                "pip install 'snapkv[lm-eval]'"
+                f"{install_command('lm-eval')}"
             )
     if not tasks:
         raise InvalidArgumentError(
@@ -110,7 +112,5 @@ def _require(tasks: list[str], options: LmEvalOptions) -> None:
         )
     for name, least in (("num_fewshot", 0), ("limit", 1)):
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise InvalidArgumentError(
-                f"{name}: expected at least {least}, got {value}; pass a larger number"
-            )
+        if value is not None:
+            require_at_least(name, value, least)

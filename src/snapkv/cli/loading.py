@@ -9,6 +9,7 @@ import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 
+from snapkv.cli import interrupts
 from snapkv.cli.options import ModelOptions
 from snapkv.models import LoadedModel, load
 
@@ -21,6 +22,7 @@ def load_model(options: ModelOptions, console: Console) -> LoadedModel:
     Raises:
         SnapKVError: the options name no model that works.
     """
+    interrupts.started()
     if not options.verbose:
         silence()
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}

@@ -11,7 +11,13 @@ import typer
 from snapkv import documents
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import RunFolder
 from snapkv.settings import MedusaTraining
+
+_FILES = (
+    *("plan.json", "answers.jsonl", "training.safetensors"),
+    *("medusa_lm_head.safetensors", "config.json"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +25,9 @@ class TrainOptions(ModelOptions):
     """What `train` takes beside its numbers."""
 
     output: Annotated[
-        str, typer.Option(help="Folder of the heads; a run that was stopped is continued there")
+        str,
+        typer.Option(help="Folder of the heads; a run that was stopped is continued there"),
+        RunFolder(files=_FILES, record="plan.json", key="num_heads"),
     ] = "medusa-heads"
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False
 

@@ -3,14 +3,26 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from snapkv.cli.amounts import count
+from snapkv.cli.fields import integers
+from snapkv.cli.outputs import Output, require_outputs
 from snapkv.settings import GenerationSettings
+from snapkv.validation import (
+    DEFAULT_BUDGET,
+    DEFAULT_WINDOW,
+    GROUP_REDUCTIONS,
+    POOLINGS,
+    require_budget,
+    require_choice,
+    require_int,
+    require_kernel,
+)
 
 _model = functools.partial(typer.Option, rich_help_panel="Model")
 _policy = functools.partial(typer.Option, rich_help_panel="What to keep")
@@ -85,6 +97,23 @@ class MethodOptions(ModelOptions):
         int | None, _answer(help="Of the sampling, and of a method that draws at random")
     ] = None
 
+    def __post_init__(self) -> None:
+        """Refuse what no method takes, before torch and the model are waited for.
+
+        The methods check all of it again, and what these options cannot know.
+        """
+        _require_ints(self, {"budget": 1, "window_size": 1, "seed": 0})
+        if self.kernel_size is not None:
+            require_kernel(self.kernel_size)
+        for name, known in (("pooling", POOLINGS), ("group_reduce", GROUP_REDUCTIONS)):
+            if (given := getattr(self, name)) is not None:
+                require_choice(name, given, known)
+        if self.keep_ratio is not None:
+            require_budget(self.budget, self.keep_ratio, 1)
+        elif self.policy == MethodOptions.policy and not self.set_:
+            window = self.window_size or DEFAULT_WINDOW
+            require_budget(self.budget or DEFAULT_BUDGET, None, window)
+
     def settings(self) -> GenerationSettings:
         """How to generate.
 
@@ -124,6 +153,11 @@ class RunOptions(MethodOptions):
     ] = False
     json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
 
+    def __post_init__(self) -> None:
+        """Check what drafts, too."""
+        super().__post_init__()
+        _require_ints(self, {"prompt_lookup": 1})
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(ModelOptions):
@@ -148,6 +182,18 @@ class SweepOptions(ModelOptions):
     ] = None
     json: Annotated[bool, _output("--json", help="Print one JSON object")] = False
 
+    def __post_init__(self) -> None:
+        """Check the budgets; the methods check the rest."""
+        for budget in integers("budget", self.budget):
+            require_int("budget", budget, minimum=1)
+
+
+def _require_ints(options: object, minima: Mapping[str, int]) -> None:
+    """Refuse numbers below their minima; None stands for one that was not given."""
+    for name, minimum in minima.items():
+        if (number := getattr(options, name)) is not None:
+            require_int(name, number, minimum=minimum)
+
 
 Command = Callable[..., None]
 
@@ -168,8 +214,16 @@ def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[text, shown], default=default)
 
 
+def _output_of(hint: Any) -> Output | None:
+    """What an option is marked to write."""
+    return next((mark for mark in get_args(hint) if isinstance(mark, Output)), None)
+
+
 def with_options(kind: type) -> Callable[[Command], Command]:
-    """Give a command that takes `options` of a dataclass every field of it as an option."""
+    """Give a command that takes `options` of a dataclass every field of it as an option.
+
+    Outputs among them are checked before the command begins, see `snapkv.cli.outputs`.
+    """
 
     def given_options(command: Command) -> Command:
         hints = get_type_hints(kind, include_extras=True)
@@ -187,11 +241,14 @@ def with_options(kind: type) -> Callable[[Command], Command]:
         own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
         counted = {p.name for p in (*own, *shared) if _is_count(p)}
 
+        marked = {name: output for name in names if (output := _output_of(hints[name]))}
+
         @functools.wraps(command)
         def with_every_option(**given: Any) -> None:
             for name in counted:
                 if given[name] is not None:
                     given[name] = count(name, str(given[name]))
+            require_outputs(marked, given)
             options = kind(**{name: given.pop(name) for name in names})
             command(**given, options=options)
 

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from snapkv.cli import interrupts
 from snapkv.cli.amounts import byte_count, count
 from snapkv.cli.options import with_options
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import DEFAULT_BUDGET, require_int
 
 _model, _work, _keep, _device, _output = "Model", "Work", "What to keep", "Device", "Output"
 
@@ -107,6 +109,14 @@ def plan(*, options: PlanOptions) -> None:
             f"{options.context or 'none'!r}; write for instance --context 128k"
         )
     tokens = count("context", options.context)
+    for name, number in {
+        "context": tokens,
+        "batch": options.batch,
+        "max_new_tokens": options.max_new_tokens,
+        "budget": DEFAULT_BUDGET if options.budget is None else options.budget,
+        "window_size": options.window_size,
+    }.items():
+        require_int(name, number, minimum=1)
     memory, reserve, bandwidth = (
         None if text is None else byte_count(name, text)
         for name, text in (
@@ -138,6 +148,7 @@ def _outline(options: PlanOptions) -> Any:
     from snapkv.cli.loading import silence
     from snapkv.models import DEMO, load_outline
 
+    interrupts.started()  # a GGUF file may have to be converted
     if not options.verbose:
         silence()
     return load_outline(

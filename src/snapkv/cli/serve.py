@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
+from snapkv.cli import interrupts
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_int
 
 
 def serve(
@@ -32,6 +34,8 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
+    require_int("budget", budget, minimum=0)
+
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.models import place_of
     from snapkv.serving import ServingSettings
@@ -39,4 +43,5 @@ def serve(
 
     parameters = typed_assignments(policy, set_ or [])
     settings = ServingSettings(policy=policy, budget=budget, parameters=parameters)
+    interrupts.started()
     run_server(place_of(model), settings, context.args)

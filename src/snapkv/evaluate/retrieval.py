@@ -5,8 +5,8 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from snapkv.errors import MissingDependencyError
 from snapkv.evaluate.corpora import CorpusName, Passage, load_corpus
+from snapkv.extras import missing
 
 _MODULES = {"bm25s": "bm25s", "Stemmer": "PyStemmer"}
 
@@ -24,10 +24,7 @@ class Index:
     def __init__(self, passages: Sequence[Passage]) -> None:
         for module, package in _MODULES.items():
             if importlib.util.find_spec(module) is None:
-                raise MissingDependencyError(
-                    f"rag: retrieval needs the package {package}, which is not installed; run "
-                    "pip install 'snapkv[rag]'"
-                )
+                raise missing("rag: retrieval", package)
         import bm25s
         import Stemmer
 

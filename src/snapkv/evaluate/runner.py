@@ -14,7 +14,7 @@ import transformers
 from snapkv import __version__
 from snapkv.answering import Answer, answer
 from snapkv.cache import CompressedCache
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.evaluate.sample import Sample, Setting, Template
 from snapkv.evaluate.store import LOST, Record, Store, short_hash
 from snapkv.evaluate.summary import summarise
@@ -65,6 +65,7 @@ class Run:
         """Check that every method can run before any sample is answered, and fit the task."""
         task = self.task.for_model(self.loaded.name, self.loaded.max_tokens)
         object.__setattr__(self, "task", task)
+        _require_lengths(task, self.loaded.max_tokens)
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
         require_methods(self.loaded, self.methods)
@@ -88,6 +89,7 @@ class Run:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
                 policy under the same label; the settings give no sample, or one of them twice.
             MissingDependencyError: the task's data is in a package that is not installed.
+            OutputError: an answer cannot be written; those before it are in the folder.
         """
         samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
         _require_distinct(samples)
@@ -109,8 +111,8 @@ class Run:
                 on_progress("done", len(wanted), len(wanted))
             keys = [(s.name, m.label, q) for s, m, q in wanted]
             rows = summarise(store.records, keys, self.task)
-            store.summarise(rows)
-        return Results(folder=folder, run=block, task=self.task, rows=rows)
+            unwritten = store.summarise(rows)
+        return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
 
     def _block(self, samples: Sequence[Sample]) -> Record:
         """What a result must say so that it can be made again."""
@@ -156,12 +158,14 @@ class Results:
         run: the block that says how they were made.
         task: what was asked.
         rows: one per method, setting and cell, see `snapkv.evaluate.summary`.
+        unwritten: why the folder has no summary of them; None where it has.
     """
 
     folder: Path
     run: Record
     task: Task
     rows: list[Record]
+    unwritten: OutputError | None = None
 
 
 def versions() -> Record:
@@ -200,6 +204,20 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
                 f"policy: expected {record['method']} to be what it was when the folder's "
                 f"answers were made, {record['policy']}, got {asked}; choose another folder"
             )
+
+
+def _require_lengths(task: Task, max_tokens: int | None) -> None:
+    """Raise where prompts would be made only to be found far too long; a few are shown as such."""
+    longest = max(getattr(task, "lengths", ()), default=0)
+    if max_tokens is not None and longest > _MOST_TIMES_POSITIONS * max_tokens:
+        raise InvalidArgumentError(
+            f"lengths: expected at most {_MOST_TIMES_POSITIONS * max_tokens:,} tokens, "
+            f"{_MOST_TIMES_POSITIONS} times the model's {max_tokens:,} positions, got {longest:,}; "
+            "pass a smaller number, or choose a model with more positions"
+        )
+
+
+_MOST_TIMES_POSITIONS = 8
 
 
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:

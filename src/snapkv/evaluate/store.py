@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.writing import append_line, replace_file
 
 Record = dict[str, Any]
 
@@ -90,22 +91,24 @@ class Store:
         """Append an answer; it is on the disk when this returns.
 
         Raises:
-            InvalidArgumentError: it cannot be written.
+            OutputError: it cannot be written; the folder holds all answers before it.
         """
-        with _needing(self.folder):
-            line = json.dumps(record).encode() + b"\n"
-            while line:
-                line = line[self._file.write(line) :]
-            os.fsync(self._file.fileno())
+        append_line(self._file, json.dumps(record), self._path)
         self._lines += 1
         self._records[key(record)] = record
         self._done.add(key(record))
 
-    def summarise(self, rows: Iterable[Record]) -> None:
-        """Write the summary, whole or not at all."""
+    def summarise(self, rows: Iterable[Record]) -> OutputError | None:
+        """Write the summary, whole or not at all; why not, where it cannot be written.
+
+        An error is not raised, so that the rows, which are known, can be shown first.
+        """
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        with _needing(self.folder):
+        try:
             replace_file(self.folder / "summary.jsonl", text)
+        except OutputError as error:
+            return error
+        return None
 
     def _opened(self) -> IO[bytes]:
         """The file of the answers, locked; not one that another run has just replaced."""
@@ -127,7 +130,7 @@ class Store:
         """Write the file anew without lines that newer ones replace."""
         if self._lines > len(self._records):
             # Nothing is lost where this fails: of two lines the newer one counts.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OutputError):
                 text = "".join(json.dumps(record) + "\n" for record in self.records)
                 replace_file(self._path, text)
 
@@ -177,16 +180,6 @@ def key(record: Record) -> Key:
 def short_hash(settings: Record, digits: int = 8) -> str:
     """A short name for settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole: a crash leaves the old one or none."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

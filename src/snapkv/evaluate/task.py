@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
-from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.sample import Sample
 
 
@@ -71,14 +70,6 @@ class Task(ABC):
 
 def _named(task: Task) -> set[str]:
     return {parameter.name for parameter in fields(task) if parameter.init}
-
-
-def require_at_least(argument: str, value: int, least: int) -> None:
-    """Raise unless a setting is at least as large as it must be."""
-    if value < least:
-        raise InvalidArgumentError(
-            f"{argument}: expected at least {least}, got {value}; pass a larger number"
-        )
 
 
 def data_hash(samples: Iterable[Sample]) -> str:

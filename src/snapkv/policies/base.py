@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
-
-DEFAULT_BUDGET = 1024
+from snapkv.validation import DEFAULT_BUDGET as DEFAULT_BUDGET  # policies take these from here
+from snapkv.validation import DEFAULT_WINDOW, require_budget
+from snapkv.validation import require_choice as require_choice
+from snapkv.validation import require_int as require_int
+from snapkv.validation import require_ratio as require_ratio
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
@@ -186,38 +189,13 @@ class PrefixPolicy(Policy):
     budget: int | None = None
     _: KW_ONLY
     keep_ratio: float | None = None
-    window_size: int = field(default=32)
+    window_size: int = field(default=DEFAULT_WINDOW)
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
-        require_int("window_size", self.window_size, minimum=1)
-        require_int("sink_tokens", self.sink_tokens, minimum=0)
-        if self.keep_ratio is None:
-            if self.budget is None:
-                object.__setattr__(self, "budget", DEFAULT_BUDGET)
-            self._check_budget()
-        elif self.budget is not None:
-            raise InvalidArgumentError(
-                f"budget and keep_ratio: expected one of them, got budget={self.budget} and "
-                f"keep_ratio={self.keep_ratio}; leave one out"
-            )
-        else:
-            require_ratio("keep_ratio", self.keep_ratio)
-
-    def _check_budget(self) -> None:
-        require_int("budget", self.budget, minimum=1)
-        assert self.budget is not None
-        if self.budget <= self.window_size:
-            raise InvalidArgumentError(
-                f"budget: expected more than window_size={self.window_size}, since the window is "
-                f"part of the budget, got {self.budget}; raise budget or lower window_size"
-            )
-        if self.budget < self.window_size + self.sink_tokens:
-            raise InvalidArgumentError(
-                f"budget: expected at least window_size={self.window_size} + "
-                f"sink_tokens={self.sink_tokens}, since both are part of the budget, got "
-                f"{self.budget}; raise budget or lower one of them"
-            )
+        if self.budget is None and self.keep_ratio is None:
+            object.__setattr__(self, "budget", DEFAULT_BUDGET)
+        require_budget(self.budget, self.keep_ratio, self.window_size, self.sink_tokens)
 
     @property
     def sink_tokens(self) -> int:
@@ -299,37 +277,3 @@ class PrefixPolicy(Policy):
     def prefix_lengths(self, layer: PromptLayer) -> list[int]:
         """B numbers: tokens of each row before the window, pads left out."""
         return [max(0, tokens - self.window_size) for tokens in layer.row_lengths]
-
-
-def require_int(argument: str, value: object, *, minimum: int) -> None:
-    """Raise unless `value` is an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidTypeError(
-            f"{argument}: expected an integer, got {value!r} of type {type(value).__name__}; "
-            f"pass a whole number of at least {minimum}"
-        )
-    if value < minimum:
-        raise InvalidArgumentError(
-            f"{argument}: expected at least {minimum}, got {value}; pass a larger number"
-        )
-
-
-def require_ratio(argument: str, value: object) -> None:
-    """Raise unless `value` is a number in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidTypeError(
-            f"{argument}: expected a number in (0, 1], got {value!r} of type "
-            f"{type(value).__name__}; pass a fraction such as 0.25"
-        )
-    if not 0 < value <= 1:
-        raise InvalidArgumentError(
-            f"{argument}: expected a number in (0, 1], got {value}; pass a fraction such as 0.25"
-        )
-
-
-def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise unless `value` is one of `choices`."""
-    if value not in choices:
-        raise InvalidArgumentError(
-            f"{argument}: expected one of {', '.join(choices)}, got {value!r}; pass one of them"
-        )

@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.policies.base import PrefixPolicy, require_choice, require_int
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import GROUP_REDUCTIONS, POOLINGS, require_choice, require_kernel
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,9 @@ class SnapKV(PrefixPolicy):
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
         super().__post_init__()
-        require_int("kernel_size", self.kernel_size, minimum=1)
-        if self.kernel_size % 2 == 0:
-            raise InvalidArgumentError(
-                f"kernel_size: expected an odd number, so that a position stays in the middle of "
-                f"its cluster, got {self.kernel_size}; pass {self.kernel_size + 1}"
-            )
-        require_choice("pooling", self.pooling, ("max", "avg"))
-        require_choice("group_reduce", self.group_reduce, ("mean", "max", "sum", "none"))
+        require_kernel(self.kernel_size)
+        require_choice("pooling", self.pooling, POOLINGS)
+        require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
 
     @property
     def query_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.report.figures import STYLE, encoded, line_style, shown_tokens
+from snapkv.writing import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +71,7 @@ def draw(rows: Sequence[Row]) -> "Figure":
 def save(figure: "Figure", path: str) -> None:
     """Write the figure; its format goes by the file's ending."""
     target = Path(path)
-    target.write_bytes(encoded(figure, target.suffix.lower()))
+    replace_file(target, encoded(figure, target.suffix.lower()))
 
 
 def _draw_panel(panel: "Axes", rows: Sequence[Row], bench: str) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.runner import Results
 from snapkv.evaluate.store import Record
 from snapkv.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
+from snapkv.extras import missing
+from snapkv.writing import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +44,7 @@ def require_drawable(path: str | None = None) -> None:
         path: file of the figure; None where it becomes a part of a page.
 
     Raises:
-        InvalidArgumentError: a suffix that is not in `FORMATS`, or no such folder.
+        InvalidArgumentError: a suffix that is not in `FORMATS`.
         MissingDependencyError: matplotlib is not installed.
     """
     if path is not None and Path(path).suffix.lower() not in FORMATS:
@@ -50,16 +52,8 @@ def require_drawable(path: str | None = None) -> None:
             f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; choose "
             "one of them"
         )
-    if path is not None and not Path(path).parent.is_dir():
-        raise InvalidArgumentError(
-            f"plot: expected an existing folder for the figure, got {path!r}; make "
-            f"{str(Path(path).parent)!r} first"
-        )
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            "plot: drawing figures needs the package matplotlib, which is not installed; run "
-            "pip install 'snapkv[eval]'"
-        )
+        raise missing("plot: drawing figures", "matplotlib")
 
 
 def draw(results: Results) -> dict[str, "Figure"]:
@@ -87,7 +81,7 @@ def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
     written = []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")
-        file.write_bytes(encoded(figure, target.suffix.lower()))
+        replace_file(file, encoded(figure, target.suffix.lower()))
         written.append(file)
     return written
 

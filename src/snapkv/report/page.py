@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.cache import format_bytes
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.evaluate.runner import Results
-from snapkv.evaluate.store import replace_file
 from snapkv.evaluate.summary import score_lines, shown_score
+from snapkv.extras import missing
 from snapkv.report import figures
 from snapkv.report.tables import as_csv, as_markdown, method_table
+from snapkv.writing import naming, replace_file
+
+FILES = ("index.html", "results.csv", "results.md")
+"""What `write_report` writes; the page comes first."""
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -23,37 +26,30 @@ _REASONS = {
 }
 
 
-def require_reportable(folder: str) -> None:
-    """Raise before a run starts if its page could not be written when it ends.
-
-    Args:
-        folder: made where it does not exist.
+def require_reportable() -> None:
+    """Raise before a run starts if its page could not be made when it ends.
 
     Raises:
-        InvalidArgumentError: not a folder, or none that can be made.
         MissingDependencyError: jinja2 or matplotlib is not installed.
     """
     if importlib.util.find_spec("jinja2") is None:
-        raise MissingDependencyError(
-            "report: writing a page needs the package jinja2, which is not installed; run "
-            "pip install 'snapkv[eval]'"
-        )
+        raise missing("report: writing a page", "jinja2")
     figures.require_drawable()
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"report: expected a folder, got {folder!r}: {error.strerror}; choose another"
-        ) from error
 
 
 def write_report(results: Results, folder: str) -> Path:
-    """Write index.html, results.csv and results.md; the page's path."""
+    """Write the files of a page into a folder, made where it does not exist; the page's path.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
     target = Path(folder)
-    replace_file(target / "results.csv", as_csv(results))
-    replace_file(target / "results.md", as_markdown(results))
-    replace_file(target / "index.html", as_page(results))
-    return target / "index.html"
+    contents = (as_page(results), as_csv(results), as_markdown(results))
+    with naming(target):
+        target.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(FILES, contents, strict=True):
+        replace_file(target / name, content)
+    return target / FILES[0]
 
 
 def as_page(results: Results) -> str:

@@ -8,13 +8,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.evaluate.sample import Sample, Template
 from snapkv.evaluate.store import Record, Store, short_hash
 from snapkv.evaluate.summary import mean_of
-from snapkv.evaluate.task import data_hash, require_at_least
+from snapkv.evaluate.task import data_hash
 from snapkv.settings import GenerationSettings
 from snapkv.study.material import LEAST_TOKENS, QUESTIONS, asked, cut, long_texts
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.models import LoadedModel
@@ -34,6 +35,7 @@ class Findings:
         rows: the means over documents or samples.
         warnings: what of the user's files was not read, a line each.
         notices: what was done otherwise than asked for, a sentence each.
+        unwritten: why the folder has no summary of them; None where it has.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class Findings:
     rows: list[Record]
     warnings: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    unwritten: OutputError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,7 @@ class Study(ABC):
 
         Raises:
             InvalidArgumentError: the folder holds another run.
+            OutputError: a part cannot be written; those before it are in the folder.
             PromptTooLongError: the model has too few positions.
         """
 
@@ -202,8 +206,15 @@ class ReadingStudy(Study):
             rows = mean_rows(
                 (row for record in store.records for row in record["rows"]), self.by, self.numbers
             )
-            store.summarise(rows)
-        return Findings(folder=folder, run=block, rows=rows, notices=notices, warnings=warnings)
+            unwritten = store.summarise(rows)
+        return Findings(
+            folder=folder,
+            run=block,
+            rows=rows,
+            warnings=warnings,
+            notices=notices,
+            unwritten=unwritten,
+        )
 
     def _fitted(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]

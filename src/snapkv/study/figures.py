@@ -1,13 +1,16 @@
 """The figures of the studies; the only place of theirs that imports matplotlib."""
 
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.store import Record
+from snapkv.extras import missing
+from snapkv.writing import replace_file
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -38,19 +41,13 @@ def require_drawable(path: str) -> None:
     """Raise unless a figure can be written to that file; to be called before measuring.
 
     Raises:
-        InvalidArgumentError: another ending than those of `FORMATS`, or a folder that is not there.
+        InvalidArgumentError: another ending than those of `FORMATS`.
         MissingDependencyError: matplotlib is not installed.
     """
-    place = Path(path)
-    if place.suffix.lower() not in FORMATS:
+    if Path(path).suffix.lower() not in FORMATS:
         raise InvalidArgumentError(
             f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; add "
             "one of them"
-        )
-    if not place.parent.is_dir():
-        raise InvalidArgumentError(
-            f"plot: expected a file in a folder that exists, got {path!r}; make {place.parent} "
-            "first"
         )
     _figure(1)
 
@@ -134,16 +131,16 @@ def save(figure: Any, path: str) -> None:
     from matplotlib import rc_context
 
     metadata = {"Date": None} if path.lower().endswith(".svg") else None
+    target, data = Path(path), io.BytesIO()
+    kind = target.suffix.removeprefix(".").lower()
     with rc_context({"svg.hashsalt": "snapkv", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata=metadata, dpi=100)
+        figure.savefig(data, format=kind, metadata=metadata, dpi=100)
+    replace_file(target, data.getvalue())
 
 
 def _figure(panels: int) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError(
-            "plot: figures need the package matplotlib, which is not installed; run "
-            "pip install 'snapkv[eval]'"
-        ) from error
+        raise missing("plot: drawing figures", "matplotlib") from error
     return Figure(figsize=(4.6 * panels, 4.2), layout="constrained")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.store import Record
-from snapkv.evaluate.task import require_at_least
 from snapkv.study.base import Part, ReadingStudy, Table, grouped, over_layers
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.models import LoadedModel

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.evaluate.sample import Template
 from snapkv.evaluate.store import Record
-from snapkv.evaluate.task import require_at_least
 from snapkv.evaluate.tasks import Needle
 from snapkv.study.base import Findings, Progress, Study, Table, grouped
+from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.evaluate.runner import Method, Run

@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.fitting import fitted, percents
 from snapkv.evaluate.sample import Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.evaluate.words import distinct, number, word_key
 from snapkv.settings import GenerationSettings
+from snapkv.validation import require_at_least, require_each_at_least
 
 _HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -70,7 +71,7 @@ class Lines(Task):
         minima = {"positions": 1, "samples_each": 1, "examples": 0}
         for name, least in minima.items():
             require_at_least(name, getattr(self, name), least)
-        require_at_least("lengths", min(self.lengths, default=0), 1)
+        require_each_at_least("lengths", self.lengths, 1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Samples of every length and position."""

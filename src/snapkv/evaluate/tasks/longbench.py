@@ -19,8 +19,9 @@ from snapkv.evaluate.longbench.sets import SETS, DataSet, chosen_sets
 from snapkv.evaluate.longbench.truncation import truncated
 from snapkv.evaluate.metrics import CodeSimilarity
 from snapkv.evaluate.sample import Cell, Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.settings import GenerationSettings
+from snapkv.validation import require_at_least
 
 _LEAST_TOKENS = 64  # of a prompt, so that a half holds the end of a question
 

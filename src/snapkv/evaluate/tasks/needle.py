@@ -17,8 +17,9 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.fitting import percents
 from snapkv.evaluate.haystack import Haystack, load_haystack
 from snapkv.evaluate.sample import Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.settings import GenerationSettings
+from snapkv.validation import require_at_least, require_each_at_least
 
 _INSTRUCTION = (
     "You are a helpful assistant that answers questions about a document. Keep the answer short "
@@ -85,7 +86,7 @@ class Needle(Task):
                 f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
                 f"{self.depths}; pass a smaller number"
             )
-        require_at_least("lengths", min(self.lengths, default=0), self.buffer_tokens + 100)
+        require_each_at_least("lengths", self.lengths, self.buffer_tokens + 100)
         if self.variant not in ("magic-number", "sandwich"):
             raise InvalidArgumentError(
                 f"variant: expected magic-number or sandwich, got {self.variant!r}; choose one"

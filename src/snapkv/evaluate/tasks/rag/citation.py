@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 from snapkv.evaluate.corpora import CorpusName, Question, load_corpus
 from snapkv.evaluate.retrieval import Index, corpus_index
 from snapkv.evaluate.sample import Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.evaluate.tasks.rag.asking import STOPS, drawn, neighbours, numbered
 from snapkv.settings import GenerationSettings
+from snapkv.validation import require_at_least, require_each_at_least
 
 _INSTRUCTION = (
     "Answer the question at the end from the documents below, and say which documents the answer "
@@ -52,7 +53,7 @@ class RagCitation(Task):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        require_at_least("documents", min(self.documents, default=0), 2)
+        require_each_at_least("documents", self.documents, 2)
         require_at_least("samples_each", self.samples_each, 1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:

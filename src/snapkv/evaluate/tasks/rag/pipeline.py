@@ -9,8 +9,9 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.corpora import CorpusName, load_corpus
 from snapkv.evaluate.retrieval import corpus_index
 from snapkv.evaluate.sample import Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.evaluate.tasks.rag.asking import drawn, found, phrase_questions, phrase_sample
+from snapkv.validation import require_at_least, require_each_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class RagPipeline(Task):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        require_at_least("documents", min(self.documents, default=0), 1)
+        require_each_at_least("documents", self.documents, 1)
         require_at_least("samples_each", self.samples_each, 1)
         if self.retrieve < max(self.documents):
             raise InvalidArgumentError(

@@ -10,7 +10,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.corpora import CorpusName, Passage, Question, load_corpus
 from snapkv.evaluate.retrieval import Index, corpus_index
 from snapkv.evaluate.sample import Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.evaluate.tasks.rag.asking import (
     drawn,
     found,
@@ -19,6 +19,7 @@ from snapkv.evaluate.tasks.rag.asking import (
     phrase_sample,
 )
 from snapkv.evaluate.tasks.rag.rows import Row, read_rows
+from snapkv.validation import require_at_least, require_each_at_least
 
 _POSITIONS = ("beginning", "middle", "end")
 
@@ -52,7 +53,7 @@ class RagPosition(Task):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        require_at_least("documents", min(self.documents, default=0), 3)
+        require_each_at_least("documents", self.documents, 3)
         require_at_least("samples_each", self.samples_each, 1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:

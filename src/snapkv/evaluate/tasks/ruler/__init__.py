@@ -23,13 +23,14 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.evaluate.fitting import fitted
 from snapkv.evaluate.haystack import Haystack, load_haystack
 from snapkv.evaluate.sample import Sample
-from snapkv.evaluate.task import Task, require_at_least
+from snapkv.evaluate.task import Task
 from snapkv.evaluate.tasks.ruler.counting import CommonWords, FrequentWords
 from snapkv.evaluate.tasks.ruler.needle import Needles
 from snapkv.evaluate.tasks.ruler.puzzle import Generator, Wanted
 from snapkv.evaluate.tasks.ruler.qa import Answering
 from snapkv.evaluate.tasks.ruler.tracing import Tracing
 from snapkv.settings import GenerationSettings
+from snapkv.validation import require_at_least, require_each_at_least
 
 GENERATORS: dict[str, Generator] = {
     "niah_single_1": Needles(haystack="noise"),
@@ -76,7 +77,7 @@ class Ruler(Task):
     def __post_init__(self) -> None:
         """Check the settings."""
         require_at_least("samples_each", self.samples_each, 1)
-        require_at_least("lengths", min(self.lengths, default=0), 1)
+        require_each_at_least("lengths", self.lengths, 1)
         unknown = [task for task in self.tasks if task not in GENERATORS]
         if unknown or not self.tasks:
             raise InvalidArgumentError(

@@ -1,0 +1,245 @@
+"""What a command may write to: nothing is overwritten unasked, and nothing that it reads at all.
+
+Options that name an output say so beside their `typer.Option`. They are checked when the command is
+called, before anything takes time.
+"""
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.writing import is_stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Marks an option that names a file, or a folder for files, written whole at the end.
+
+    Attributes:
+        files: names in the folder; empty where the option names one file.
+        beside: what may be added to the stem of that file for others, such as "-budgets".
+    """
+
+    is_added_to: ClassVar[bool] = False
+    """Whether a command goes on with what is there, which `--force` then must not throw away."""
+
+    files: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    def targets(self, path: Path) -> list[Path]:
+        """The files that are written."""
+        if self.files:
+            return [path / name for name in self.files]
+        endings = self.beside if path.name else ()  # "." is refused as the folder it is
+        return [path, *(path.with_stem(f"{path.stem}{ending}") for ending in endings)]
+
+    def is_own(self, path: Path) -> bool:
+        """Whether what is there is clearly what this option writes, and may be gone on with."""
+        del path
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder(Output):
+    """Marks an option that names the folder of a run, which is continued where it is the same.
+
+    Attributes:
+        record: the file that says which run it is. key: what stands in it.
+    """
+
+    is_added_to: ClassVar[bool] = True
+
+    record: str
+    key: str
+
+    def is_own(self, path: Path) -> bool:
+        """Whether the folder is one of a run; which one, the run itself will ask."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return self.key in json.loads((path / self.record).read_bytes())
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsFile(Output):
+    """Marks an option that names a file to which rows are added, JSON objects that have `key`."""
+
+    is_added_to: ClassVar[bool] = True
+
+    key: str
+
+    def is_own(self, path: Path) -> bool:
+        """Whether the file begins with such a row, or holds nothing."""
+        with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+            first = file.readline()
+            return not first or self.key in json.loads(first)
+        return False
+
+
+RESULTS = RunFolder(
+    files=("run.json", "samples.jsonl", "summary.jsonl"), record="run.json", key="snapkv"
+)
+"""The folder of an evaluation or a study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions:
+    """What every command takes that writes a file at its end."""
+
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace files that are there", rich_help_panel="Output"),
+    ] = False
+
+
+def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
+    """Refuse a command that would overwrite what is not its own.
+
+    Args:
+        marked: its options that name outputs.
+        given: the values of all its options; paths among them are what it reads.
+
+    Raises:
+        InvalidArgumentError: an output that is there, that the command reads or writes twice, or
+            that cannot be written.
+    """
+    inputs = [text for name in given.keys() - marked.keys() for text in _texts(given[name])]
+    taken: dict[str, str] = {}
+    for name, output in marked.items():
+        if (text := given.get(name)) is None:
+            continue
+        require_output(name, text, output, inputs=inputs, force=bool(given.get("force")))
+        for target in output.targets(Path(text)):
+            real = os.path.realpath(target)
+            if taken.setdefault(real, name) != name:
+                raise InvalidArgumentError(
+                    f"{name}: expected another file than that of {taken[real]}, got {text!r} for "
+                    "both; choose another name"
+                )
+
+
+def require_output(
+    name: str, text: str, output: Output, *, inputs: Iterable[str], force: bool
+) -> None:
+    """Refuse an output that is there and not the command's own, or that cannot be written.
+
+    Args:
+        name: of the option.
+        text: what it was given.
+        output: what is written there.
+        inputs: paths that are read, among other texts.
+        force: whether files that are there may be replaced; never those that are read.
+
+    Raises:
+        InvalidArgumentError: such an output.
+    """
+    if not text.strip():
+        raise InvalidArgumentError(f"{name}: expected a name, got an empty one; pass a name")
+    path = Path(text)
+    targets = [target for target in output.targets(path) if not is_stream(target)]
+    if targets:
+        _require_place(name, path, output)
+    for target in targets:
+        if not _is_there(name, target):
+            continue
+        if target.is_dir():
+            raise InvalidArgumentError(
+                f"{name}: expected the name of a file, got the folder {str(target)!r}; name a file"
+            )
+        if not output.is_own(path):
+            _require_replaceable(name, target, output, inputs, force)
+
+
+def _is_there(name: str, target: Path) -> bool:
+    """Whether anything has that name, were it a link that leads nowhere."""
+    try:
+        target.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name}: expected a name that a file can have, got {str(target)!r}: "
+            f"{error.strerror or error}; choose another name"
+        ) from error
+    return True
+
+
+def _require_replaceable(
+    name: str, target: Path, output: Output, inputs: Iterable[str], force: bool
+) -> None:
+    if _identity(target) in _identities(inputs):
+        raise InvalidArgumentError(
+            f"{name}: expected a file that is not read, got {str(target)!r}, which is one of the "
+            "inputs; choose another name"
+        )
+    if output.is_added_to or not force:
+        forced = "" if output.is_added_to else ", or pass --force to replace it"
+        raise InvalidArgumentError(
+            f"{name}: expected a new name, got {str(target)!r}, which is there already; choose "
+            f"another name{forced}"
+        )
+
+
+def _require_place(name: str, path: Path, output: Output) -> None:
+    """Refuse a folder that is not there and is not made, or that takes no files."""
+    folder = path if output.files else path.parent
+    if output.files or output.is_added_to:  # folders are made
+        while not os.path.lexists(folder):
+            folder = folder.parent
+    elif not folder.is_dir():
+        raise InvalidArgumentError(
+            f"{name}: expected a file in an existing folder, got {str(path)!r}; make "
+            f"{str(folder)!r} first, or choose another place"
+        )
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{name}: expected a folder that can be written, got {str(folder)!r}: "
+            f"{error.strerror or error}; choose another place"
+        ) from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts among the value of an option, which may be repeated or have commas in it."""
+    for each in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(each, str):
+            yield from filter(None, {each, *each.split(",")})
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from every other, whatever names and links it has."""
+    try:
+        status = path.stat()
+    except OSError:  # a link that leads nowhere
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _identities(texts: Iterable[str]) -> set[tuple[int, int]]:
+    """Of all files that texts name, those below folders and standard input included."""
+    found: set[tuple[int, int] | None] = set()
+    for text in texts:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # no path
+            found.update(map(_identity, _files(Path(text).expanduser())))
+    with contextlib.suppress(OSError):  # closed
+        status = os.fstat(0)
+        if stat.S_ISREG(status.st_mode):
+            found.add((status.st_dev, status.st_ino))
+    return {each for each in found if each is not None}
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        for folder, _, names in os.walk(path):
+            yield from (Path(folder, name) for name in names)
+    elif path.is_file():
+        yield path

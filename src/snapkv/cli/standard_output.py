@@ -1,0 +1,58 @@
+"""Standard output, which says its name where it takes no more."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+from snapkv.errors import OutputError
+
+
+@contextlib.contextmanager
+def named_output() -> Iterator[None]:
+    """Within this block, what standard output refuses is an OutputError; all of it is flushed.
+
+    Raises:
+        OutputError: standard output is closed, full or broken.
+        BrokenPipeError: who read it has left.
+    """
+    stream = sys.stdout
+    if stream is None:
+        raise OutputError("output: expected an open standard output, got a closed one; open it")
+    sys.stdout = cast(Any, _Named(stream))
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = stream
+
+
+class _Named:
+    """A stream whose errors say which stream it was."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        with _naming():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _naming():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _naming() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"output: expected to write to standard output, got: {error.strerror or error}; make "
+            "room, or send it elsewhere"
+        ) from error

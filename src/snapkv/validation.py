@@ -1,0 +1,119 @@
+"""Checks of values that come from users; importable without torch, so that options fail at once."""
+
+from collections.abc import Collection
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+
+DEFAULT_BUDGET = 1024
+DEFAULT_WINDOW = 32
+
+POOLINGS = ("max", "avg")
+GROUP_REDUCTIONS = ("mean", "max", "sum", "none")
+
+MOST = 2**63 - 1
+"""The largest whole number that a tensor holds."""
+
+
+MOST_COUNTED = 2**24
+"""Of what is read, made or repeated one by one."""
+
+
+def require_at_least(argument: str, value: int, least: int) -> None:
+    """Raise unless a number of things to be made or read is within reason."""
+    require_int(argument, value, minimum=least)
+    if value > MOST_COUNTED:
+        raise InvalidArgumentError(
+            f"{argument}: expected at most {MOST_COUNTED:,}, got {value:,}; pass a smaller number"
+        )
+
+
+def require_each_at_least(argument: str, values: Collection[int], least: int) -> None:
+    """Raise unless there are numbers, each as `require_at_least` wants it."""
+    require_at_least(argument, min(values, default=0), least)
+    require_at_least(argument, max(values, default=0), least)
+
+
+def require_budget(
+    budget: object, keep_ratio: object, window_size: object, sink_tokens: object = 0
+) -> None:
+    """Raise unless they say how much of a prompt to keep, its window included.
+
+    Args:
+        budget: tokens, or None.
+        keep_ratio: instead of it, a fraction; one of the two.
+        window_size: tokens at the end that are always kept.
+        sink_tokens: tokens at the start that are always kept.
+    """
+    require_int("window_size", window_size, minimum=1)
+    require_int("sink_tokens", sink_tokens, minimum=0)
+    if keep_ratio is not None and budget is not None:
+        raise InvalidArgumentError(
+            f"budget and keep_ratio: expected one of them, got budget={budget} and "
+            f"keep_ratio={keep_ratio}; leave one out"
+        )
+    if keep_ratio is not None:
+        require_ratio("keep_ratio", keep_ratio)
+        return
+    require_int("budget", budget, minimum=1)
+    assert isinstance(budget, int)
+    assert isinstance(window_size, int)
+    if budget <= window_size:
+        raise InvalidArgumentError(
+            f"budget: expected more than window_size={window_size}, since the window is "
+            f"part of the budget, got {budget}; raise budget or lower window_size"
+        )
+    assert isinstance(sink_tokens, int)
+    if budget < window_size + sink_tokens:
+        raise InvalidArgumentError(
+            f"budget: expected at least window_size={window_size} + sink_tokens={sink_tokens}, "
+            f"since both are part of the budget, got {budget}; raise budget or lower one of them"
+        )
+
+
+def require_kernel(kernel_size: object) -> None:
+    """Raise unless a pooling window has a middle."""
+    require_int("kernel_size", kernel_size, minimum=1)
+    assert isinstance(kernel_size, int)
+    if kernel_size % 2 == 0:
+        raise InvalidArgumentError(
+            f"kernel_size: expected an odd number, so that a position stays in the middle of "
+            f"its cluster, got {kernel_size}; pass {kernel_size + 1}"
+        )
+
+
+def require_int(argument: str, value: object, minimum: int) -> None:
+    """Raise unless `value` is an integer of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTypeError(
+            f"{argument}: expected an integer, got {value!r} of type {type(value).__name__}; "
+            f"pass a whole number of at least {minimum}"
+        )
+    if value < minimum:
+        raise InvalidArgumentError(
+            f"{argument}: expected at least {minimum}, got {value}; pass a larger number"
+        )
+    if value > MOST:
+        raise InvalidArgumentError(
+            f"{argument}: expected at most {MOST:,}, got {value:,}; pass a smaller number"
+        )
+
+
+def require_ratio(argument: str, value: object) -> None:
+    """Raise unless `value` is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(
+            f"{argument}: expected a number in (0, 1], got {value!r} of type "
+            f"{type(value).__name__}; pass a fraction such as 0.25"
+        )
+    if not 0 < value <= 1:
+        raise InvalidArgumentError(
+            f"{argument}: expected a number in (0, 1], got {value}; pass a fraction such as 0.25"
+        )
+
+
+def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidArgumentError(
+            f"{argument}: expected one of {', '.join(choices)}, got {value!r}; pass one of them"
+        )

@@ -1,0 +1,80 @@
+"""Ctrl-C at any moment: one short line, status 130, no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+LINE = "snapkv: interrupted\n"
+CONTINUES = "snapkv: interrupted; the same command continues where it stopped\n"
+EVAL = ("eval", "needle", "--lengths", "300")
+SCRIPT = "import sys; from snapkv.cli import main; sys.exit(main())"
+
+STUB = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+except BaseException:  # as libraries do
+    pass
+raise ImportError("half of it was there")
+"""
+
+
+def start(arguments, folder, *, how=("-m", "snapkv"), **environment):
+    return subprocess.Popen(
+        [sys.executable, *how, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("how", [("-m", "snapkv"), ("-c", SCRIPT)], ids=["module", "script"])
+@pytest.mark.parametrize(
+    ("library", "arguments", "line"),
+    [
+        ("typer", ("generate", "-p", "x"), LINE),
+        ("torch", ("generate", "-p", "x"), LINE),
+        ("torch", EVAL, CONTINUES),
+        ("transformers", ("study", "hit-rate"), CONTINUES),
+        ("typer", ("eval", "lm-eval", "--tasks", "x"), LINE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_while_a_library_is_imported(tmp_path, how, library, arguments, line):
+    """Whatever it makes of the interruption itself."""
+    (tmp_path / "stubs").mkdir()
+    (tmp_path / "stubs" / f"{library}.py").write_text(STUB)
+    path = os.pathsep.join([str(tmp_path / "stubs"), os.environ.get("PYTHONPATH", "")])
+    process = start(arguments, tmp_path, how=how, PYTHONPATH=path)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, "", line)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.5, 1, 2, 4])
+def test_at_any_moment(tmp_path, seconds):
+    process = start(EVAL, tmp_path)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    if seconds < 0.1 and process.returncode != 130:  # Python itself had not started
+        assert "snapkv/" not in errors
+        return
+    assert (process.returncode, out) == (130, "")
+    assert errors in (CONTINUES, LINE)
+
+
+def test_where_it_is_ignored_it_stays_ignored(tmp_path):
+    ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SCRIPT}"
+    process = start(("policies",), tmp_path, how=("-c", ignoring))
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.startswith("snapkv: ")

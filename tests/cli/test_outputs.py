@@ -1,0 +1,192 @@
+"""No command overwrites what is not its own; what it reads, not even when it is told to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from snapkv.cli.interrupts import CONTINUED, NOT_CONTINUED
+from snapkv.cli.outputs import Output, RowsFile, RunFolder
+from snapkv.errors import ModelNotFoundError
+from tests.cli.commands import commands, options_of
+
+NO_OUTPUT = {
+    *("model", "revision", "device", "dtype", "attn_implementation", "shape", "medusa"),
+    *("assistant", "kvpress_python", "files", "document", "data", "include_path", "haystack"),
+    *("policy", "baseline", "beside", "budget", "storage", "pooling", "group_reduce", "set_"),
+    *("question", "questions", "prompt", "answer_start", "tasks", "lengths", "batch", "datasets"),
+    *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),
+    *("kernels", "poolings", "budgets", "corpora", "variants", "depths", "keep_ratios"),
+    *("corpus", "methods", "kernel_sizes", "ratios", "places"),
+    "recall",  # a folder for files without names, which replace none
+}
+"""Options with a text that name nothing to write."""
+
+MARKED = options_of(lambda option: option.mark(Output))
+WRITTEN = [pair for pair in MARKED if type(pair[1].mark(Output)) is Output]
+ADDED_TO = [pair for pair in MARKED if pair[1].mark(Output).is_added_to]
+FOREIGN = b"somebody's work\n"
+
+
+def named(pairs):
+    return {"argvalues": pairs, "ids": [f"{command} {each.flag}" for command, each in pairs]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch):
+    def load(**_):
+        raise ModelNotFoundError("the command has begun")
+
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
+
+
+def target_of(option, folder):
+    """What to give the option, and the files that it would write."""
+    given = folder / "out" if option.mark(Output).files else folder / "out.svg"
+    return given, option.mark(Output).targets(given)
+
+
+def test_every_option_with_a_text_names_no_output_or_is_guarded():
+    texts = {
+        f"{command} {each.name}"
+        for command, each in options_of(lambda option: option.kind is str)
+        if each.name not in NO_OUTPUT and not each.mark(Output)
+    }
+    assert not texts, "say in NO_OUTPUT that they write nothing, or mark what they write"
+    assert {each.name for _, each in MARKED} == {"output", "plot", "report"}
+
+
+@pytest.mark.parametrize(("command", "option"), **named(MARKED))
+def test_what_is_there_is_refused_and_stays(snapkv, document, tmp_path, command, option):
+    given, files = target_of(option, tmp_path)
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(FOREIGN)
+        done = snapkv(*command.call(option.flag, given, document=document))
+        assert done.status == 2
+        assert f"{option.name}: expected a new name, got {str(file)!r}" in done.err
+        assert done.err.count("\n") == 1
+        assert ("--force" in done.err) == (not option.mark(Output).is_added_to)
+        assert file.read_bytes() == FOREIGN
+        file.unlink()
+
+
+@pytest.mark.parametrize(("command", "option"), **named(WRITTEN))
+def test_force_and_a_new_name_let_the_command_begin(snapkv, document, tmp_path, command, option):
+    given, files = target_of(option, tmp_path)
+    call = command.call(option.flag, given, document=document)
+    assert "the command has begun" in snapkv(*call).err
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(FOREIGN)
+    assert "the command has begun" in snapkv(*call, "--force").err
+
+
+LINKS = ("itself", "symbolic", "hard", "in a folder", "relative")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "link"),
+    [
+        pytest.param(command, option, link, id=f"{command} {option.flag} {link}")
+        for command, option in WRITTEN
+        for link in (LINKS if command.words == ("inspect",) else LINKS[:1])
+    ],
+)
+def test_what_is_read_is_never_written(
+    snapkv, document, tmp_path, monkeypatch, command, option, link
+):
+    given, (file, *_) = target_of(option, tmp_path)
+    file.parent.mkdir(exist_ok=True)
+    read = tmp_path / "read.gguf"
+    read.write_bytes(FOREIGN)
+    monkeypatch.chdir(tmp_path)
+    if link == "symbolic":
+        file.symlink_to(read)
+    elif link == "hard":
+        os.link(read, file)
+    else:
+        read.rename(file)
+        read = {"in a folder": file.parent, "relative": Path(os.path.relpath(file))}.get(link, file)
+    given = os.path.relpath(given) if link == "itself" else given
+    call = command.call(option.flag, given, "--model", read, "--force", document=document)
+    done = snapkv(*call)
+    assert done.status == 2
+    assert "which is one of the inputs" in done.err
+    assert file.read_bytes() == FOREIGN
+
+
+@pytest.mark.parametrize(("command", "option"), **named(ADDED_TO))
+def test_what_a_command_goes_on_with_is_left_to_it(snapkv, document, tmp_path, command, option):
+    given, _ = target_of(option, tmp_path)
+    match option.mark(Output):
+        case RunFolder(record=record, key=key):
+            given.mkdir()
+            (given / record).write_text(f'{{"{key}": 1}}')
+        case RowsFile(key=key):
+            given.write_text(f'{{"{key}": "decode"}}\n')
+    done = snapkv(*command.call(option.flag, given, document=document))
+    assert "the command has begun" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no/such/page.html", "expected a file in an existing folder"),
+        ("file/page.html", "expected a file in an existing folder"),
+        ("", "expected a name, got an empty one"),
+        (".", "expected the name of a file, got the folder"),
+        ("x" * 300, "expected a name that a file can have"),
+        ("/proc/page.html", "expected a folder that can be written, got '/proc'"),
+    ],
+)
+def test_places_that_take_no_file_are_refused_first(
+    snapkv, document, tmp_path, monkeypatch, name, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    done = snapkv("inspect", document, "-q", "Why?", "-o", name)
+    assert done.status == 2
+    assert f"output: {message}" in done.err
+
+
+def test_a_folder_is_no_figure(snapkv, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = snapkv("eval", "needle", "--plot", ".")
+    assert (done.status, done.out) == (2, "")
+    assert "plot: expected the name of a file, got the folder '.'" in done.err
+
+
+def test_the_document_on_standard_input_is_an_input_too(tmp_path, document):
+    with document.open("rb") as stdin:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "snapkv", "inspect", "-", "-q", "Why?"),
+                *("-o", str(document), "--force"),
+            ],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert "which is one of the inputs" in done.stderr
+
+
+def test_two_outputs_may_not_be_one_file(snapkv, tmp_path):
+    one = tmp_path / "one.svg"
+    done = snapkv("bench", "decode", "--output", one, "--plot", one)
+    assert done.status == 2
+    assert "expected another file than that of output" in done.err
+
+
+def test_what_goes_on_when_called_again_says_so_when_it_is_interrupted():
+    continued = {command.words for command, option in ADDED_TO if option.mark(RunFolder)}
+    said = {
+        command.words
+        for command in commands()
+        if command.words[0] in CONTINUED and not set(command.words) & set(NOT_CONTINUED)
+    }
+    assert continued == said

@@ -1,0 +1,133 @@
+"""A file is written whole or not at all, and nothing is left beside it."""
+
+import errno
+import os
+import resource
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from snapkv import writing
+from snapkv.errors import OutputError
+from snapkv.writing import append_line, open_for_lines, replace_file, replacing
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def limited():
+    """Files may grow to 1,000 bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("content", ["text: ä", b"\0bytes"])
+def test_a_file_is_written_whole(tmp_path, content):
+    for _ in range(2):  # new, and in place of an old one
+        replace_file(tmp_path / "page", content)
+        written = (tmp_path / "page").read_bytes()
+        assert written == (content.encode() if isinstance(content, str) else content)
+        assert names(tmp_path) == ["page"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_on_a_full_disk_the_old_file_stays_and_nothing_is_left(tmp_path, limited, there):
+    page = tmp_path / "page"
+    if there:
+        page.write_text("old")
+    with pytest.raises(OutputError, match=r"write '.*/page', got: File too large") as error:
+        replace_file(page, "x" * 2000)
+    assert "\n" not in str(error.value)
+    assert names(tmp_path) == (["page"] if there else [])
+    assert not there or page.read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_whatever_goes_wrong_at_the_end_leaves_nothing(tmp_path, monkeypatch, error, step):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(writing.os, step, fail)
+    with pytest.raises((OutputError, KeyboardInterrupt, MemoryError)):
+        replace_file(tmp_path / "page", "new")
+    assert names(tmp_path) == []
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path):
+    def write(path):
+        with replacing(path) as partial:
+            partial.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "page")
+    assert names(tmp_path) == []
+
+
+def test_a_place_below_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"file/page', got: Not a directory"):
+        replace_file(tmp_path / "file" / "page", "new")
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link").symlink_to("page")
+    replace_file(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page").read_text() == "new"
+
+
+def test_a_device_is_written_into_and_never_replaced(tmp_path):
+    link = tmp_path / "full"
+    link.symlink_to("/dev/full")
+    with pytest.raises(OutputError, match=r"full', got: No space left on device"):
+        replace_file(link, "new")
+    replace_file(Path("/dev/null"), "new")
+    assert Path("/dev/null").is_char_device()
+    with pytest.raises(OutputError, match="no regular file"), replacing(link) as partial:
+        partial.touch()
+
+
+def test_a_pipe_is_written_into(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    found = []
+    reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    replace_file(tmp_path / "pipe", "new")
+    reader.join(timeout=10)
+    assert found == ["new"]
+
+
+def test_names_as_long_as_the_file_system_takes(tmp_path):
+    name = "n" * 255
+    replace_file(tmp_path / name, "new")
+    assert names(tmp_path) == [name]
+
+
+def test_what_killed_writers_have_left_is_removed(tmp_path):
+    left = tmp_path / f".page.{'0' * 32}.partial"
+    recent = tmp_path / f".page.{'1' * 32}.partial"
+    for path in (left, recent):
+        path.touch()
+    os.utime(left, (time.time() - 7200,) * 2)
+    replace_file(tmp_path / "page", "new")
+    assert names(tmp_path) == [recent.name, "page"]
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, limited):
+    path = tmp_path / "rows" / "rows.jsonl"
+    with open_for_lines(path) as file:
+        append_line(file, "first", path)
+        with pytest.raises(OutputError, match=r"rows\.jsonl', got: File too large"):
+            append_line(file, "x" * 2000, path)
+        append_line(file, "second", path)
+    assert path.read_text() == "first\nsecond\n"
