@@ -134,9 +134,7 @@ def test_a_prompt_beyond_the_models_positions_is_refused_with_both_numbers(demo,
     prompt = text_prompt(demo.tokenizer, "word " * 8300)
     tokens = prompt.token_ids(demo.tokenizer).shape[1]
     settings = GenerationSettings(max_new_tokens=new_tokens)
-    with pytest.raises(
-        PromptTooLongError, match=rf"8,192 .* prompt of {tokens:,} tok"
-    ):
+    with pytest.raises(PromptTooLongError, match=rf"8,192 .* prompt of {tokens:,} tok"):
         answer(demo, prompt, SnapKV(), settings)
 
 
