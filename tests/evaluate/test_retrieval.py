@@ -105,7 +105,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, module, packag
     monkeypatch.setattr(
         retrieval.importlib.util, "find_spec", lambda name: None if name == module else real(name)
     )
-    with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '{package}"):
+    with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '(?i:{package})"):
         Index(PASSAGES)
 
 
