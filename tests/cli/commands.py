@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 from snapkv.cli.app import app
+from snapkv.cli.options import WholeNumber
 
 GIVEN = {
     "files": ("{document}",),
@@ -47,6 +48,8 @@ class Command:
     def call(self, *more: str, document: Any) -> list[str]:
         needed = [GIVEN[option.name] for option in self.options if option.required]
         texts = [text.format(document=document) for part in needed for text in part]
+        if self.words == ("eval", "lm-eval"):  # which says by itself that it needs some
+            texts += ["--tasks", "squadv2"]
         return [*self.words, *texts, *map(str, more)]
 
     def __str__(self) -> str:
@@ -75,7 +78,7 @@ def _options(callback: Any) -> Iterator[Option]:
         yield Option(
             name=name,
             flag=next(iter(flags), f"--{name.replace('_', '-')}"),
-            kind=_kind(hint),
+            kind=int if any(isinstance(mark, WholeNumber) for mark in marks) else _kind(hint),
             marks=tuple(marks),
             required=parameter.default is inspect.Parameter.empty,
         )

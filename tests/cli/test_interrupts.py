@@ -43,7 +43,7 @@ def start(arguments, folder, *, how=("-m", "snapkv"), **environment):
         ("torch", ("generate", "-p", "x"), LINE),
         ("torch", EVAL, CONTINUES),
         ("transformers", ("study", "hit-rate"), CONTINUES),
-        ("typer", ("eval", "lm-eval", "--tasks", "x"), LINE),
+        ("typer", ("eval", "lm-eval", "--tasks", "x"), CONTINUES),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -405,10 +405,10 @@ def test_a_disk_without_room_is_not_taken_for_missing_data(evaluate, folder, mon
         if len(synced) > 2:  # the run's settings and one answer
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("snapkv.evaluate.store.os.fsync", full)
+    monkeypatch.setattr("snapkv.writing.os.fsync", full)
     status, _, err = evaluate("local_gate", "--output", "run")
-    assert status == 2
-    assert "output: expected a folder that can be written" in err.splitlines()[-1]
+    assert status == 1
+    assert "output: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
     assert "No space left on device" in err.splitlines()[-1]
 
 

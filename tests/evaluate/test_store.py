@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.evaluate import store as store_module
 from snapkv.evaluate.store import LOST, Store
 
@@ -199,7 +199,7 @@ def test_a_kill_between_two_answers_of_one_question_loses_neither(tmp_path, mome
     patch = {
         "while running": "",
         "while writing anew": "module.replace_file = lambda path, text: (half(path, text), kill())",
-        "before replacing": "pathlib.Path.replace = kill",
+        "before replacing": "os.replace = kill",
     }[moment]
     code = f"""
 import os, pathlib, signal
@@ -241,7 +241,7 @@ def test_where_the_file_cannot_be_written_anew_both_lines_stay_and_the_newer_cou
     tmp_path, monkeypatch
 ):
     def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OutputError(errno.ENOSPC, "No space left on device")
 
     with_a_loss(tmp_path)
     with monkeypatch.context() as patched, Store(tmp_path, RUN) as store:
@@ -274,19 +274,19 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_whole_answers(tmp_path):
     resource = pytest.importorskip("resource")
     code = f"""
 import pathlib, resource
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import OutputError
 from snapkv.evaluate.store import Store
 resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
 try:
     with Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
         for number in range(9):
             store.add({record("x")!r} | {{"sample": str(number)}})
-except InvalidArgumentError as error:
+except OutputError as error:
     print(error)
 """
     assert resource
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "output: expected a folder that can be written, got" in done.stdout
+    assert "output: expected to write '" in done.stdout
     assert not done.stderr
     with Store(tmp_path, RUN) as store:
         assert [r["sample"] for r in store.records] == ["0", "1", "2", "3"]

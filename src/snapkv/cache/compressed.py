@@ -253,7 +253,9 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         Raises:
             UnsupportedModelError: pads between turns that this cache cannot hide any more.
         """
-        self._padding = find_padding(visible, new_tokens, self.layers[self._first])
+        self._padding = find_padding(
+            visible, new_tokens, [self.layers[i] for i in self.compressed_layers]
+        )
         recall = self.options["recall"]
         if self._padding is not None and self._padding.brings_gaps and recall is not None:
             raise UnsupportedModelError(

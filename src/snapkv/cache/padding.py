@@ -5,6 +5,7 @@ read where it ends. Behind it, a pad is told as it comes, or later, when the nex
 answer had ended; as long as nothing was chosen by its attention since, it can still be hidden.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,13 +38,15 @@ class Padding:
         return self.gaps if layer.cumulative_length == self.seen_tokens else None
 
 
-def find_padding(visible: Tensor | None, new_tokens: int, layer: CompressedLayer) -> Padding | None:
-    """Compare the padding of a forward pass with what a layer knows.
+def find_padding(
+    visible: Tensor | None, new_tokens: int, layers: Sequence[CompressedLayer]
+) -> Padding | None:
+    """Compare the padding of a forward pass with what the layers know.
 
     Args:
         visible: (B, seen + new) bool, False for pads; None where every token is visible.
         new_tokens: how many tokens the pass reads.
-        layer: the first compressed one; all have seen the same.
+        layers: the compressed ones; all have seen the same tokens.
 
     Returns:
         None where nothing is said, or before the first prompt has ended.
@@ -52,6 +55,7 @@ def find_padding(visible: Tensor | None, new_tokens: int, layer: CompressedLayer
         UnsupportedModelError: a token that was read as one turns out to be a pad after something
             was chosen by its attention.
     """
+    layer = layers[0]
     if visible is None or not layer.chosen_at:
         return None
     seen = layer.cumulative_length
@@ -67,7 +71,7 @@ def find_padding(visible: Tensor | None, new_tokens: int, layer: CompressedLayer
         gaps = gaps | torch.nn.functional.pad(layer.gaps, (0, total - layer.gaps.shape[1]))
     new = gaps.clone()
     new[:, :seen] &= known
-    too_late = _too_late(new[:, :seen], visible[:, seen:], layer)
+    too_late = _too_late(new[:, :seen], visible[:, seen:], layers)
     _, offset = layer.get_mask_sizes(new_tokens)
     asked = [gaps.any(), new.any(), too_late, visible[:, offset:].all()]
     any_gap, brings_gaps, is_too_late, hides_nothing = torch.stack(asked).tolist()
@@ -86,18 +90,19 @@ def find_padding(visible: Tensor | None, new_tokens: int, layer: CompressedLayer
     )
 
 
-def _too_late(hidden: Tensor, own: Tensor, layer: CompressedLayer) -> Tensor:
+def _too_late(hidden: Tensor, own: Tensor, layers: Sequence[CompressedLayer]) -> Tensor:
     """() bool: whether something was already chosen by tokens that turn out to be pads.
 
     Args:
         hidden: (B, seen) bool, those tokens.
         own: (B, new) bool, the tokens of this pass that are none.
-        layer: as above.
+        layers: as above. One that has dropped nothing yet chooses again.
     """
-    if isinstance(layer.policy, EvictingPolicy):
+    if isinstance(layers[0].policy, EvictingPolicy):
         return hidden.any()
-    chosen_by = hidden[:, : layer.chosen_at].any()
-    if not layer.history_tokens:
+    chosen_at = max(0 if layer.kept is None else layer.chosen_at for layer in layers)
+    chosen_by, history = hidden[:, :chosen_at].any(), layers[0].history_tokens
+    if not history:
         return chosen_by
-    queries_missing = hidden.any(dim=-1) & (own.sum(dim=-1) < layer.history_tokens)
+    queries_missing = hidden.any(dim=-1) & (own.sum(dim=-1) < history)
     return chosen_by | queries_missing.any()

@@ -12,9 +12,6 @@ STATUS = 130
 CONTINUED = ("eval", "study", "medusa")
 """Commands that go on, when they are called again, where they were stopped."""
 
-NOT_CONTINUED = ("lm-eval",)
-"""Those under them that begin anew."""
-
 
 def watch() -> None:
     """From now on, and until `started`, leave at once where modules are being imported.
@@ -49,8 +46,7 @@ def caused(error: BaseException | None) -> bool:
 
 
 def _line(arguments: Sequence[str]) -> str:
-    command = arguments[:2]
-    if command and command[0] in CONTINUED and not set(command) & set(NOT_CONTINUED):
+    if arguments and arguments[0] in CONTINUED:
         return "snapkv: interrupted; the same command continues where it stopped"
     return "snapkv: interrupted"
 

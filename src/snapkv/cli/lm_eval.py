@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from snapkv.cli.options import SweepOptions, with_options
+from snapkv.cli.outputs import RESULTS
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.extras import install_command
 from snapkv.validation import require_at_least
@@ -52,6 +53,7 @@ class LmEvalOptions(SweepOptions):
             rich_help_panel="Output",
             show_default="snapkv-results/lm-eval-MODEL-HASH",
         ),
+        RESULTS,
     ] = None
 
 
@@ -84,13 +86,15 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     )
     with AnswersProgress(console, "lm-eval") as progress:
         folder = results_folder(options.output, "lm-eval", loaded.name, run.fingerprint())
-        rows = run.into(folder, progress.advance)
+        rows, unwritten = run.into(folder, progress.advance)
     if options.json:
         found = {"run": run.description(), "folder": str(folder), "rows": rows}
         typer.echo(json_format.dumps(found, indent=2))
     else:
         show(metrics_table("lm-eval", rows))
         typer.echo(f"answers: {folder}", err=True)
+    if unwritten is not None:  # behind what took so long
+        raise unwritten
 
 
 def _require(tasks: list[str], options: LmEvalOptions) -> None:

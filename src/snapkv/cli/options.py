@@ -198,6 +198,11 @@ def _require_ints(options: object, minima: Mapping[str, int]) -> None:
 Command = Callable[..., None]
 
 
+@dataclass(frozen=True)
+class WholeNumber:
+    """Marks an option that takes a whole number as people write it, such as 4k."""
+
+
 def _is_count(parameter: inspect.Parameter) -> bool:
     """Whether an option is a whole number, or one that may be left out."""
     return get_args(parameter.annotation)[:1] in ((int,), (int | None,))
@@ -205,13 +210,15 @@ def _is_count(parameter: inspect.Parameter) -> bool:
 
 def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
     """The option as text for `count`, so that 4k works wherever a number does."""
-    hint, info = get_args(parameter.annotation)
+    hint, info, *marks = get_args(parameter.annotation)
     shown = copy.copy(info)
     shown.metavar = info.metavar or "INTEGER"
     text = str if hint is int else str | None
     unset = parameter.default in (None, parameter.empty)
     default = parameter.default if unset else str(parameter.default)
-    return parameter.replace(annotation=Annotated[text, shown], default=default)
+    return parameter.replace(
+        annotation=Annotated[text, shown, WholeNumber(), *marks], default=default
+    )
 
 
 def _output_of(hint: Any) -> Output | None:

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from snapkv.answering import answer
-from snapkv.errors import DocumentError, InvalidArgumentError, PromptTooLongError
+from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.evaluate.likelihood import log_likelihood
 from snapkv.evaluate.runner import (
     Method,
@@ -77,11 +77,14 @@ class HarnessRun:
         """Check that every method can run before any task is read."""
         require_methods(self.loaded, self.methods)
 
-    def into(self, folder: Path, on_progress: Progress | None = None) -> list[Record]:
+    def into(
+        self, folder: Path, on_progress: Progress | None = None
+    ) -> tuple[list[Record], OutputError | None]:
         """Answer what the folder does not hold yet; every metric of every task by every method.
 
-        A row holds: task, version, method, policy, metric, filter, score (as lm-eval counts it)
-        and samples.
+        Returns:
+            The rows, and why the folder has no summary of them, or None where it has. A row holds:
+            task, version, method, policy, metric, filter, score (as lm-eval counts it) and samples.
 
         Raises:
             InvalidArgumentError: a task that does not exist or asks for something that is not
@@ -100,8 +103,8 @@ class HarnessRun:
                     self.loaded, method, store, chat=self.chat, on_progress=on_progress
                 )
                 found += _rows(self._results(model, manager), method)
-            store.summarise(found)
-        return found
+            unwritten = store.summarise(found)
+        return found, unwritten
 
     def fingerprint(self) -> str:
         """A short name for everything that a run's results depend on, its methods left out."""
@@ -132,6 +135,8 @@ class HarnessRun:
                 bootstrap_iters=0,
                 log_samples=False,
             )
+        except OutputError:
+            raise  # of the folder of the answers
         except OSError as error:
             raise DocumentError(
                 f"tasks: expected the data of {', '.join(self.tasks)}, got "

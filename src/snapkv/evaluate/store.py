@@ -202,6 +202,8 @@ def _needing(folder: Path) -> Iterator[None]:
     """Say of a folder that cannot be made or written why it cannot."""
     try:
         yield
+    except OutputError:
+        raise
     except OSError as error:
         raise InvalidArgumentError(
             f"output: expected a folder that can be written, got {folder}: {error.strerror}; "
