@@ -76,12 +76,12 @@ def model(request):
     family, implementation = request.param
     if family == "several configs":
         return multimodal(implementation)
-    return copy.deepcopy(tiny_model(family, implementation))  # others use it too
+    return tiny_model.__wrapped__(family, implementation)  # others use and change the cached one
 
 
 @pytest.fixture
 def llama():
-    return copy.deepcopy(tiny_model("llama"))
+    return tiny_model.__wrapped__("llama")
 
 
 def configs(model):
@@ -490,7 +490,7 @@ def test_a_config_taken_from_a_model_with_caches_makes_an_ordinary_model(llama):
 
 
 def test_a_model_may_go_before_its_caches():
-    model = copy.deepcopy(tiny_model("llama"))
+    model = tiny_model.__wrapped__("llama")
     config, cache, gone = model.config, CompressedCache(model, POLICY), weakref.ref(model)
     del model
     assert gone() is None
@@ -704,7 +704,7 @@ def test_a_new_cache_under_the_old_name_changes_nothing_in_between(llama, monkey
 
 
 def test_what_was_compiled_for_one_cache_serves_the_next():
-    model, policy = copy.deepcopy(tiny_model("mistral")), SnapKV(36, window_size=8)
+    model, policy = tiny_model.__wrapped__("mistral"), SnapKV(36, window_size=8)
     compile_config = CompileConfig(fullgraph=True, backend="eager", dynamic=False)
     compile_config._compile_all_devices = True
     torch._dynamo.reset()

@@ -81,8 +81,8 @@ def require_kernel(kernel_size: object) -> None:
         )
 
 
-def require_int(argument: str, value: object, minimum: int) -> None:
-    """Raise unless `value` is an integer of at least `minimum`."""
+def require_int(argument: str, value: object, minimum: int, maximum: int | None = MOST) -> None:
+    """Raise unless `value` is an integer of at least `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidTypeError(
             f"{argument}: expected an integer, got {value!r} of type {type(value).__name__}; "
@@ -92,9 +92,9 @@ def require_int(argument: str, value: object, minimum: int) -> None:
         raise InvalidArgumentError(
             f"{argument}: expected at least {minimum}, got {value}; pass a larger number"
         )
-    if value > MOST:
+    if maximum is not None and value > maximum:
         raise InvalidArgumentError(
-            f"{argument}: expected at most {MOST:,}, got {value:,}; pass a smaller number"
+            f"{argument}: expected at most {maximum:,}, got {value:,}; pass a smaller number"
         )
 
 

@@ -6,6 +6,7 @@ is asked how large a mask must be is passed to the function that then makes it o
 """
 
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,11 +55,11 @@ def peek() -> Handoff | None:
 
 def ask_for_padding(cache: "CompressedCache") -> None:
     """Leave a cache for the mask that this thread makes next."""
-    _current.asking = cache
+    _current.asking = weakref.ref(cache)
 
 
 def take_asking() -> "CompressedCache | None":
-    """The cache that a mask is made for, if any; it is left only once."""
+    """The cache that a mask is made for, if any; it is left only once, and not kept alive."""
     asking = getattr(_current, "asking", None)
     _current.asking = None
-    return asking
+    return None if asking is None else asking()

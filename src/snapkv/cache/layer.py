@@ -140,9 +140,10 @@ class CompressedLayer(RememberedQueries):
     def _require_croppable(self, count: int) -> None:
         if not self.is_croppable and self.kept is not None:
             raise InvalidArgumentError(
-                f"tokens_to_remove: expected 0 behind a prompt of {self.policy.name}, which has "
-                f"counted and evicted by every token since, got {-count}; reset the cache and read "
-                "the shorter text again, or use a policy that only compresses prompts"
+                f"tokens_to_remove: expected at most 0, since none of the tokens that "
+                f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
+                "the cache and read the shorter text again, or use a policy that only compresses "
+                "prompts"
             )
         whole = self.stored_tokens if self.kept is None else self._whole_tail()
         if count > whole:

@@ -55,6 +55,9 @@ class RememberedQueries(StoredTokens):
         """
         if not self.history_tokens:
             return queries if self.gaps is None else self._queries_with_tail(queries)
+        if self.gaps is None and self._query_tail is not None:  # of no pads, so no more is needed
+            earlier = self.history_tokens - queries.shape[-2]
+            self._query_tail = last_tokens(self._query_tail, earlier)
         self._query_tail = last_tokens(self._queries_with_tail(queries), self.history_tokens)
         return self._query_tail
 

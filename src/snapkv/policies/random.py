@@ -35,7 +35,7 @@ class Random(PrefixPolicy):
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
         super().__post_init__()
-        require_int("seed", self.seed, minimum=0)
+        require_int("seed", self.seed, minimum=0, maximum=None)
 
     @property
     def query_tokens(self) -> int:
