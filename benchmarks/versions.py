@@ -1,10 +1,10 @@
 """Two checkouts of this project beside each other: has a change cost time?
 
-    python -m benchmarks.versions --against ../before          rounds of all cells, ratios at the end
+    python -m benchmarks.versions --against ../before          all cells, a ratio for each
     python -m benchmarks.versions --against ../before --small  short prompts: does it run?
 
-Each checkout runs in a process of its own, which loads the demo model once; they take turns, cell by
-cell and round by round, the first one changing. A ratio is the median over pairs of the same round.
+Each checkout runs in a process of its own, which loads the demo model once; they take turns, round
+by round, the first one changing. A ratio is the median over pairs of the same round.
 To be run with nothing else on the machine. Both must have the names that `_Worker` uses.
 """
 

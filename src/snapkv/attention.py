@@ -91,10 +91,10 @@ def _make_mask(
     """
     cache = handoff.take_asking()
     padding = None if cache is None else cache.expect_padding(attention_mask, q_length)
-    if padding is not None and padding.hides_nothing:
-        attention_mask = None
-    elif padding is not None and "allow_is_causal_skip" in options:
-        options["allow_is_causal_skip"] = False
+    if padding is not None:
+        attention_mask = None if padding.hides_nothing else padding.visible
+        if not padding.hides_nothing and "allow_is_causal_skip" in options:
+            options["allow_is_causal_skip"] = False
     return make(q_length=q_length, attention_mask=attention_mask, **options)
 
 
@@ -123,16 +123,16 @@ def _attention(
     if handed is None:
         return call.attend()
     layer, end = handed.layer, handed.prompt_end
-    seen = layer.cumulative_length
+    seen, turn_tokens = layer.cumulative_length, end - handed.turn_start
     behind = seen - handed.new_tokens >= end
     compressed = layer.kept is not None and not layer.held
     if layer.compresses_turns and compressed and seen >= end and not behind:
-        return _attend_turn_end(call, layer, seen - end)
+        return _attend_turn_end(call, layer, seen - end, turn_tokens)
     if compressed or behind:
         output = attend_stored(call, layer)
         layer.absorb_pads()
-        if not behind and seen >= end:
-            choose_for_whole_rows(call, layer)
+        if not behind and seen <= end:
+            choose_for_whole_rows(call, layer, turn_tokens, is_end=seen == end)
         evict(call, layer)
         _follow(call, layer)
         layer.settle()
@@ -168,7 +168,7 @@ def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended
     if layer.gaps is None:
         pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = prompt_layer(call, layer, own, slots, pads, drafts)
-    selection = select(layer, prompt, own, drafts)
+    selection = select(layer, prompt, handed.prompt_end - handed.turn_start, drafts)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
         _check_scores(call, handed, prompt, output[:, own - 1])
@@ -196,7 +196,9 @@ def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended
     return torch.cat([output, verified], dim=1), None
 
 
-def _attend_turn_end(call: AttentionCall, layer: CompressedLayer, drafts: int) -> Attended:
+def _attend_turn_end(
+    call: AttentionCall, layer: CompressedLayer, drafts: int, turn_tokens: int
+) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
 
     Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
@@ -211,7 +213,7 @@ def _attend_turn_end(call: AttentionCall, layer: CompressedLayer, drafts: int) -
     output, weights = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
     own = read.query.shape[2]
     prompt = prompt_layer(read, layer, own, slots, layer.filler_tokens, drafts)
-    selection = select(layer, prompt, own, drafts)
+    selection = select(layer, prompt, turn_tokens, drafts)
     if selection is not None:
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
     else:
@@ -294,6 +296,12 @@ def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
         raise CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another "
             f"{type(call.module).__name__}; make a CompressedCache for this model"
+        )
+    if handed.has_own_mask and layer.gaps is not None and getattr(call.mask, "ndim", 0) == 4:
+        handed.cache.take_back(layer, handed.new_tokens)
+        raise UnsupportedModelError(
+            "attention_mask: expected a 2-D mask behind pads between turns, since every layer "
+            "hides them in slots of its own, got a 4-D one; pass (batch, tokens) zeros and ones"
         )
     unchanged = _same(call.key, layer.keys) and _same(call.value, layer.values)
     if not unchanged and layer.keys.shape[1] > 1:

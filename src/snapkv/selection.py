@@ -30,14 +30,14 @@ def hold_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | N
 
 
 def select(
-    layer: CompressedLayer, prompt: PromptLayer, new_tokens: int, drafts: int
+    layer: CompressedLayer, prompt: PromptLayer, turn_tokens: int, drafts: int
 ) -> Selection | None:
     """What the policy keeps of a prompt; where pads stand between turns, row by row."""
     with torch.no_grad():
         if layer.gaps is None:
             return layer.policy.select(prompt)
         packed, order, held = _packed(layer, prompt)
-        own = layer.own_queries(new_tokens, drafts)
+        own = layer.own_queries(turn_tokens, drafts)
         selection = select_by_rows(layer.policy, packed, own, held)
         if selection is None:
             return None
@@ -61,10 +61,18 @@ def _packed(layer: CompressedLayer, prompt: PromptLayer) -> tuple[PromptLayer, T
     return packed, order, visible.gather(1, order)[:, None]
 
 
-def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer) -> None:
+def choose_for_whole_rows(
+    call: AttentionCall, layer: CompressedLayer, turn_tokens: int, *, is_end: bool
+) -> None:
     """At the end of a later turn, compress the rows that fitted the budget until now.
 
     Alone such a row would have been read as one prompt. The others keep all that they hold.
+
+    Args:
+        call: the attention to the turn, or to a piece of it.
+        layer: has dropped something of other rows.
+        turn_tokens: how many tokens the turn has.
+        is_end: whether it ends in this call; else its last queries are held on to.
     """
     if isinstance(layer.policy, EvictingPolicy) or layer.compresses_turns:
         return
@@ -72,8 +80,11 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer) -> None:
     if not any(whole):
         return
     new_tokens, slots = call.query.shape[2], call.key.shape[2]
+    if not is_end:
+        layer.remember_queries(call.query, 0)
+        return
     own = [
-        new if fits else 0 for new, fits in zip(layer.own_queries(new_tokens), whole, strict=True)
+        new if fits else 0 for new, fits in zip(layer.own_queries(turn_tokens), whole, strict=True)
     ]
     layer.absorb_tail()
     prompt = prompt_layer(call, layer, new_tokens, slots, None)
@@ -87,6 +98,7 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer) -> None:
             values=layer.ragged.padded_values(),
             pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
         )
+    layer.forget_queries()
     with torch.no_grad():
         selection = select_by_rows(layer.policy, prompt, own, held)
     if selection is not None:

@@ -20,6 +20,7 @@ class AnnouncedCache:
 
     Attributes:
         prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
+        turn_start: tokens before it.
         reads_piecewise: whether one layer after the other is reading.
         cap_tokens: the most that a layer holds of a prompt that is still coming in.
         ahead_tokens: how many tokens of the forward pass vote and are then forgotten.
@@ -29,6 +30,7 @@ class AnnouncedCache:
     layers: list[Any]
     options: dict[str, Any]
     prompt_end: int | None
+    turn_start: int
     reads_piecewise: bool
     cap_tokens: int | None
     ahead_tokens: int
@@ -56,7 +58,7 @@ class AnnouncedCache:
                     "before the line that calls model.generate, or call "
                     "cache.expect_prompt(prompt_tokens)"
                 )
-            self.prompt_end = seen_tokens
+            self.turn_start, self.prompt_end = self.get_seq_length(), seen_tokens
         return self.prompt_end
 
     def expect_prompt(self, prompt_tokens: int) -> None:
@@ -76,7 +78,7 @@ class AnnouncedCache:
                 f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
-        self.prompt_end = prompt_tokens
+        self.turn_start, self.prompt_end = seen, prompt_tokens
         self._open_turn(True)
 
     def _open_turn(self, is_open: bool) -> None:

@@ -113,6 +113,8 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         self._modules = weakref.WeakSet(model.modules())
         self._first = self.compressed_layers[0]
         self.prompt_end: int | None = None
+        self.turn_start = 0
+        self._masked_to: int | None = None  # tokens seen by the end of the pass of the last mask
         self._records_past = False
         self.reads_piecewise = False
         self.cap_tokens: int | None = None
@@ -150,7 +152,14 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         if self._coming is not None:
             layer.remember_ids(self._coming[1].to(key_states.device))
         handoff.offer(
-            handoff.Handoff(cache=self, layer=layer, new_tokens=new_tokens, prompt_end=prompt_end)
+            handoff.Handoff(
+                cache=self,
+                layer=layer,
+                new_tokens=new_tokens,
+                prompt_end=prompt_end,
+                turn_start=self.turn_start,
+                has_own_mask=self._masked_to != layer.cumulative_length,
+            )
         )
         return keys, values
 
@@ -179,6 +188,7 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             InvalidArgumentError: a positive number, or more than can be taken back.
         """
         super().crop(tokens_to_remove)
+        self._padding = None
         if self.prompt_end is not None and self.get_seq_length() < self.prompt_end:
             self.prompt_end = None
 
@@ -189,7 +199,8 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         pending = handoff.peek()
         if pending is not None and pending.cache is self:
             handoff.take()
-        self.prompt_end = self._coming = None
+        self.prompt_end = self._coming = self._padding = None
+        self.turn_start = 0
         self._records_past = False
 
     def activate_past_recording(self) -> None:
@@ -253,6 +264,9 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         Raises:
             UnsupportedModelError: pads between turns that this cache cannot hide any more.
         """
+        first = self.layers[self._first]
+        if not first.masks_of_the_model:
+            self._masked_to = first.cumulative_length + new_tokens
         self._padding = find_padding(
             visible, new_tokens, [self.layers[i] for i in self.compressed_layers]
         )

@@ -25,12 +25,16 @@ class Handoff:
         layer: the layer; its new tokens are already stored.
         new_tokens: how many tokens the update appended.
         prompt_end: tokens seen when the prompt ends, counted from the start of the cache.
+        turn_start: tokens seen when it began.
+        has_own_mask: whether a mask that comes with this pass is the user's own.
     """
 
     cache: "CompressedCache"
     layer: CompressedLayer
     new_tokens: int
     prompt_end: int
+    turn_start: int = 0
+    has_own_mask: bool = False
 
 
 _current = threading.local()

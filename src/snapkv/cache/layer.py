@@ -125,6 +125,9 @@ class CompressedLayer(RememberedQueries):
         self.cumulative_length -= count
         self.chosen_at = min(self.chosen_at, self.cumulative_length)
         self.gaps = self._gaps_so_far()
+        if not self.cumulative_length:
+            self.gaps = self.pad_tokens = None
+            self.hides_more_than_padding = False
         self.recall_due = False
         if self.parked is not None:
             self.parked.crop(self.cumulative_length)

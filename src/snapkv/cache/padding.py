@@ -25,12 +25,14 @@ class Padding:
         gaps: (B, seen tokens) bool, the pads behind the first token of each row; None where there
             are none.
         brings_gaps: whether some of them were not known before this pass.
+        visible: (B, seen tokens) bool, every token that is no pad.
         hides_nothing: whether every token of the stored slots' columns is visible.
     """
 
     seen_tokens: int
     gaps: Tensor | None
     brings_gaps: bool
+    visible: Tensor
     hides_nothing: bool
 
     def gaps_of(self, layer: CompressedLayer) -> Tensor | None:
@@ -56,19 +58,23 @@ def find_padding(
             was chosen by its attention.
     """
     layer = layers[0]
-    if visible is None or not layer.chosen_at:
+    is_told = visible is not None or (layer.masks_of_the_model and layer.packed_pads is not None)
+    if not is_told or not layer.chosen_at:
         return None
     seen = layer.cumulative_length
-    known = layer.visible_columns(seen)
     total = seen + new_tokens
+    if visible is None:
+        visible = torch.ones(len(layer.keys), total, dtype=torch.bool, device=layer.keys.device)
+    if len(visible) != len(layer.keys):
+        return None
+    known = layer.visible_columns(seen)
     missing = total - visible.shape[1]
     visible = torch.nn.functional.pad(visible, (0, missing))  # as transformers reads short masks
+    visible[:, :seen] &= known  # a pad stays one
     gaps = ~visible
     if layer.pad_tokens is not None:
         columns = torch.arange(total, device=gaps.device)
         gaps = gaps & (columns >= layer.pad_tokens[:, None])
-    if layer.gaps is not None:  # a pad stays one
-        gaps = gaps | torch.nn.functional.pad(layer.gaps, (0, total - layer.gaps.shape[1]))
     new = gaps.clone()
     new[:, :seen] &= known
     too_late = _too_late(new[:, :seen], visible[:, seen:], layers)
@@ -86,6 +92,7 @@ def find_padding(
         seen_tokens=total,
         gaps=gaps if any_gap else None,
         brings_gaps=brings_gaps,
+        visible=visible,
         hides_nothing=hides_nothing,
     )
 

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from snapkv.cache.keeping import last_tokens, pads_first, put_in_order
 from snapkv.cache.stored import StoredTokens
-from snapkv.errors import UnsupportedModelError
 from snapkv.policies import EvictingPolicy, Policy
 
 
@@ -48,6 +47,11 @@ class RememberedQueries(StoredTokens):
         visible[:, visible.shape[1] - new :] = self.visible_columns(new, drafts)
         return put_in_order(queries, pads_first(visible))
 
+    def forget_queries(self) -> None:
+        """A turn has ended, in which no later one begins."""
+        if not self.history_tokens:
+            self._query_tail = None
+
     def look_back(self, queries: Tensor) -> Tensor:
         """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
 
@@ -61,22 +65,16 @@ class RememberedQueries(StoredTokens):
         self._query_tail = last_tokens(self._queries_with_tail(queries), self.history_tokens)
         return self._query_tail
 
-    def own_queries(self, new_tokens: int, drafts: int = 0) -> list[int]:
-        """For each row how many of the last queries at least are its own, not those of pads.
+    def own_queries(self, turn_tokens: int, drafts: int = 0) -> list[int]:
+        """For each row how many of the last queries are its own; 0 if none of its turn's is.
 
         Args:
-            new_tokens: how many tokens the forward pass reads, drafts left out.
+            turn_tokens: how many tokens the turn has, whether it came in pieces or not.
             drafts: how many tokens stand behind them.
-
-        Raises:
-            UnsupportedModelError: it cannot be told, since the turn came in pieces.
         """
-        if self.history_tokens:
-            new_tokens = self.cumulative_length - drafts
-        elif self._query_tail is not None:
-            raise UnsupportedModelError(
-                "attention_mask: expected no pads between turns where a turn is read in pieces, "
-                "got some; read the turn in one pass, without prefill_chunk_size"
-            )
-        counts: list[int] = self.visible_columns(new_tokens, drafts).sum(dim=-1).tolist()
+        own = self.visible_columns(turn_tokens, drafts).sum(dim=-1)
+        if self.history_tokens:  # those of the turns before count, too
+            seen = self.visible_columns(self.cumulative_length - drafts, drafts).sum(dim=-1)
+            own = torch.where(own > 0, seen, own)
+        counts: list[int] = own.tolist()
         return counts

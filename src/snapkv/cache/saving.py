@@ -53,6 +53,7 @@ class SavedCache:
             "recalls": self.options["recall"] is not None,
             "seen_tokens": self.get_seq_length(),
             "prompt_end": self.prompt_end,
+            "turn_start": self.turn_start,
             "layers": [
                 _encode_layer(layer, f"layers.{index}", tensors)
                 for index, layer in enumerate(self.layers)
@@ -131,6 +132,7 @@ class SavedCache:
         for layer, saved in zip(cache.layers, notes["layers"], strict=True):
             _decode_layer(layer, saved, tensors, model.device)
         cache.prompt_end = notes["prompt_end"]
+        cache.turn_start = notes.get("turn_start", 0)  # once not saved
         rebuilt: Self = cache
         return rebuilt
 

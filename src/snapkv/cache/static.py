@@ -48,6 +48,7 @@ class StaticCompressedLayer(CompressedLayer):
     """
 
     is_compileable = True  # tells transformers to compile the decoding step
+    masks_of_the_model = True
     fixed = False
     _filled: Tensor | None = None
     _dropped_at_end = 0

@@ -16,6 +16,7 @@ class StoredTokens(DynamicLayer):
     """Keys and values of some of the tokens a layer has seen, and questions about them.
 
     Attributes:
+        masks_of_the_model: whether attention is hidden from pads by the model's own masks alone.
         keys, values: (B, H, S, D), S stored slots. H is Hkv, or Hq where a policy keeps one set
             per query head.
         cumulative_length: tokens seen since the last reset.
@@ -42,6 +43,7 @@ class StoredTokens(DynamicLayer):
     values: Any
 
     _chooses_again = True
+    masks_of_the_model = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class StoredTokens(DynamicLayer):
         where rows have no pads, so are of one length, and where nothing can be chosen again.
         """
         B = self.keys.shape[0]
-        if B == 1 or self.packed_pads is None or not self._chooses_again:
+        if self.packed_pads is None or not self._chooses_again:
             return [False] * B
         seen = self.cumulative_length - self.packed_pads
         held = (self.stored_positions() >= 0).sum(dim=-1).amin(dim=-1)

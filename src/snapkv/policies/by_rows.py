@@ -33,7 +33,10 @@ def select_by_rows(
         held: (B, H or 1, S) bool, which slots hold a token.
     """
     groups = list(_groups(new_tokens))
-    chosen = [policy.select(_rows_of(layer, *group)) if group[1] else None for group in groups]
+    chosen = [
+        _select_without_pads(policy, _rows_of(layer, *group)) if group[1] else None
+        for group in groups
+    ]
     if all(selection is None for selection in chosen):
         return None
     found = next(selection for selection in chosen if selection is not None)
@@ -48,9 +51,32 @@ def select_by_rows(
     return replace(
         found,
         keep_indices=keep_indices,
+        prompt_tokens=layer.keys.shape[2],
         filler_tokens=None if ragged else fillers,
         head_tokens=(keep_indices >= 0).sum(dim=-1) if ragged else None,
     )
+
+
+def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None:
+    """What `policy` keeps of rows that may all begin with pads, which it must not count."""
+    pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens.min())
+    if not pads:
+        return policy.select(layer)
+    assert layer.pad_tokens is not None
+    ids = layer.token_ids
+    selection = policy.select(
+        replace(
+            layer,
+            keys=layer.keys[:, :, pads:],
+            values=layer.values[:, :, pads:],
+            pad_tokens=layer.pad_tokens - pads,
+            token_ids=None if ids is None else ids[:, pads:],
+        )
+    )
+    if selection is None:
+        return None
+    kept = selection.keep_indices
+    return replace(selection, keep_indices=torch.where(kept < 0, kept, kept + pads))
 
 
 def evict_by_rows(policy: EvictingPolicy, step: DecodeStep, new_tokens: Sequence[int]) -> Eviction:
