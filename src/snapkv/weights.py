@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from snapkv.errors import InvalidArgumentError
@@ -28,9 +29,10 @@ def load_complete(
         place, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     missing = sorted(found["missing_keys"])
+    others = {key: (saved, expected) for key, saved, expected in found["mismatched_keys"]}
     wrong = [
         f"{key} {tuple(saved)} instead of {tuple(expected)}"
-        for key, saved, expected in sorted(found["mismatched_keys"])
+        for key, (saved, expected) in sorted((_other_shapes(model) | others).items())
     ]
     if missing or wrong:
         said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(
@@ -41,6 +43,17 @@ def load_complete(
             f"{' and '.join(said)}; {remedy}"
         )
     return model
+
+
+def _other_shapes(model: Any) -> dict[str, tuple[torch.Size, torch.Size]]:
+    """Weights whose shape is not that of the config; transformers 5.17 takes them out of GGUF."""
+    with torch.device("meta"):
+        expected = dict(type(model)(model.config).named_parameters())
+    return {
+        name: (weight.shape, expected[name].shape)
+        for name, weight in model.named_parameters()
+        if name in expected and expected[name].shape != weight.shape
+    }
 
 
 def _some(names: list[str], shown: int = 3) -> str:

@@ -532,3 +532,17 @@ def test_a_mask_of_ones_own_is_refused_behind_pads_between_turns():
     own = torch.zeros(2, 1, 1, mask.shape[1] + 1)
     with pytest.raises(UnsupportedModelError, match="attention_mask: expected a 2-D mask"):
         model(NEXT[:, :1], past_key_values=cache, attention_mask=own)
+
+
+def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
+    model, cache, mask = after_a_gap("snapkv", {})
+    mask = torch.cat([mask, torch.ones_like(NEXT[:, :1])], dim=1)
+    with pytest.raises(UnsupportedModelError, match="expected a column for each of 100 tokens"):
+        model(NEXT[:, :1], past_key_values=cache, attention_mask=mask[:, :-1])
+    positions, ones = positions_of(mask)[:, -1:], torch.ones(2, 1, dtype=torch.int64)
+    expected = read(model, copy.deepcopy(cache), NEXT[:, :1], mask)
+    with torch.no_grad():
+        found = model(
+            NEXT[:, :1], past_key_values=cache, attention_mask=ones, position_ids=positions
+        )
+    torch.testing.assert_close(found.logits, expected, **CLOSE)

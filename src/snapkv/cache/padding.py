@@ -67,9 +67,9 @@ def find_padding(
         visible = torch.ones(len(layer.keys), total, dtype=torch.bool, device=layer.keys.device)
     if len(visible) != len(layer.keys):
         return None
-    known = layer.visible_columns(seen)
-    missing = total - visible.shape[1]
-    visible = torch.nn.functional.pad(visible, (0, missing))  # as transformers reads short masks
+    if visible.shape[1] < total:
+        visible = _whole(visible, total)
+    visible, known = visible[:, :total].clone(), layer.visible_columns(seen)
     visible[:, :seen] &= known  # a pad stays one
     gaps = ~visible
     if layer.pad_tokens is not None:
@@ -95,6 +95,22 @@ def find_padding(
         visible=visible,
         hides_nothing=hides_nothing,
     )
+
+
+def _whole(visible: Tensor, total: int) -> Tensor:
+    """A mask that is too short, but hides nothing, for all tokens.
+
+    transformers 5.17 makes such masks where a later prompt is read in pieces.
+
+    Raises:
+        UnsupportedModelError: it hides something, and does not say in which columns.
+    """
+    if not bool(visible.all()):
+        raise UnsupportedModelError(
+            f"attention_mask: expected a column for each of {total:,} tokens, those seen before "
+            f"included, got {visible.shape[1]:,}; pass the whole mask"
+        )
+    return visible.new_ones(len(visible), total)
 
 
 def _too_late(hidden: Tensor, own: Tensor, layers: Sequence[CompressedLayer]) -> Tensor:
