@@ -29,10 +29,11 @@ def load_complete(
         place, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     missing = sorted(found["missing_keys"])
-    others = {key: (saved, expected) for key, saved, expected in found["mismatched_keys"]}
+    others = _other_shapes(model) if "gguf_file" in options else {}
+    others |= {key: (saved, expected) for key, saved, expected in found["mismatched_keys"]}
     wrong = [
         f"{key} {tuple(saved)} instead of {tuple(expected)}"
-        for key, (saved, expected) in sorted((_other_shapes(model) | others).items())
+        for key, (saved, expected) in sorted(others.items())
     ]
     if missing or wrong:
         said = [f"without {_some(missing)}"] * bool(missing) + [f"with {_some(wrong)}"] * bool(
