@@ -26,7 +26,8 @@ raise ImportError("half of it was there")
 
 def start(arguments, folder, *, how=("-m", "snapkv"), **environment):
     return subprocess.Popen(
-        [sys.executable, *how, *arguments],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
+        args=[sys.executable, *how, *arguments],
         cwd=folder,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
