@@ -1,18 +1,1 @@
-"""Where the kept keys and values live."""
-
-from snapkv.cache.amounts import format_bytes
-from snapkv.cache.candidates import keep_path, verifying
-from snapkv.cache.compressed import CompressedCache
-from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.report import CacheReport
-from snapkv.cache.turns import Turns
-
-__all__ = [
-    "CacheReport",
-    "CompressedCache",
-    "CompressedLayer",
-    "Turns",
-    "format_bytes",
-    "keep_path",
-    "verifying",
-]
+"""The bookkeeping of a compressed cache: layers, slots, notes, what is read and saved; no attention."""

@@ -1,66 +1,126 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
-from snapkv import ops
-from snapkv.cache.keeping import keep_tokens, last_tokens, pads_first
-from snapkv.cache.parked import ParkedTokens
-from snapkv.cache.query_tail import RememberedQueries
-from snapkv.cache.ragged import RaggedStates
+from snapkv.cache.notes import DecodeNotes
 from snapkv.cache.sinks import move_sinks
+from snapkv.cache.slots import SlotMap, columns_of, pads_first
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.states import fillers_left
-from snapkv.rotary import Rotation
+from snapkv.storage.base import Storage
+from snapkv.storage.dense import Dynamic
+from snapkv.storage.offload import OffloadedTokens
+from snapkv.storage.ragged import RaggedStore
+
+Rotation = Callable[[Tensor, Tensor], Tensor]
+"""Turns (B, H, N, D) states on by (B, N) positions, float32."""
 
 
-class CompressedLayer(RememberedQueries):
+@dataclass(frozen=True, kw_only=True)
+class LayerIdentity:
+    """Which layer of the model it is, and the parts of that layer that the policy needs.
+
+    Attributes:
+        layer_idx: index of the layer in the model.
+        depth: how many compressed layers come before it.
+        num_layers: how many compressed layers the model has.
+        rotation: turns keys on by positions; None where the policy does not need it.
+        output_projection: the module behind attention; None where the policy does not need it.
+    """
+
+    layer_idx: int
+    depth: int = 0
+    num_layers: int = 1
+    rotation: Rotation | None = None
+    output_projection: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRule:
+    """Every later prompt brings the layer back to its budget.
+
+    Attributes:
+        refresh_every: choose again after as many tokens behind the prompt; None for never.
+    """
+
+    refresh_every: int | None = None
+
+
+class CompressedLayer(DynamicLayer):
     """Keys and values of the tokens that were kept, in ascending order of position.
 
     The layer reports every token it has seen and stores only some, the contract of transformers'
-    own sliding layers, so positions and masks stay true. It moves tensors; which of them to keep
-    is the policy's business, when to ask it is `snapkv.attention`'s.
+    own sliding layers, so positions and masks stay true. It is made of parts: a store holds keys and
+    values, a map says which token stands in which slot, notes hold what else is known of them, and
+    what was dropped may be offloaded. Which tokens to keep is the policy's business, when to ask it
+    is `snapkv.hf.attention`'s.
 
     Attributes:
-        depth, num_layers: which of how many compressed layers this is.
-        rotation, output_projection: parts of the model's layer, where the policy needs them.
-        compresses_turns: whether every later prompt brings the layer back to its budget.
-        refresh_every: choose again after as many tokens behind the prompt; None for never.
-        recall_due: the next tokens are read over all that was seen, and vote on it.
-        chosen_at: tokens seen when the layer last chose what to keep.
+        policy: what to keep.
+        identity: which layer of the model this is.
+        storage: what `store` is made by, and what it becomes behind a prompt.
+        store: keys and values of the stored tokens.
+        slots: which token stands in which slot of the store.
+        notes: what is noted of the tokens.
+        offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
+        turns: how later prompts choose again; None where they are stored whole.
         observer: is shown every pass before the prompt ends, or None.
     """
 
-    compresses_turns = False
-    refresh_every: int | None = None
-    recall_due = False
-    chosen_at = 0
-    observer: Callable[[PromptLayer], None] | None = None
+    supports_early_init = False
 
     def __init__(
-        self,
-        policy: Policy,
-        layer_idx: int,
-        *,
-        depth: int = 0,
-        num_layers: int = 1,
-        rotation: Rotation | None = None,
-        output_projection: Any = None,
+        self, policy: Policy, identity: LayerIdentity, storage: Storage | None = None
     ) -> None:
-        super().__init__(policy)
-        self.layer_idx = layer_idx
-        self.depth = depth
-        self.num_layers = num_layers
-        self.rotation = rotation
-        self.output_projection = output_projection
-        self._grows_in_place = not isinstance(policy, EvictingPolicy)  # that moves it all
+        # Not transformers' own, which would assign keys and values.
+        self.policy = policy
+        self.identity = identity
+        self.storage = storage or Dynamic(in_place=not isinstance(policy, EvictingPolicy))
+        self.store = self.storage.empty()
+        self.slots = SlotMap()
+        self.notes = DecodeNotes()
+        self.offloaded: OffloadedTokens | None = None
+        self.turns: TurnRule | None = None
+        self.observer: Callable[[PromptLayer], None] | None = None
 
     # What transformers asks of a layer.
+
+    @property
+    def keys(self) -> Any:  # type: ignore[override] # its attribute, which only a store assigns here
+        """(B, H, S, D), what attention is handed; None while empty."""
+        return self.store.keys
+
+    @property
+    def values(self) -> Any:  # type: ignore[override] # the same
+        """(B, H, S, Dv), what attention is handed; None while empty."""
+        return self.store.values
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override] # the same
+        """Whether any token was ever appended."""
+        return self.store.is_filled
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override] # a constant of its class there
+        """Whether transformers may compile the decoding step."""
+        return self.storage.is_compileable
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override] # the same
+        """Whether the last tokens can be taken back without a trace."""
+        return not isinstance(self.policy, EvictingPolicy)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the store is made with the first tokens."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -69,34 +129,58 @@ class CompressedLayer(RememberedQueries):
         if self.recall_due:
             self.recall()
         self._require_batch(key_states.shape[0])
-        self.cumulative_length += key_states.shape[-2]
-        self._num_kv_heads = key_states.shape[1]
-        if self.kept is not None and self.keys.shape[1] != key_states.shape[1]:
-            repeats = self.keys.shape[1] // key_states.shape[1]
-            key_states = key_states.repeat_interleave(repeats, dim=1)
-            value_states = value_states.repeat_interleave(repeats, dim=1)
-        return self._append(key_states, value_states)
+        return self.store.append(key_states, value_states)
 
     def _require_batch(self, batch: int) -> None:
-        if self._is_filled and self.keys.shape[0] != batch:
+        if self.store.is_filled and self.store.keys.shape[0] != batch:
             raise CacheMismatchError(
-                f"past_key_values: expected a batch of {self.keys.shape[0]}, the size the cache "
-                f"was filled with, got {batch}; call cache.reset() or make a new CompressedCache"
+                f"past_key_values: expected a batch of {self.store.keys.shape[0]}, the size the "
+                f"cache was filled with, got {batch}; call cache.reset() or make a new "
+                "CompressedCache"
             )
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether the last tokens can be taken back without a trace."""
-        return not isinstance(self.policy, EvictingPolicy)
 
     def get_seq_length(self) -> int:
         """Tokens seen, not slots stored: positions are counted from it."""
-        return self.cumulative_length
+        return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns, offset): the stored slots stand for the last columns of the full mask."""
-        stored = self.cumulative_length if self.recall_due else self.stored_tokens
-        return stored + query_length, self.cumulative_length - stored
+        if self.recall_due:
+            return self.seen_tokens + query_length, 0
+        columns = self.store.mask_columns(query_length)
+        return columns, self.slots.dropped + self.store.unmasked_slots
+
+    def reset(self) -> None:
+        """Empty the layer; the object stays usable for another prompt of any batch size."""
+        self.store, self.slots = self.storage.empty(), SlotMap()
+        self.notes = type(self.notes)()
+        if self.offloaded is not None:
+            self.offloaded.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the rows in the order of `beam_idx`."""
+        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows in `indices`."""
+        self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.store.is_filled:
+            return
+        before = self.store.slots
+        self.store = self.store.map_rows(change)
+        self.slots, self.notes = self.slots.map_rows(change), self.notes.map_rows(change)
+        if self.offloaded is not None:
+            self.offloaded.map_rows(change)
+        unused = before - self.store.slots  # where the row of the longest head is gone
+        if unused:
+            self.slots = self.slots.without_first(unused)
+            self.notes = self.notes.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; takes a non-positive count, as transformers does.
@@ -113,287 +197,261 @@ class CompressedLayer(RememberedQueries):
         if tokens_to_remove == 0:
             return
         count = -tokens_to_remove
-        if self.parked is not None and self.kept is not None and count > self._whole_tail():
+        recalls = self.offloaded is not None and self.slots.kept is not None
+        if recalls and count > self.slots.whole_tail(self.store):
             self.recall()
         self._require_croppable(count)
         self.take_back(count)
 
     def take_back(self, count: int) -> None:
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
-        self.keys = self.keys[..., :-count, :]
-        self.values = self.values[..., :-count, :]
-        self.cumulative_length -= count
-        self.chosen_at = min(self.chosen_at, self.cumulative_length)
-        self.gaps = self._gaps_so_far()
-        if not self.cumulative_length:
-            self.gaps = self.pad_tokens = None
-            self.hides_more_than_padding = False
-        self.recall_due = False
-        if self.parked is not None:
-            self.parked.crop(self.cumulative_length)
-        if self.kept is not None and self.ragged is None:
-            self.kept = self.kept[..., : self.stored_tokens]
-        if self.slot_scores is not None and self.ragged is None:
-            self.slot_scores = self.slot_scores[..., : self.stored_tokens]
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids[:, :-count]
-        if self._query_tail is not None:
-            self._query_tail = self._query_tail[..., :-count, :]
+        left = self.store.slots - count
+        self.store = self.store.crop(count)
+        self.slots, self.notes = self.slots.cropped(count, left), self.notes.cropped(count, left)
+        if self.offloaded is not None:
+            self.offloaded.is_due = False
+            self.offloaded.crop(self.seen_tokens)
 
     def _require_croppable(self, count: int) -> None:
-        if not self.is_croppable and self.kept is not None:
+        if not self.is_croppable and self.slots.kept is not None:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most 0, since none of the tokens that "
                 f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
                 "the cache and read the shorter text again, or use a policy that only compresses "
                 "prompts"
             )
-        whole = self.stored_tokens if self.kept is None else self._whole_tail()
+        dropped = self.slots.kept is not None
+        whole = self.slots.whole_tail(self.store) if dropped else self.store.slots
         if count > whole:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most {whole}, the tokens at the end of layer "
-                f"{self.layer_idx} that are still whole, got {count}; reset the cache and read "
-                "the shorter prompt again"
+                f"{self.identity.layer_idx} that are still whole, got {count}; reset the cache and "
+                "read the shorter prompt again"
             )
 
-    def _whole_tail(self) -> int:
-        """How many of the last tokens every head and row still stores."""
-        if self.ragged is not None:
-            return self.stored_tokens
-        last = torch.arange(
-            self.cumulative_length - self.stored_tokens,
-            self.cumulative_length,
-            device=self.keys.device,
-        )
-        whole = (self.columns() == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
-        return min(int(whole.min()), self.stored_tokens - 1)  # never all: older ones are gone
+    def __copy__(self) -> "CompressedLayer":
+        """A layer that goes on by itself; no tensor is copied but those that are written over."""
+        copied = type(self)(self.policy, self.identity, self.storage)
+        vars(copied).update(vars(self))
+        copied.offloaded = copy.copy(self.offloaded)
+        copied.store = copy.copy(self.store)
+        if self.storage.is_compileable:
+            copied.storage, copied.store = copy.deepcopy((self.storage, self.store))
+        return copied
 
-    def reset(self) -> None:
-        """Empty the layer; the object stays usable for another prompt of any batch size."""
-        self.keys = self.values = None
-        self.is_initialized = False
-        self.cumulative_length = 0
-        self.hides_more_than_padding = False
-        self.kept = self.pad_tokens = self.filler_tokens = self.gaps = None
-        self.held = False
-        self.ragged = self.slot_scores = self._query_tail = self.sinks = None
-        self.head_notes = self.token_ids = None
-        self.recall_due, self.chosen_at = False, 0
-        if self.parked is not None:
-            self.parked.clear()
+    # What it holds.
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows in the order of `beam_idx`."""
-        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens seen since the last reset."""
+        return self.slots.seen(self.store.slots)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of every seen token's key and value, stored once per KV head."""
+        if not self.store.is_filled:
+            return 0
+        keys, values, heads = self.keys, self.values, self.store.num_kv_heads
+        per_token = keys.element_size() * (keys.shape[-1] + values.shape[-1])
+        return int(keys.shape[0] * heads * self.seen_tokens * per_token)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows in `indices`."""
-        self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the stored keys and values, second copies included, measured on the tensors."""
+        return self.store.held_bytes + self._sink_bytes
 
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if not self._is_filled:
-            return
-        if self.ragged is not None:
-            self.ragged = self.ragged.select_rows(change(torch.arange(self.keys.shape[0])))
-        if self.sinks is not None:
-            self.sinks = self.sinks.map_rows(change)
-        if self.parked is not None:
-            self.parked.map_rows(change)
-        for name in (
-            "keys",
-            "values",
-            "kept",
-            "pad_tokens",
-            "filler_tokens",
-            "gaps",
-            "slot_scores",
-            "head_notes",
-            "token_ids",
-            "_query_tail",
-        ):
-            rows = getattr(self, name)
-            if rows is not None:
-                setattr(self, name, change(rows))
-        self._fit_to_longest_head()
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of what is held beside the keys and values, measured on the tensors."""
+        noted = self.slots.nbytes + self.notes.nbytes - self._sink_bytes
+        return noted + self.store.index_bytes
 
-    def _fit_to_longest_head(self) -> None:
-        """Where the row of the longest head is gone, there are fewer slots in the padded layout."""
-        if self.ragged is None or self.kept is None:
-            return
-        unused = self.kept.shape[-1] - self.ragged.longest_tokens
-        self.kept = self.kept[..., unused:]
-        if self.slot_scores is not None:
-            self.slot_scores = self.slot_scores[..., unused:]
+    @property
+    def _sink_bytes(self) -> int:
+        return 0 if self.notes.sink_keys is None else self.notes.sink_keys.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the keys and values that are off the device."""
+        return 0 if self.offloaded is None else self.offloaded.held_bytes
+
+    def stored_positions(self) -> Tensor:
+        """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
+        if not self.store.is_filled:
+            return torch.empty(0, 0, 0, dtype=torch.int64)
+        return self.slots.positions(self.store)
+
+    @property
+    def history_tokens(self) -> int:
+        """How many of the last queries the layer holds on to behind a prompt.
+
+        The window of a short prompt begins in the turn before it.
+        """
+        if isinstance(self.policy, EvictingPolicy):
+            return self.policy.history_tokens
+        wanted = self.policy.query_tokens
+        return 0 if self.turns is None or wanted == ALL_QUERIES else wanted
 
     # What the attention seam asks of a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
         """Take the new tokens' ids, behind those of the prompt or instead of the last step's."""
-        if self.kept is None and self.token_ids is not None:
-            token_ids = torch.cat([self.token_ids, token_ids], dim=1)
-        self.token_ids = token_ids
+        known = self.notes.token_ids
+        if self.slots.kept is None and known is not None:
+            token_ids = torch.cat([known, token_ids], dim=1)
+        self.notes = replace(self.notes, token_ids=token_ids)
 
-    def hold(self, selection: Selection) -> None:
+    def keep_part(self, selection: Selection) -> None:
         """Keep a part of a prompt that is still coming in."""
-        self.kept = self._selected_columns(selection)
-        self.keys = keep_tokens(self.keys, selection)
-        self.values = keep_tokens(self.values, selection)
-        self.held = True
+        columns, seen = self._columns_of(selection.keep_indices), self.seen_tokens
+        self.store = self.store.keep(selection.keep_indices, selection.prompt_tokens)
+        self.slots = self.slots.chosen(columns, seen, is_partial=True)
 
-    def _selected_columns(self, selection: Selection) -> Tensor:
-        """(B, H, K) int32: the columns of the slots that a selection names, -1 where of none."""
-        indices = selection.keep_indices
-        heads = max(indices.shape[1], self.keys.shape[1])
+    def _columns_of(self, indices: Tensor) -> Tensor:
+        """(B, H, K): the columns of slots, -1 where of none."""
+        stored = self.store.keys.shape[1]
+        heads = max(indices.shape[1], stored)
         indices = indices.expand(-1, heads, -1)
-        if self.kept is not None:
-            repeats = heads // self.keys.shape[1]
-            indices = _columns_of(indices, self.columns().repeat_interleave(repeats, dim=1))
-        return indices.to(torch.int32)
+        if self.slots.kept is None:
+            return indices
+        columns = self.slots.columns(self.store).repeat_interleave(heads // stored, dim=1)
+        return columns_of(indices, columns)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
-        """Note that the prompt has been read, and what of it to keep.
+        """Note that the prompt has been read, and keep of it what was selected; None for all.
 
         Tokens behind the prompt (drafts of the same forward pass) stay behind what is kept. Where
-        turns follow, it is all that was seen so far or, without recall, all that is stored.
+        turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
-        self._query_tail = None
+        at = self.seen_tokens - (self.store.slots - prompt.keys.shape[2])
+        queries = None
         if self.history_tokens:
-            self._query_tail = last_tokens(prompt.queries, self.history_tokens).clone()
-        self.pad_tokens = prompt.pad_tokens
-        self.held = False
-        self.chosen_at = self.cumulative_length - (self.stored_tokens - prompt.keys.shape[2])
-        if selection is None:
-            return
-        columns = self._selected_columns(selection)
-        self.head_notes = selection.head_notes
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids[:, selection.prompt_tokens :]
-        self.park(selection.prompt_tokens)
-        if selection.head_tokens is not None:
-            self._keep_ragged(selection)
+            queries = prompt.queries[:, :, -self.history_tokens :].clone()
+        self.notes = replace(self.notes, last_queries=queries)
+        self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
+        if selection is not None:
+            self._keep(selection, at)
+        kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
+        self.store = self.storage.settle(self.store, kept_tokens, self.policy.name)
+
+    def _keep(self, selection: Selection, at: int) -> None:
+        """Keep the selected slots of a prompt that ended after so many tokens."""
+        tokens = selection.prompt_tokens
+        columns = self._columns_of(selection.keep_indices)
+        self.offload(tokens)
+        if selection.head_tokens is None:
+            self.store = self.store.keep(selection.keep_indices, tokens)
         else:
-            self.keys = keep_tokens(self.keys, selection)
-            self.values = keep_tokens(self.values, selection)
-        self.kept = columns
+            self.store = RaggedStore.gather(self.store, selection.keep_indices, tokens)
+        notes, scores, ids = self.notes, self.notes.slot_scores, self.notes.token_ids
         if selection.scores is not None:
-            kept = selection.keep_indices.expand(-1, self.keys.shape[1], -1)
-            self.slot_scores = selection.scores.gather(2, kept.clamp(min=0))
-        self.filler_tokens = selection.filler_tokens
-        self.hides_more_than_padding = self._fillers_outnumber_padding(self.chosen_at)
-        self._move_on(selection.sink_tokens)
+            scores = _of_slots(selection.scores, selection.keep_indices, columns.shape[1])
+        self.notes = replace(
+            notes,
+            head_notes=selection.head_notes,
+            slot_scores=scores,
+            token_ids=None if ids is None else ids[:, tokens:],
+        )
+        self.slots = self.slots.chosen(columns, at, fillers=selection.filler_tokens)
+        self._move_sinks(selection.sink_tokens)
 
-    def _keep_ragged(self, selection: Selection) -> None:
-        self.ragged = RaggedStates.gather(self.keys, self.values, selection)
-        repeats = selection.keep_indices.shape[1] // self.keys.shape[1]
-        for name in ("keys", "values"):
-            behind = getattr(self, name)[..., selection.prompt_tokens :, :]
-            setattr(self, name, behind.repeat_interleave(repeats, dim=1))  # a copy, no view
-
-    def expect_turns(self, parked: ParkedTokens | None, refresh_every: int | None) -> None:
-        """From now on every later prompt votes too, on what is stored or on all that is parked.
-
-        The window of a short prompt begins in the turn before it, so the last queries are held.
-        """
-        self.compresses_turns, self.parked, self.refresh_every = True, parked, refresh_every
-        if self.policy.query_tokens != ALL_QUERIES:
-            self.history_tokens = self.policy.query_tokens
-
-    def park(self, tokens: int) -> None:
-        """Put those of the first tokens off the device that are not yet; the layer is whole."""
-        if self.parked is not None:
-            done = self.parked.tokens
-            self.parked.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
-
-    def settle(self) -> None:
-        """Called after every step behind a prompt."""
-
-    def set_aside(self) -> None:
-        """Between two pieces of a prompt, hold nothing on the device."""
-        if self.parked is None:
+    def apply_eviction(self, eviction: Eviction) -> None:
+        """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
+        self.notes = replace(self.notes, slot_scores=eviction.scores)
+        if eviction.keep_indices is None:
             return
-        self.park(self.cumulative_length)
-        self.keys, self.values = self.keys[:, :, :0].clone(), self.values[:, :, :0].clone()
-        self.kept = torch.empty(self.keys.shape[:3], dtype=torch.int32, device=self.keys.device)
-        self.recall_due = True
+        slots, seen, fillers = self.store.slots, self.seen_tokens, self.slots.fillers
+        kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
+        columns = columns_of(kept, self.slots.columns(self.store))
+        if eviction.scores is not None:
+            scores = _of_slots(eviction.scores, kept, kept.shape[1])
+            self.notes = replace(self.notes, slot_scores=scores)
+        if not isinstance(self.store, RaggedStore):  # whose heads hold no fillers
+            left = fillers_left(slots, kept.shape[-1], fillers)
+            fillers = left if eviction.filler_tokens is None else eviction.filler_tokens
+        self.store = self.store.keep(kept, slots)
+        self.slots = self.slots.chosen(columns, seen, fillers=fillers)
+        self._move_sinks(eviction.sink_tokens)
 
-    def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
-        """Have seen that many columns, nothing on the device: each row has pads, then tokens."""
-        assert self.parked is not None
-        self.parked.shift(pads, tokens)
-        self.cumulative_length = tokens
-        if forget_queries:
-            self._query_tail = None
-
-    def recall(self) -> None:
-        """Hold every token that was seen again, as before anything was dropped."""
-        self.recall_due = False
-        if self.kept is None or self.parked is None:
+    def _move_sinks(self, sink_tokens: int) -> None:
+        """Number the first tokens by their place in the cache."""
+        if not sink_tokens or not self.slots.dropped:
             return
-        behind = self.stored_tokens - (self.cumulative_length - self.parked.tokens)
-        repeats = self.keys.shape[1] // self._num_kv_heads
-        tail = (states[:, ::repeats, behind:] for states in (self.keys, self.values))
-        self.keys, self.values = self.parked.with_tail(*tail)
-        self.kept = self.filler_tokens = self.ragged = None
-        self.hides_more_than_padding = False
-
-    def absorb_pads(self) -> None:
-        """Where heads differ in length, let no pads stand among the tokens behind the prompt."""
-        if self.ragged is None or self.gaps is None:
-            return
-        if not bool(self.visible_columns(self.stored_tokens).all()):
-            self.absorb_tail()
+        assert self.identity.rotation is not None
+        keys, moved = move_sinks(
+            self.keys,
+            sink_tokens,
+            self.slots.dropped_tokens(self.store),
+            self.identity.rotation,
+            (self.notes.sink_keys, self.notes.sinks_moved),
+        )
+        self.notes = replace(self.notes, sink_keys=keys, sinks_moved=moved)
 
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
-        if self.ragged is None or not self.stored_tokens:
+        store = self.store
+        if not isinstance(store, RaggedStore) or not store.tail_tokens:
             return
-        columns, scores = self.columns(), self.scores_with(self.stored_tokens)
-        real = None if self.gaps is None else self.visible_columns(self.stored_tokens)
-        self.ragged = self.ragged.with_tail(self.keys, self.values, real)
+        tail, seen, real = store.tail_tokens, self.seen_tokens, None
+        columns, scores = self.slots.columns(store), self.notes.scores_with(tail)
+        if self.slots.gaps is not None:
+            real = self.slots.visible_columns(store, tail)
+            columns[..., columns.shape[-1] - tail :].masked_fill_(~real[:, None], -1)
+        store.absorb_tail(real)
         if real is not None:
-            columns[..., columns.shape[-1] - self.stored_tokens :].masked_fill_(~real[:, None], -1)
-            order = pads_first(columns >= 0)
-            columns = columns.gather(-1, order)[..., -self.ragged.longest_tokens :]
-            if scores is not None:
-                scores = scores.gather(-1, order)[..., -self.ragged.longest_tokens :]
-        self.kept, self.slot_scores = columns.to(torch.int32), scores
-        self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
+            order = pads_first(columns >= 0)[..., -store.slots :]
+            columns = columns.gather(-1, order)
+            scores = None if scores is None else scores.gather(-1, order)
+        self.slots = self.slots.chosen(columns, seen)
+        self.notes = replace(self.notes, slot_scores=scores)
 
-    def note(self, eviction: Eviction) -> None:
-        """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
-        self.slot_scores = eviction.scores
-        if eviction.keep_indices is None:
+    # What was dropped and comes back.
+
+    @property
+    def recall_due(self) -> bool:
+        """Whether the next tokens are read over all that was seen, and vote on it."""
+        return self.offloaded is not None and self.offloaded.is_due
+
+    def offload(self, tokens: int) -> None:
+        """Put those of the first tokens off the device that are not yet; the layer is whole."""
+        if self.offloaded is not None:
+            done = self.offloaded.tokens
+            self.offloaded.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
+
+    def set_aside(self) -> None:
+        """Between two pieces of a prompt, hold nothing on the device."""
+        if self.offloaded is None:
             return
-        slots, fillers = self.stored_tokens, self.filler_tokens
-        kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
-        self.kept = _columns_of(kept, self.columns()).to(torch.int32)
-        if self.slot_scores is not None:
-            self.slot_scores = self.slot_scores.gather(2, kept.clamp(min=0))
-        if self.ragged is not None:
-            self.ragged = self.ragged.keep(kept)
+        seen, slots = self.seen_tokens, self.store.slots
+        self.offload(seen)
+        none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
+        self.store = self.store.keep(none, slots)
+        self.slots = self.slots.chosen(none, seen)
+        self.offloaded.is_due = True
+
+    def begin_at(self, tokens: int, pads: Tensor, *, forget_queries: bool) -> None:
+        """Have seen that many columns, nothing on the device: each row has pads, then tokens."""
+        assert self.offloaded is not None
+        self.offloaded.shift(pads, tokens)
+        self.slots = replace(self.slots, start=tokens)
+        if forget_queries:
+            self.notes = replace(self.notes, last_queries=None)
+
+    def recall(self) -> None:
+        """Hold every token that was seen again, as before anything was dropped."""
+        if self.offloaded is None:
             return
-        self.keys = ops.gather_tokens(self.keys, kept)
-        self.values = ops.gather_tokens(self.values, kept)
-        self.filler_tokens = eviction.filler_tokens
-        if eviction.filler_tokens is None:
-            self.filler_tokens = fillers_left(slots, kept.shape[-1], fillers)
-        self.hides_more_than_padding = self._fillers_outnumber_padding(self.cumulative_length)
-        self._move_on(eviction.sink_tokens)
-
-    def _move_on(self, sink_tokens: int) -> None:
-        """Number the first tokens by their place in the cache."""
-        if not sink_tokens or self.cumulative_length == self.stored_tokens:
+        self.offloaded.is_due = False
+        if self.slots.kept is None:
             return
-        assert self.rotation is not None
-        self.sinks = move_sinks(
-            self.keys, sink_tokens, self._dropped_tokens(), self.rotation, self.sinks
-        )
+        tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
+        if not self.store.hands_over:
+            self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by
+        keys, values = self.offloaded.with_tail(*tail)
+        self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
+        self.slots = self.slots.whole()
 
 
-def _columns_of(slots: Tensor, columns: Tensor) -> Tensor:
-    """The columns that slots stand for; -1 stays."""
-    return columns.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)
+def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
+    """(B, heads, K): the scores of (B, H or 1, K) slots; anything for -1."""
+    return scores.gather(2, kept.expand(-1, heads, -1).clamp(min=0))

@@ -7,6 +7,7 @@ answer had ended; as long as nothing was chosen by its attention since, it can s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,7 +38,72 @@ class Padding:
 
     def gaps_of(self, layer: CompressedLayer) -> Tensor | None:
         """The gaps for a layer that has read this forward pass, None for one that reads another."""
-        return self.gaps if layer.cumulative_length == self.seen_tokens else None
+        return self.gaps if layer.seen_tokens == self.seen_tokens else None
+
+
+class PaddingWatch:
+    """What the masks of a cache's forward passes say of its pads.
+
+    Args:
+        layers: the compressed ones.
+        recall: where the cache recalls dropped tokens from; None for nowhere.
+
+    Attributes:
+        masked_to: tokens seen by the end of the pass that the last mask was made for.
+    """
+
+    def __init__(self, layers: Sequence[CompressedLayer], recall: str | Path | None) -> None:
+        self.layers, self.recall = layers, recall
+        self.masked_to: int | None = None
+        self._last: Padding | None = None
+
+    def expect(self, visible: Tensor | None, new_tokens: int) -> Padding | None:
+        """Announce the padding of the next forward pass, as its masks are made of it.
+
+        Args:
+            visible: (B, tokens seen + new) bool, which of them are no pads; None for all.
+            new_tokens: how many the pass will read.
+
+        Returns:
+            The pads between turns by then; None where it does not say.
+
+        Raises:
+            UnsupportedModelError: pads between turns that this cache cannot hide any more.
+        """
+        first = self.layers[0]
+        if not first.storage.is_compileable:
+            self.masked_to = first.seen_tokens + new_tokens
+        found = self._last = find_padding(visible, new_tokens, self.layers)
+        if found is not None and found.brings_gaps and self.recall is not None:
+            raise UnsupportedModelError(
+                f"attention_mask: expected no pads between turns with recall={str(self.recall)!r}, "
+                "whose turns are read over all that was seen, got some; leave recall out, or ask "
+                "the rows one by one"
+            )
+        for layer in self.layers:
+            if not layer.store.hands_over:
+                gaps = None if found is None else found.gaps
+                layer.slots = layer.slots.with_gaps(gaps, layer.seen_tokens)
+        return found
+
+    def tell(self, layer: CompressedLayer) -> None:
+        """Tell a layer that has just appended the tokens of the pass which of them are pads."""
+        gaps = None if self._last is None else self._last.gaps_of(layer)
+        layer.slots = layer.slots.with_gaps(gaps, layer.seen_tokens)
+
+    def has_own_mask(self, layer: CompressedLayer) -> bool:
+        """Whether a mask that comes with the pass the layer has just read is the user's own."""
+        return self.masked_to != layer.seen_tokens
+
+    def forget(self) -> None:
+        """What was read last is taken back."""
+        self._last = None
+
+    def of(self, layers: Sequence[CompressedLayer]) -> "PaddingWatch":
+        """The same for copies of the layers."""
+        copied = PaddingWatch(layers, self.recall)
+        copied.masked_to, copied._last = self.masked_to, self._last
+        return copied
 
 
 def find_padding(
@@ -58,10 +124,11 @@ def find_padding(
             was chosen by its attention.
     """
     layer = layers[0]
-    is_told = visible is not None or (layer.masks_of_the_model and layer.packed_pads is not None)
-    if not is_told or not layer.chosen_at:
+    has_pads = layer.storage.is_compileable and layer.slots.packed_pads is not None
+    is_told = visible is not None or has_pads
+    if not is_told or not layer.slots.chosen_at:
         return None
-    seen = layer.cumulative_length
+    seen = layer.seen_tokens
     total = seen + new_tokens
     if visible is None:
         visible = torch.ones(len(layer.keys), total, dtype=torch.bool, device=layer.keys.device)
@@ -69,12 +136,12 @@ def find_padding(
         return None
     if visible.shape[1] < total:
         visible = _whole(visible, total)
-    visible, known = visible[:, :total].clone(), layer.visible_columns(seen)
+    visible, known = visible[:, :total].clone(), layer.slots.visible_columns(layer.store, seen)
     visible[:, :seen] &= known  # a pad stays one
     gaps = ~visible
-    if layer.pad_tokens is not None:
+    if layer.slots.pads is not None:
         columns = torch.arange(total, device=gaps.device)
-        gaps = gaps & (columns >= layer.pad_tokens[:, None])
+        gaps = gaps & (columns >= layer.slots.pads[:, None])
     new = gaps.clone()
     new[:, :seen] &= known
     too_late = _too_late(new[:, :seen], visible[:, seen:], layers)
@@ -123,7 +190,7 @@ def _too_late(hidden: Tensor, own: Tensor, layers: Sequence[CompressedLayer]) ->
     """
     if isinstance(layers[0].policy, EvictingPolicy):
         return hidden.any()
-    chosen_at = max(0 if layer.kept is None else layer.chosen_at for layer in layers)
+    chosen_at = max(0 if layer.slots.kept is None else layer.slots.chosen_at for layer in layers)
     chosen_by, history = hidden[:, :chosen_at].any(), layers[0].history_tokens
     if not history:
         return chosen_by

@@ -34,13 +34,13 @@ class CacheReport(dict[str, Any]):
         """Measure the layers of a cache whose method has that name."""
         rows = [_layer_report(i, layer) for i, layer in enumerate(layers)]
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
-        mean = sum(layer.kept_tokens for layer in compressed) / len(compressed)
+        mean = sum(layer.store.mean_tokens for layer in compressed) / len(compressed)
         return cls(
             policy=policy,
-            seen_tokens=compressed[0].cumulative_length,
-            kept_tokens=int(mean) if mean == int(mean) else mean,
+            seen_tokens=compressed[0].seen_tokens,
+            kept_tokens=_whole_number(mean),
             held_bytes=sum(row["held_bytes"] for row in rows),
-            index_bytes=sum(layer.noted_bytes for layer in compressed),
+            index_bytes=sum(layer.index_bytes for layer in compressed),
             host_bytes=sum(layer.host_bytes for layer in compressed),
             full_bytes=sum(row["full_bytes"] for row in rows),
             layers=rows,
@@ -96,8 +96,8 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         return {
             "layer": layer_idx,
             "kind": "compressed",
-            "seen_tokens": layer.cumulative_length,
-            "kept_tokens": layer.kept_tokens,
+            "seen_tokens": layer.seen_tokens,
+            "kept_tokens": _whole_number(layer.store.mean_tokens),
             "held_bytes": layer.held_bytes,
             "full_bytes": layer.full_bytes,
         }
@@ -111,6 +111,10 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         "held_bytes": held,
         "full_bytes": held,
     }
+
+
+def _whole_number(tokens: float) -> float:
+    return int(tokens) if tokens == int(tokens) else tokens
 
 
 _HELD_BY_LAYERS = ("keys", "values", "conv_states", "recurrent_states")

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.parked import ParkedTokens
-from snapkv.cache.places import place_for
-from snapkv.cache.static import StaticCompressedLayer
+from snapkv.cache.layer import CompressedLayer, TurnRule
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.policies.base import ALL_QUERIES, require_choice, require_int
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.storage.offload import OffloadedTokens
+from snapkv.storage.offload_pool import pool_for
+from snapkv.validation import require_choice, require_int
 
 Turns = Literal["append", "compress"]
 
@@ -49,8 +49,8 @@ class TurnOptions:
                     f"pass recall, or leave {name} out"
                 )
 
-    def apply(self, layers: Sequence[Any], policy: Policy) -> None:
-        """Prepare the layers of a cache.
+    def apply(self, layers: Sequence[CompressedLayer], policy: Policy) -> None:
+        """Prepare the compressed layers of a cache.
 
         Raises:
             InvalidArgumentError: the policy, or the layers' storage, does not allow it.
@@ -58,17 +58,16 @@ class TurnOptions:
         if self.recall is None and self.turns != "compress":
             return
         self._require_suitable(policy)
-        place = None if self.recall is None else place_for(self.recall, self.recall_bytes)
+        pool = None if self.recall is None else pool_for(self.recall, self.recall_bytes)
         for layer in layers:
-            if not isinstance(layer, CompressedLayer):
-                continue
-            if isinstance(layer, StaticCompressedLayer) and (place is None or self.refresh_every):
+            if layer.is_compileable and (pool is None or self.refresh_every):
                 raise InvalidArgumentError(
                     "storage: expected 'dynamic' where a cache chooses again out of what it stores "
                     "(turns='compress' without recall, refresh_every), got 'static', whose buffer "
                     "stays as it is; leave one out"
                 )
-            layer.expect_turns(None if place is None else ParkedTokens(place), self.refresh_every)
+            layer.turns = TurnRule(refresh_every=self.refresh_every)
+            layer.offloaded = None if pool is None else OffloadedTokens(pool)
 
     def _require_suitable(self, policy: Policy) -> None:
         """Refuse policies whose turns would not be what was asked for."""

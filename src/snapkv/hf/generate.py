@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache.compressed import CompressedCache
+from snapkv.cache.reading import Reading
 from snapkv.errors import InvalidArgumentError
 
 
@@ -71,15 +71,15 @@ class AnnouncingGenerate(_Announcing):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own `generate`."""
-        model, cache = self.model, kwargs.get("past_key_values")
+        model, reading = self.model, _reading_of(kwargs)
         announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(cache, CompressedCache):
+        if reading is not None:
             _require_plain_prompt(model, kwargs)
-            _require_ids(cache, kwargs)
+            _require_ids(reading, kwargs)
             prompt_tokens = _prompt_tokens(args, kwargs)
-            cache.require_room(_new_tokens(model, kwargs, prompt_tokens))
+            reading.require_room(_new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
-                announcement = cache.announced(prompt_tokens, _end_ids(model, kwargs))
+                announcement = reading.announced(prompt_tokens, _end_ids(model, kwargs))
         with announcement:
             return self._own(model, *args, **kwargs)
 
@@ -96,12 +96,12 @@ class AnnouncingInputs(_Announcing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own `prepare_inputs_for_generation`."""
         inputs = self._own(self.model, *args, **kwargs)
-        cache, token_ids = inputs.get("past_key_values"), inputs.get("input_ids")
-        if isinstance(cache, CompressedCache) and token_ids is not None:
-            cache.expect_tokens(token_ids)
+        reading, token_ids = _reading_of(inputs), inputs.get("input_ids")
+        if reading is not None and token_ids is not None:
+            reading.expect_tokens(token_ids)
             whole, mask = args[0] if args else kwargs["input_ids"], inputs.get("attention_mask")
             if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) > 1:
-                inputs["attention_mask"] = cache.without_ended_rows(mask, whole)
+                inputs["attention_mask"] = reading.without_ended_rows(mask, whole)
         return inputs
 
 
@@ -114,12 +114,13 @@ class AnnouncingPrefill(_Announcing):
         self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, **options: Any
     ) -> Any:
         """Run the model's own `_prefill`."""
-        cache = model_kwargs.get("past_key_values")
+        reading = _reading_of(model_kwargs)
         announcement: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if isinstance(cache, CompressedCache) and not cache.has_announcement:
+        if reading is not None and not reading.is_announced:
             _require_use_cache(generation_config.use_cache)
             masked = getattr(generation_config, "_mask_length", 0)  # of a mask that hides nothing
-            announcement = cache.announced(max(masked, _prompt_tokens((input_ids,), model_kwargs)))
+            end = max(masked, _prompt_tokens((input_ids,), model_kwargs))
+            announcement = reading.announced(end)
         with announcement:
             return self._own(self.model, input_ids, generation_config, model_kwargs, **options)
 
@@ -138,7 +139,7 @@ class AnnouncingModes(_Announcing):
         streams = callable(custom_generate) and (
             "streamer" in inspect.signature(custom_generate).parameters
         )
-        if streams and isinstance(kwargs.get("past_key_values"), CompressedCache):
+        if streams and _reading_of(kwargs) is not None:
             given["streamer"] = modes[-1]
         return given
 
@@ -160,6 +161,12 @@ def stop_announcing(model: PreTrainedModel) -> None:
     for method in _METHODS:
         if isinstance(vars(model).get(method.name), _Announcing):
             del vars(model)[method.name]
+
+
+def _reading_of(kwargs: dict[str, Any]) -> Reading | None:
+    """What a compressed cache among the arguments is told of its reading; None for other caches."""
+    reading = getattr(kwargs.get("past_key_values"), "reading", None)
+    return reading if isinstance(reading, Reading) else None
 
 
 def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -195,11 +202,11 @@ def _end_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
 
 
-def _require_ids(cache: CompressedCache, kwargs: dict[str, Any]) -> None:
+def _require_ids(reading: Reading, kwargs: dict[str, Any]) -> None:
     """Refuse a prompt of embeddings where the policy looks at tokens."""
-    if "token_ids" in cache.policy.needs and kwargs.get("inputs_embeds") is not None:
+    if reading.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise InvalidArgumentError(
-            f"inputs_embeds: expected the prompt as token ids, since {cache.policy.name} looks at "
+            f"inputs_embeds: expected the prompt as token ids, since {reading.policy.name} looks at "
             "tokens, got embeddings; pass input_ids"
         )
 

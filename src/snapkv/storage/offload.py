@@ -1,15 +1,16 @@
-"""What a layer has seen, off the device: recalled when the next turn votes."""
+"""Offloaded tokens: all that a layer has seen, off the device, to come back when a turn votes."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv.cache.places import Place, Room
+from snapkv.storage.base import RowChange
+from snapkv.storage.offload_pool import OffloadPool, Room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +47,22 @@ class Piece:
             yield row, begin, max(0, min(self.keys.shape[2], self.end - begin))
 
 
-class ParkedTokens:
+class OffloadedTokens:
     """The first tokens that a layer has seen, in pieces, as they were put off the device.
 
     On a GPU copies run in a stream of their own, beside the next layer's work.
 
     Args:
-        place: where there is room for them.
+        pool: where there is room for them.
+
+    Attributes:
+        is_due: whether they are to come back with the next tokens, which vote on all that was seen.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, pool: OffloadPool) -> None:
+        self.pool = pool
         self.pieces: list[Piece] = []
+        self.is_due = False
 
     @property
     def tokens(self) -> int:
@@ -83,7 +88,7 @@ class ParkedTokens:
         if not keys.shape[2]:
             return
         states = (keys.detach(), values.detach())
-        room = self.place.room_for(*states, device=on or keys.device)
+        room = self.pool.room_for(*states, device=on or keys.device)
         with _copying(keys.device):
             for target, source in zip(room.tensors, states, strict=True):
                 if source.is_cuda:
@@ -107,7 +112,7 @@ class ParkedTokens:
         self.pieces.append(piece)
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All parked tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
+        """All offloaded tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
         with _copying(keys.device) as stream:
             whole = [self._whole(keys, "keys"), self._whole(values, "values")]
         if stream is not None:
@@ -117,7 +122,7 @@ class ParkedTokens:
         return whole[0], whole[1]
 
     def on_host(self) -> tuple[Tensor, Tensor]:
-        """All parked tokens, (B, Hkv, N, D) and (B, Hkv, N, Dv), a copy in the host's memory."""
+        """All offloaded tokens, (B, Hkv, N, D) and (B, Hkv, N, Dv), a copy in the host's memory."""
         wait_for_copies()
         rows = len(self.pieces[0].rows)
         tails = (
@@ -150,9 +155,9 @@ class ParkedTokens:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.pieces = []
+        self.pieces, self.is_due = [], False
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+    def map_rows(self, change: RowChange) -> None:
         """Put rows in another order; nothing is copied."""
         self.pieces = [
             replace(piece, rows=change(piece.rows), shift=change(piece.shift))
@@ -168,11 +173,14 @@ class ParkedTokens:
         """
         self.pieces = [replace(piece, shift=columns, end=tokens) for piece in self.pieces]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ParkedTokens":
+    def __copy__(self) -> "OffloadedTokens":
         """Another list of the same pieces, which never change."""
-        copied = copy.copy(self)
-        copied.pieces = list(self.pieces)
+        copied = OffloadedTokens(self.pool)
+        copied.pieces, copied.is_due = list(self.pieces), self.is_due
         return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTokens":
+        return copy.copy(self)
 
 
 @contextlib.contextmanager

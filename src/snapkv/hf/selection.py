@@ -10,23 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.keeping import pads_first, put_in_order, slots_of
+from snapkv.cache.last_queries import (
+    forget_queries,
+    look_back,
+    own_queries,
+    remember_queries,
+    with_remembered,
+)
 from snapkv.cache.layer import CompressedLayer
-from snapkv.calls import AttentionCall
+from snapkv.cache.slots import pads_first, put_in_order, slots_of
 from snapkv.errors import UnsupportedModelError
+from snapkv.hf.attend import AttentionCall
+from snapkv.hf.model_parts import output_weight
 from snapkv.policies import DecodeStep, EvictingPolicy, Eviction, PromptLayer, Selection
 from snapkv.policies.by_rows import evict_by_rows, select_by_rows
-from snapkv.projections import output_weight
+from snapkv.storage.ragged import RaggedStore
 
 
-def hold_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
+def keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
     """Drop what is over the cap of a prompt that is still coming in."""
-    slots = layer.stored_tokens
+    slots = layer.store.slots
     if cap_tokens is None or slots <= cap_tokens:
         return
     read = prompt_layer(call, layer, call.query.shape[2], slots, None)
     with torch.no_grad():
-        layer.hold(layer.policy.hold(read, cap_tokens))
+        layer.keep_part(layer.policy.hold(read, cap_tokens))
 
 
 def select(
@@ -34,10 +42,10 @@ def select(
 ) -> Selection | None:
     """What the policy keeps of a prompt; where pads stand between turns, row by row."""
     with torch.no_grad():
-        if layer.gaps is None:
+        if layer.slots.gaps is None:
             return layer.policy.select(prompt)
         packed, order, held = _packed(layer, prompt)
-        own = layer.own_queries(turn_tokens, drafts)
+        own = own_queries(layer, turn_tokens, drafts)
         selection = select_by_rows(layer.policy, packed, own, held)
         if selection is None:
             return None
@@ -49,7 +57,7 @@ def _packed(layer: CompressedLayer, prompt: PromptLayer) -> tuple[PromptLayer, T
 
     The order is (B, S), the third (B, 1, S) bool.
     """
-    visible = layer.visible_slots(prompt.keys.shape[2])
+    visible = layer.slots.visible(layer.store, prompt.keys.shape[2])
     order = pads_first(visible)
     packed = replace(
         prompt,
@@ -74,38 +82,48 @@ def choose_for_whole_rows(
         turn_tokens: how many tokens the turn has.
         is_end: whether it ends in this call; else its last queries are held on to.
     """
-    if isinstance(layer.policy, EvictingPolicy) or layer.compresses_turns:
+    if isinstance(layer.policy, EvictingPolicy) or layer.turns is not None:
         return
-    whole = layer.whole_rows()
+    whole = layer.slots.whole_rows(layer.store)
     if not any(whole):
         return
     new_tokens, slots = call.query.shape[2], call.key.shape[2]
     if not is_end:
-        layer.remember_queries(call.query, 0)
+        remember_queries(layer, call.query, 0)
         return
     own = [
-        new if fits else 0 for new, fits in zip(layer.own_queries(turn_tokens), whole, strict=True)
+        new if fits else 0 for new, fits in zip(own_queries(layer, turn_tokens), whole, strict=True)
     ]
     layer.absorb_tail()
+    store = layer.store
     prompt = prompt_layer(call, layer, new_tokens, slots, None)
-    if layer.ragged is None:
-        prompt, order, held = _packed(layer, prompt)
-    else:
-        held, order = layer.columns() >= 0, None
+    if isinstance(store, RaggedStore):
+        held, order = layer.slots.columns(store) >= 0, None
         prompt = replace(
             prompt,
-            keys=layer.ragged.padded_keys(),
-            values=layer.ragged.padded_values(),
+            keys=store.states.padded_keys(),
+            values=store.states.padded_values(),
             pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
         )
-    layer.forget_queries()
+    else:
+        prompt, order, held = _packed(layer, prompt)
+    forget_queries(layer)
     with torch.no_grad():
         selection = select_by_rows(layer.policy, prompt, own, held)
     if selection is not None:
         kept, fillers = selection.keep_indices, selection.filler_tokens
         kept = kept if order is None else slots_of(kept, order)
-        layer.note(Eviction(keep_indices=kept, filler_tokens=fillers))
-        layer.chosen_at = layer.cumulative_length
+        layer.apply_eviction(Eviction(keep_indices=kept, filler_tokens=fillers))
+        layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
+
+
+def absorb_pads(layer: CompressedLayer) -> None:
+    """Where heads differ in length, let no pads stand among the tokens behind the prompt."""
+    store, slots = layer.store, layer.slots
+    if slots.gaps is None or not isinstance(store, RaggedStore):
+        return
+    if not bool(slots.visible_columns(store, store.tail_tokens).all()):
+        layer.absorb_tail()
 
 
 def evict(call: AttentionCall, layer: CompressedLayer) -> None:
@@ -115,37 +133,39 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
         return
     new_tokens = call.query.shape[2]
     layer.absorb_tail()
-    ragged = layer.ragged
+    store, slots, notes = layer.store, layer.slots, layer.notes
+    is_ragged = isinstance(store, RaggedStore)
     step = DecodeStep(
-        queries=layer.look_back(call.query),
-        keys=call.key if ragged is None else ragged.padded_keys(),
-        scores=layer.scores_with(new_tokens) if ragged is None else layer.slot_scores,
-        head_notes=layer.head_notes,
-        token_ids=layer.token_ids,
-        filler_tokens=layer.filler_tokens,
-        columns=layer.packed_columns(),
-        pad_tokens=layer.packed_pads,
-        seen_tokens=layer.cumulative_length,
+        queries=look_back(layer, call.query),
+        keys=store.states.padded_keys() if is_ragged else call.key,
+        scores=notes.slot_scores if is_ragged else notes.scores_with(new_tokens),
+        head_notes=notes.head_notes,
+        token_ids=notes.token_ids,
+        filler_tokens=slots.fillers,
+        columns=slots.packed_columns(store),
+        pad_tokens=slots.packed_pads,
+        seen_tokens=layer.seen_tokens,
         **score_options(call, layer),
     )
     with torch.no_grad():
-        if layer.gaps is None:
-            layer.note(policy.evict(step))
+        if slots.gaps is None:
+            layer.apply_eviction(policy.evict(step))
         else:
-            layer.note(_evict_by_rows(policy, layer, step, new_tokens))
+            layer.apply_eviction(_evict_by_rows(policy, layer, step, new_tokens))
 
 
 def _evict_by_rows(
     policy: EvictingPolicy, layer: CompressedLayer, step: DecodeStep, new_tokens: int
 ) -> Eviction:
     """What the policy evicts where pads stand between turns: row by row."""
-    own = layer.visible_columns(new_tokens).sum(dim=-1).tolist()
+    store, slots = layer.store, layer.slots
+    own = slots.visible_columns(store, new_tokens).sum(dim=-1).tolist()
     if step.token_ids is not None:
-        order = pads_first(layer.visible_columns(step.token_ids.shape[1]))
+        order = pads_first(slots.visible_columns(store, step.token_ids.shape[1]))
         step = replace(step, token_ids=step.token_ids.gather(1, order))
-    if layer.ragged is not None:
+    if isinstance(store, RaggedStore):
         return evict_by_rows(policy, step, own)
-    visible = layer.visible_slots(layer.stored_tokens)
+    visible = slots.visible(store, store.slots)
     order = pads_first(visible)
     packed = replace(
         step,
@@ -165,15 +185,15 @@ def _evict_by_rows(
 
 def score_options(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
     """How attention turns products into scores, and which layer this is."""
-    scaling = call.options.get("scaling")
+    scaling, stored = call.options.get("scaling"), layer.store.keys.shape[1]
     return {
         "scaling": call.query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": call.options.get("softcap"),
         "sinks": call.options.get("s_aux"),
-        "stored_heads": None if layer.keys.shape[1] == call.key.shape[1] else layer.keys.shape[1],
-        "layer_idx": layer.layer_idx,
-        "depth": layer.depth,
-        "num_layers": layer.num_layers,
+        "stored_heads": None if stored == call.key.shape[1] else stored,
+        "layer_idx": layer.identity.layer_idx,
+        "depth": layer.identity.depth,
+        "num_layers": layer.identity.num_layers,
     }
 
 
@@ -186,7 +206,7 @@ def prompt_layer(
     drafts: int = 0,
 ) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
-    options = call.options
+    options, ids = call.options, layer.notes.token_ids
     if options.get("position_bias") is not None:
         raise UnsupportedModelError(
             f"model: expected attention without a position bias, got {type(call.module).__name__}, "
@@ -199,12 +219,12 @@ def prompt_layer(
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
     return PromptLayer(
-        queries=layer.with_remembered(call.query[:, :, :own], drafts=drafts).detach(),
+        queries=with_remembered(layer, call.query[:, :, :own], drafts=drafts).detach(),
         keys=call.key[:, :, :slots],
         values=call.value[:, :, :slots],
         pad_tokens=pads,
-        token_ids=None if layer.token_ids is None else layer.token_ids[:, :slots],
-        rotation=layer.rotation,
-        output_weight=output_weight(layer.output_projection),
+        token_ids=None if ids is None else ids[:, :slots],
+        rotation=layer.identity.rotation,
+        output_weight=output_weight(layer.identity.output_projection),
         **score_options(call, layer),
     )

@@ -1,7 +1,7 @@
 """What a model carries while it has compressed caches, and taking it off again.
 
-A model is changed in two ways: its attention goes through the seam (`snapkv.attention`), and some
-of its methods are wrapped on the instance (`snapkv.generation`). The first cache puts that on. When
+A model is changed in two ways: its attention goes through the seam (`snapkv.hf.attention`), and some
+of its methods are wrapped on the instance (`snapkv.hf.generate`). The first cache puts that on. When
 the last one is gone, the model has the attention implementations and the methods it had, in every
 sub-config; what somebody else has set in the meantime stays as it is.
 
@@ -21,10 +21,10 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from snapkv.attention import is_seam, plain_name, register_attention
-from snapkv.cache.layers import layers_for, require_model
-from snapkv.errors import UnsupportedModelError
-from snapkv.generation import announce_prompts, stop_announcing
+from snapkv.hf.attention import is_seam, plain_name, register_attention
+from snapkv.hf.build import layers_for, require_model
+from snapkv.errors import CacheMismatchError, UnsupportedModelError
+from snapkv.hf.generate import announce_prompts, stop_announcing
 from snapkv.policies import FullCache
 
 _ATTRIBUTE = "_snapkv_installation"
@@ -204,13 +204,33 @@ class Use:
     Args:
         installation: of the model.
         model: the model.
+
+    Attributes:
+        modules: those of the model, none of which is kept alive by this.
     """
 
     def __init__(self, installation: Installation, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self.modules = weakref.WeakSet(model.modules())
         self._text = model.config.get_text_config(decoder=True)
         mark = object()
         weakref.finalize(self, installation.leave, installation.caches, mark).atexit = False
         installation.caches.add(mark)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model.
+
+        Raises:
+            CacheMismatchError: nobody holds it any more.
+        """
+        model = self._model()
+        if model is None:
+            raise CacheMismatchError(
+                "past_key_values: expected the model the cache was made for to be there, got none; "
+                "keep the model as long as its cache"
+            )
+        return model
 
     @property
     def is_in_place(self) -> bool:

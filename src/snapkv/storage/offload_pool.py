@@ -1,4 +1,4 @@
-"""Where evicted keys and values go: the host's memory, or files that are mapped into it."""
+"""Where evicted keys and values are offloaded to: host memory, or files on disk mapped into it."""
 
 import os
 import tempfile
@@ -10,17 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.amounts import format_bytes
+from snapkv.validation import format_bytes, require_int
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from snapkv.policies.base import require_int
 
 
-class Place:
+class OffloadPool:
     """Room off the device, within a limit that all layers of a cache share.
 
     Args:
         limit_bytes: how many bytes may be taken at most; None for no limit.
+
+    Attributes:
+        where: as a user names it.
     """
+
+    where = "host"
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -59,29 +63,29 @@ class Place:
         pinned = device.type == "cuda"
         return torch.empty(states.shape, dtype=states.dtype, pin_memory=pinned)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Place":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
         """Itself: copies of a cache share the limit."""
         return self
 
 
 class Room:
-    """Tensors in a place, which gets their bytes back when nobody holds this any more.
+    """Tensors in a pool, which gets their bytes back when nobody holds this any more.
 
     Attributes:
         tensors: contiguous, with anything in them.
     """
 
-    def __init__(self, place: Place, tensors: list[Tensor], taken_bytes: int) -> None:
+    def __init__(self, pool: OffloadPool, tensors: list[Tensor], taken_bytes: int) -> None:
         self.tensors = tensors
-        weakref.finalize(self, place.give_back, taken_bytes)
+        weakref.finalize(self, pool.give_back, taken_bytes)
 
 
-class MappedFolder(Place):
+class MappedFolder(OffloadPool):
     """Room in files of a folder, mapped into memory; the files have no name and leave no trace.
 
     Args:
         folder: where there is room; made if it is not there.
-        limit_bytes: as in `Place`.
+        limit_bytes: as in `OffloadPool`.
 
     Raises:
         InvalidArgumentError: the folder cannot be made or written to.
@@ -89,7 +93,7 @@ class MappedFolder(Place):
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         super().__init__(limit_bytes)
-        self.folder = folder
+        self.folder, self.where = folder, str(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
@@ -120,8 +124,8 @@ class MappedFolder(Place):
         return room.view(states.dtype).view(states.shape)
 
 
-def place_for(recall: Any, limit_bytes: int | None) -> Place:
-    """The place that a user names.
+def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
+    """The pool that a user names.
 
     Args:
         recall: "host", or a folder.
@@ -134,7 +138,7 @@ def place_for(recall: Any, limit_bytes: int | None) -> Place:
     if limit_bytes is not None:
         require_int("recall_bytes", limit_bytes, minimum=1)
     if recall == "host":
-        return Place(limit_bytes)
+        return OffloadPool(limit_bytes)
     if not isinstance(recall, str | Path) or not str(recall):
         raise InvalidTypeError(
             f"recall: expected 'host' or the path of a folder, got {recall!r}; leave it out to "

@@ -1,39 +1,31 @@
 """The drop-in cache: a transformers `Cache` that keeps only what its policy chooses."""
 
 import copy
-import weakref
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.cache import handoff
-from snapkv.cache.announced import AnnouncedCache
-from snapkv.cache.codes import Bits
-from snapkv.cache.doubt import Doubt
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.layers import layers_for
-from snapkv.cache.padding import Padding, find_padding
-from snapkv.cache.quantised import require_quantisable
+from snapkv.cache.padding import PaddingWatch
+from snapkv.cache.reading import Reading
 from snapkv.cache.report import CacheReport
-from snapkv.cache.saving import SavedCache
-from snapkv.cache.sliding import let_go_of_the_past
-from snapkv.cache.static import StaticCompressedLayer, slots_for
-from snapkv.cache.token_ids import require_announced
 from snapkv.cache.turns import TurnOptions, Turns
-from snapkv.errors import (
-    CacheMismatchError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    UnsupportedModelError,
-)
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.hf import handoff, saved
+from snapkv.hf.build import layers_for, storage_for
+from snapkv.hf.fidelity import VoteCheck
+from snapkv.hf.install import use
+from snapkv.hf.sliding import let_go_of_the_past
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
+from snapkv.storage.codes import Bits
 
 
-class CompressedCache(AnnouncedCache, SavedCache, Cache):
+class CompressedCache(Cache):
     """A key-value cache that shrinks to its budget at the end of the prompt.
 
     Pass it to ``model.generate(..., past_key_values=cache)`` or to plain ``model(...)`` calls. The
@@ -90,8 +82,6 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         refresh_every: int | None = None,
         quantize: Bits | None = None,
     ) -> None:
-        from snapkv.installation import use  # which imports this module
-
         policy = SnapKV() if policy is None else policy
         if not isinstance(policy, Policy):
             raise InvalidTypeError(
@@ -101,28 +91,18 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         later = TurnOptions(
             turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
         )
-        slots = slots_for(policy, storage, room_tokens)
-        require_quantisable(quantize, policy, storage)
-        super().__init__(layers=layers_for(model, policy, slots, quantize))
-        later.apply(self.layers, policy)
+        made_by = storage_for(policy, storage, room_tokens, quantize)
+        super().__init__(layers=layers_for(model, policy, made_by))
+        compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        later.apply(compressed, policy)
         self._use = use(model)
         self.policy = policy
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}
         self.options: dict[str, Any] = made | vars(later)
-        self._model = weakref.ref(model)
-        self._modules = weakref.WeakSet(model.modules())
-        self._first = self.compressed_layers[0]
-        self.prompt_end: int | None = None
-        self.turn_start = 0
-        self._masked_to: int | None = None  # tokens seen by the end of the pass of the last mask
-        self._records_past = False
-        self.reads_piecewise = False
-        self.cap_tokens: int | None = None
-        self.ahead_tokens = 0
-        self._looks_at_tokens = "token_ids" in policy.needs
-        self._coming: tuple[int, Tensor] | None = None
-        self.doubts: list[Doubt] = []
-        self._padding: Padding | None = None
+        room = room_tokens if storage == "static" else None
+        self.reading = Reading(layers=compressed, room_tokens=room)
+        self._padding = PaddingWatch(compressed, recall)
+        self._check = VoteCheck()
 
     # What transformers asks of a cache.
 
@@ -130,55 +110,54 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append the new tokens of one layer; returns all its stored keys and values."""
-        layer = self.layers[layer_idx]
-        if self._looks_at_tokens and layer_idx <= self._first:
-            seen, shape = self.get_seq_length(), (key_states.shape[0], key_states.shape[-2])
-            require_announced(self._coming, seen, shape, self.policy.name)
+        layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
+        if layer_idx <= self._first:
+            self.reading.require_ids(key_states.shape[0], new_tokens)
         if layer_idx == self._first and not torch.compiler.is_compiling():
             self._require_seam()
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            let_go_of_the_past(layer, key_states.shape[-2])
+            let_go_of_the_past(layer, new_tokens)
             return keys, values
-        if isinstance(layer, StaticCompressedLayer) and layer.fixed and not layer.recall_due:
+        if not layer.store.hands_over and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
-                layer.require_room(layer.stored_tokens + key_states.shape[-2])
+                layer.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
-        new_tokens = key_states.shape[-2]
         self._require_finished_forward(layer, new_tokens)
-        prompt_end = self._open_prompt(layer.cumulative_length + new_tokens)
-        keys, values = layer.update(key_states, value_states, *args, **kwargs)
-        layer.note_gaps(None if self._padding is None else self._padding.gaps_of(layer))
-        if self._coming is not None:
-            layer.remember_ids(self._coming[1].to(key_states.device))
+        self.reading.end_by(layer.seen_tokens + new_tokens)
+        keys, values = layer.update(key_states, value_states)
+        self._padding.tell(layer)
+        if self.reading.coming_ids is not None:
+            layer.remember_ids(self.reading.coming_ids[1].to(key_states.device))
         handoff.offer(
             handoff.Handoff(
-                cache=self,
                 layer=layer,
                 new_tokens=new_tokens,
-                prompt_end=prompt_end,
-                turn_start=self.turn_start,
-                has_own_mask=self._masked_to != layer.cumulative_length,
+                reading=self.reading,
+                modules=self._use.modules,
+                check=self._check,
+                has_own_mask=self._padding.has_own_mask(layer),
             )
         )
         return keys, values
 
+    @property
+    def _first(self) -> int:
+        """Index of the first compressed layer."""
+        return self.reading.layers[0].identity.layer_idx
+
     def _require_seam(self) -> None:
         """Refuse to read where attention does not come through the seam, or did not to the end."""
-        if self.doubts or not self._use.is_in_place:
+        if self._check.doubts or not self._use.is_in_place:
             raise _interrupted()
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
         """Refuse to go on after a forward pass that did not reach every layer's attention."""
-        pending = handoff.peek()
-        first = self.layers[self._first]
-        uneven = not (self.reads_piecewise or layer is first) and (
-            layer.cumulative_length + new_tokens != first.cumulative_length
+        first = self.reading.layers[0]
+        uneven = not (self.reading.is_piecewise or layer is first) and (
+            layer.seen_tokens + new_tokens != first.seen_tokens
         )
-        unfinished = pending is not None and pending.cache is self
-        if unfinished:
-            handoff.take()
-        if unfinished or uneven:
+        if handoff.withdraw(self.reading) or uneven:
             raise _interrupted()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -188,20 +167,16 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             InvalidArgumentError: a positive number, or more than can be taken back.
         """
         super().crop(tokens_to_remove)
-        self._padding = None
-        if self.prompt_end is not None and self.get_seq_length() < self.prompt_end:
-            self.prompt_end = None
+        self._padding.forget()
+        self.reading.forget_unread_end()
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
         super().reset()
-        self.doubts.clear()
-        pending = handoff.peek()
-        if pending is not None and pending.cache is self:
-            handoff.take()
-        self.prompt_end = self._coming = self._padding = None
-        self.turn_start = 0
-        self._records_past = False
+        handoff.withdraw(self.reading)
+        self._check.doubts.clear()
+        self._padding.forget()
+        self.reading.forget()
 
     def activate_past_recording(self) -> None:
         """Called before drafts are verified: from now on a forward pass may hold drafts.
@@ -210,14 +185,14 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
             InvalidArgumentError: see `require_drafts`; or a part of the prompt was read already.
         """
         self.require_drafts()
-        if self.get_seq_length() and self.is_reading:
+        if self.get_seq_length() and self.reading.is_open:
             raise InvalidArgumentError(
                 f"past_key_values: expected an empty cache where drafts are verified (assistant "
                 f"model, prompt lookup), since transformers reads the text from its start into it, "
                 f"got one that has seen {self.get_seq_length():,} tokens; generate without drafts"
             )
         super().activate_past_recording()
-        self._records_past = True
+        self.reading.verifies_drafts = True
 
     def require_drafts(self) -> None:
         """Refuse to verify drafts where the policy evicts while generating, or chooses again.
@@ -243,87 +218,47 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(columns, offset) of a mask, which this thread will make next."""
-        if (
-            isinstance(self.layers[layer_idx], CompressedLayer)
-            and not torch.compiler.is_compiling()
-        ):
-            handoff.ask_for_padding(self)
+        compressed = isinstance(self.layers[layer_idx], CompressedLayer)
+        if compressed and not torch.compiler.is_compiling():
+            handoff.ask_for_padding(self._padding)
         columns, offset = super().get_mask_sizes(query_length, layer_idx)
         return columns, offset
 
-    def expect_padding(self, visible: Tensor | None, new_tokens: int) -> Padding | None:
-        """Announce the padding of the next forward pass, as its masks are made of it.
-
-        Args:
-            visible: (B, tokens seen + new) bool, which of them are no pads; None for all.
-            new_tokens: how many the pass will read.
-
-        Returns:
-            The pads between turns by then; None where it does not say.
-
-        Raises:
-            UnsupportedModelError: pads between turns that this cache cannot hide any more.
-        """
-        first = self.layers[self._first]
-        if not first.masks_of_the_model:
-            self._masked_to = first.cumulative_length + new_tokens
-        self._padding = find_padding(
-            visible, new_tokens, [self.layers[i] for i in self.compressed_layers]
-        )
-        recall = self.options["recall"]
-        if self._padding is not None and self._padding.brings_gaps and recall is not None:
-            raise UnsupportedModelError(
-                f"attention_mask: expected no pads between turns with recall={str(recall)!r}, "
-                "whose turns are read over all that was seen, got some; leave recall out, or ask "
-                "the rows one by one"
-            )
-        for layer in self.layers:
-            if isinstance(layer, StaticCompressedLayer) and layer.fixed:
-                layer.note_gaps(None if self._padding is None else self._padding.gaps)
-        return self._padding
-
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens seen, whatever is stored of them."""
-        if layer_idx is None:
-            layer_idx = self._first
-        return int(super().get_seq_length(layer_idx))
+        return int(super().get_seq_length(self._first if layer_idx is None else layer_idx))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where the next query stands; a tensor where static storage counts on the device."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, StaticCompressedLayer) and layer.fixed:
-            return layer.seen_on_device
+        if isinstance(layer, CompressedLayer) and not layer.store.hands_over:
+            return layer.store.filled + layer.slots.dropped
         return super().get_query_offset(layer_idx)
 
-    def require_room(self, new_tokens: int) -> None:
-        """Refuse to generate more tokens behind a prompt than static storage has room for.
+    # What users tell and ask a cache.
+
+    def expect_prompt(self, prompt_tokens: int) -> None:
+        """Announce that the prompt ends after `prompt_tokens` tokens, those already seen included.
+
+        `model.generate` does this by itself. Call it before feeding a prompt in pieces through
+        ``model(...)``: nothing is dropped before the announced end has been read. On a cache that
+        has read a prompt, it announces the end of the next turn.
 
         Raises:
-            InvalidArgumentError: there is room for fewer.
+            CacheMismatchError: the cache has already seen that many tokens.
         """
-        layer = self.layers[self._first]
-        if isinstance(layer, StaticCompressedLayer) and new_tokens > layer.room_tokens:
-            raise InvalidArgumentError(
-                f"max_new_tokens: expected at most room_tokens={layer.room_tokens:,}, the room of "
-                f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
-                "a larger room_tokens"
-            )
+        self.reading.expect_prompt(prompt_tokens)
 
-    def take_back(self, layer: CompressedLayer, tokens: int) -> None:
-        """Undo the update of one layer whose attention was refused."""
-        layer.take_back(tokens)
-        if self.prompt_end is not None and layer.cumulative_length < self.prompt_end:
-            self.prompt_end = None
+    def expect_tokens(self, token_ids: Tensor) -> None:
+        """Announce the ids of the tokens of the next forward pass, pads included: (B, N) integers.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
-        """Copy what is stored; the model that it belongs to is shared."""
-        memo[id(self._modules)] = self._modules
-        memo.update({id(module): module for module in self._modules})
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        for name, value in vars(self).items():
-            setattr(copied, name, copy.deepcopy(value, memo))
-        return copied
+        `model.generate` does this by itself. Needed before every ``model(token_ids, ...)`` where
+        the policy looks at tokens (`FastGen`); without effect where it does not.
+
+        Raises:
+            InvalidTypeError: not a tensor of that kind.
+        """
+        self.reading.expect_tokens(token_ids)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -332,20 +267,12 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         Raises:
             CacheMismatchError: nobody holds that model any more.
         """
-        model = self._model()
-        if model is None:
-            raise CacheMismatchError(
-                "past_key_values: expected the model the cache was made for to be there, got none; "
-                "keep the model as long as its cache"
-            )
-        return model
-
-    # What users ask of a cache.
+        return self._use.model
 
     @property
     def compressed_layers(self) -> list[int]:
         """Indices of the layers that are compressed; the others stay transformers' own."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
+        return [layer.identity.layer_idx for layer in self.reading.layers]
 
     def kept_positions(self, layer_idx: int) -> Tensor:
         """True positions of all tokens that a layer stores, generated ones included.
@@ -357,22 +284,91 @@ class CompressedCache(AnnouncedCache, SavedCache, Cache):
         Raises:
             InvalidArgumentError: the layer is not one of `compressed_layers`.
         """
-        compressed = self.compressed_layers
-        if layer_idx not in compressed:
-            raise InvalidArgumentError(
-                f"layer_idx: expected one of the compressed layers {compressed}, got {layer_idx}; "
-                "layers with a sliding window or no attention keep transformers' own storage"
-            )
-        positions: Tensor = self.layers[layer_idx].stored_positions()
-        return positions
+        for layer in self.reading.layers:
+            if layer.identity.layer_idx == layer_idx:
+                return layer.stored_positions()
+        raise InvalidArgumentError(
+            f"layer_idx: expected one of the compressed layers {self.compressed_layers}, got "
+            f"{layer_idx}; layers with a sliding window or no attention keep transformers' own "
+            "storage"
+        )
 
     def report(self) -> CacheReport:
         """Tokens seen and kept, bytes held and bytes a full cache would hold."""
         return CacheReport.of(self.policy.name, self.layers)
 
-    def owns(self, module: Any) -> bool:
-        """Whether `module` is part of the model this cache was made for."""
-        return module in self._modules
+    def save(self, path: str | Path, *, beside: Mapping[str, Tensor] | None = None) -> None:
+        """Write the cache to a file: safetensors, with its policy, its model and all it has seen.
+
+        The file appears under its name when it is complete; a crash leaves what was there before.
+        Its header holds a checksum of every byte.
+
+        Args:
+            path: the file; a cache that was saved there is replaced, any other file is refused.
+            beside: tensors to keep with it, such as the token ids; `load_with` gives them back.
+
+        Raises:
+            CacheFileError: the file cannot be written, or holds something else than a cache.
+            CacheMismatchError: the model is gone, so that the file could not say whose it is.
+        """
+        saved.write(self, self.options, Path(path), beside or {})
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
+        """The cache that `save` has written, for the same model in the same dtype.
+
+        Args:
+            path: the file. It is read in full and checked first; nothing in it is run.
+            model: the model that filled the cache, on any device.
+            options: `policy`, where it is not one of the package's, or needs a tokenizer; `recall`
+                and `recall_bytes`, as in `CompressedCache`, for a cache that was saved with recall,
+                "host" if left out.
+
+        Raises:
+            CacheFileError: no such file, or not one that `save` has written, whole and unchanged.
+            CacheMismatchError: another model, dtype or policy than the cache was saved with.
+        """
+        cache, _ = cls.load_with(path, model, **options)
+        return cache
+
+    @classmethod
+    def load_with(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel,
+        *,
+        policy: Policy | None = None,
+        recall: str | Path | None = None,
+        recall_bytes: int | None = None,
+    ) -> tuple[Self, dict[str, Tensor]]:
+        """As `load`, with the tensors that were saved beside the cache."""
+        return saved.read(cls, Path(path), model, policy, recall, recall_bytes)
+
+    # Copies.
+
+    def __copy__(self) -> Self:
+        """A branch: it goes on by itself, and shares what is stored so far."""
+        return self._copied([_branch(layer) for layer in self.layers])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy what is stored; the model that it belongs to is shared."""
+        memo.update({id(module): module for module in self._use.modules})
+        return self._copied(copy.deepcopy(self.layers, memo))
+
+    def _copied(self, layers: list[Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
+        copied.layers, copied.options = layers, dict(self.options)
+        copied.reading = self.reading.of(compressed)
+        copied._padding, copied._check = self._padding.of(compressed), VoteCheck()
+        return copied
+
+
+def _branch(layer: Any) -> Any:
+    """A layer that goes on by itself; states that are written over in place are copied."""
+    written_over = hasattr(layer, "recurrent_states")
+    return copy.deepcopy(layer) if written_over else copy.copy(layer)
 
 
 def _interrupted() -> CacheMismatchError:

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from snapkv import ops
-from snapkv.cache.candidates import Candidates
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.ragged import RaggedStates
-from snapkv.masks import stored_mask, tree_mask
+from snapkv.hf.candidates import Candidates
+from snapkv.hf.masks import stored_mask, tree_mask
+from snapkv.storage.ragged import RaggedStates, RaggedStore
 
 FEW_QUERIES = 64
 """Up to so many queries read keys and values as they are stored, whatever the mask."""
@@ -27,7 +27,7 @@ class AttentionCall:
 
     Attributes:
         function: the wrapped attention; `implementation` is its name, such as "sdpa".
-        query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.masks`.
+        query: (B, Hq, Q, D). key, value: (B, Hkv, S + Q, D). mask: see `snapkv.hf.masks`.
         options: the remaining keyword arguments (scaling, dropout, softcap, ...).
         candidates: who sees whom where the queries are a tree of candidates, or None.
     """
@@ -113,19 +113,20 @@ def attend_stored(
     nothing to hide; a layer that stores another number of tokens, or hides other slots than the
     padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
     """
-    if layer.ragged is not None:
-        if layer.gaps is not None:
-            return _attend_ragged_rows(call, layer, layer.ragged), None
-        return _attend_ragged(call, layer.ragged), None
+    store, slots = layer.store, layer.slots
+    if isinstance(store, RaggedStore):
+        if slots.gaps is not None:
+            return _attend_ragged_rows(call, layer, store), None
+        return _attend_ragged(call, store.states), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
-    unmasked = mask is None and layer.holds_fillers
-    if rebuild_mask or other_width or unmasked or layer.hides_more_than_padding:
+    unmasked = mask is None and slots.hides_slots
+    if rebuild_mask or other_width or unmasked or slots.needs_own_mask:
         new = call.query.shape[2]
-        past = layer.visible_slots(layer.stored_tokens - drafts - new)
-        own = None if layer.gaps is None else layer.visible_columns(new, drafts)
+        past = slots.visible(store, store.slots - drafts - new)
+        own = None if slots.gaps is None else slots.visible_columns(store, new, drafts)
         call = replace(call, mask=stored_mask(call.implementation, past, call.query, own))
-    if layer.kept is not None and call.key.shape[1] == call.query.shape[1]:
+    if slots.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
 
@@ -148,16 +149,14 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
     return output.transpose(1, 2).contiguous()
 
 
-def _attend_ragged_rows(
-    call: AttentionCall, layer: CompressedLayer, ragged: RaggedStates
-) -> Tensor:
+def _attend_ragged_rows(call: AttentionCall, layer: CompressedLayer, store: RaggedStore) -> Tensor:
     """`_attend_ragged` where pads stand in the tail: each row by itself, without them.
 
     What comes out of the pads' own queries is zero, as nothing looks at it.
     """
-    real = layer.visible_columns(layer.stored_tokens)
+    real = layer.slots.visible_columns(store, store.tail_tokens)
     if bool(real.all()):
-        return _attend_ragged(call, ragged)
+        return _attend_ragged(call, store.states)
     B, Hq, Q, _ = call.query.shape
     output = call.value.new_zeros(B, Q, Hq, call.value.shape[-1])
     for row, tail in enumerate(real):
@@ -170,7 +169,7 @@ def _attend_ragged_rows(
                 value=call.value[row : row + 1, :, tail],
             )
             rows = torch.tensor([row], device=own.device)
-            output[row, own] = _attend_ragged(alone, ragged.select_rows(rows))[0]
+            output[row, own] = _attend_ragged(alone, store.states.select_rows(rows))[0]
     return output
 
 

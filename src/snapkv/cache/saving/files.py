@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from snapkv.errors import CacheFileError, OutputError
-from snapkv.writing import is_stream, replacing
+from snapkv.cache.saving.writing import is_stream, replacing
 
-_FORMAT = "snapkv cache 1"
+_FORMAT = "snapkv cache "
+_VERSION = 2
 _OWN = re.compile(rb'"format":"snapkv cache ')
 _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
@@ -39,7 +40,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any
             its name still does.
     """
     _require_own(path)
-    metadata = {"format": _FORMAT, "notes": json.dumps(notes), "sha256": _UNSEALED}
+    metadata = {"format": f"{_FORMAT}{_VERSION}", "notes": json.dumps(notes), "sha256": _UNSEALED}
     whole = {name: _alone(tensor) for name, tensor in tensors.items()}
     try:
         with replacing(path) as partial:
@@ -78,8 +79,8 @@ def _is_free_or_saved(path: Path) -> bool:
         return not os.path.lexists(path)
 
 
-def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and notes of a file that `write_sealed` has written, in the host's memory.
+def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    """What `write_sealed` has written: tensors in the host's memory, notes, and the format's version.
 
     Args:
         path: the file.
@@ -106,9 +107,11 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if isinstance(error, CacheFileError):
             raise
         raise _damaged(path, str(error)) from error
-    if metadata.get("format") != _FORMAT:
-        raise _damaged(path, f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
-    return tensors, notes
+    known = {f"{_FORMAT}{version}": version for version in range(1, _VERSION + 1)}
+    if metadata.get("format") not in known:
+        got = metadata.get("format")
+        raise _damaged(path, f"its format is {got!r}, not {_FORMAT}{_VERSION} or before")
+    return tensors, notes, known[metadata["format"]]
 
 
 def _alone(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Appending tokens behind stored ones without copying those for every token."""
+"""The append buffer: tokens go behind stored ones without copying those for every token."""
 
 import weakref
 from typing import Any
@@ -18,7 +18,7 @@ def slots_behind(stored_tokens: int, new_tokens: int) -> int:
     return stored_tokens + rounds * (ROOM_TOKENS + 1)
 
 
-class Growing:
+class AppendBuffer:
     """Appends to keys and values, in place as long as there is room behind them.
 
     What it hands out are views of the first slots of two buffers. It writes behind the last of them
@@ -32,7 +32,7 @@ class Growing:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy begins anew: of what was handed out only one may be written behind."""
-        return Growing, ()
+        return AppendBuffer, ()
 
     def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> Pair:
         """Keys and values, the new ones behind the others.

@@ -1,4 +1,4 @@
-"""Keys and values of heads that keep different numbers of tokens, one head behind the other.
+"""Ragged storage (varlen): heads that keep different numbers of tokens, one behind the other.
 
 Per-head slots are also counted in a padded layout, as kept positions and scores have it: every head
 has as many slots as the longest one, and its tokens are the last of them.
@@ -6,12 +6,13 @@ has as many slots as the longest one, and its tokens are the last of them.
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv.ops import RaggedLayout
-from snapkv.policies import Selection
+from snapkv.storage.base import RowChange, TokenStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,8 @@ class RaggedStates:
     head_tokens: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def gather(cls, keys: Tensor, values: Tensor, selection: Selection) -> "RaggedStates":
-        """Copy what a selection keeps out of (B, Hkv, T, D) states, bit for bit."""
-        assert selection.head_tokens is not None
-        index = selection.keep_indices
+    def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
+        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states, bit for bit; -1 is none."""
         heads = torch.arange(index.shape[1], device=index.device) * keys.shape[1] // index.shape[1]
         rows = torch.arange(index.shape[0], device=index.device)
         kept = index >= 0
@@ -41,7 +40,7 @@ class RaggedStates:
             heads[None, :, None].expand_as(index)[kept],
             index[kept],
         )
-        counts = tuple(tuple(row) for row in selection.head_tokens.tolist())
+        counts = tuple(tuple(row) for row in kept.sum(dim=-1).tolist())
         return cls(keys=keys[where], values=values[where], head_tokens=counts)
 
     def segments(self) -> list[list[tuple[Tensor, Tensor]]]:
@@ -130,7 +129,7 @@ class RaggedStates:
         places = ends[..., None] - from_end
         return places.masked_fill(from_end > counts[..., None], -1)
 
-    @property
+    @functools.cached_property
     def longest_tokens(self) -> int:
         """Tokens of the head that has most, the slots of the padded layout."""
         return max(max(row) for row in self.head_tokens)
@@ -144,3 +143,112 @@ class RaggedStates:
     def held_bytes(self) -> int:
         """Bytes of the keys and values."""
         return self.keys.nbytes + self.values.nbytes
+
+
+class RaggedStore(TokenStore):
+    """What the heads keep of a prompt, and apart from it the tokens behind it, the tail.
+
+    `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head.
+
+    Attributes:
+        states: what the heads keep.
+    """
+
+    kind = "ragged"
+
+    def __init__(
+        self, *, states: RaggedStates, keys: Tensor, values: Tensor, num_kv_heads: int
+    ) -> None:
+        self.states = states
+        self.keys, self.values, self.num_kv_heads = keys, values, num_kv_heads
+
+    @classmethod
+    def gather(cls, store: TokenStore, indices: Tensor, tokens: int) -> "RaggedStore":
+        """Keep some of the first tokens of a store; what stands behind them is the tail.
+
+        Args:
+            store: one whose heads hold as many tokens each.
+            indices: (B, H, K) int64, slots, ascending after a leading run of -1.
+            tokens: how many slots `indices` points into.
+        """
+        repeats = indices.shape[1] // store.keys.shape[1]
+        keys, values = (
+            states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
+            for states in (store.keys, store.values)
+        )
+        states = RaggedStates.gather(store.keys, store.values, indices)
+        return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
+
+    @property
+    def tail_tokens(self) -> int:
+        """N, tokens of the tail."""
+        return int(self.keys.shape[2])
+
+    @property
+    def slots(self) -> int:
+        """Slots of the padded layout, and behind them those of the tail."""
+        return self.states.longest_tokens + self.tail_tokens
+
+    @property
+    def unmasked_slots(self) -> int:
+        """The slots of what the heads keep; ragged attention needs no mask for them."""
+        return self.states.longest_tokens
+
+    @property
+    def croppable_tokens(self) -> int:
+        """The tail."""
+        return self.tail_tokens
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens per row and head, on average."""
+        return self.tail_tokens + self.states.mean_tokens
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens in the tail."""
+        self.keys = torch.cat([self.keys, self.for_heads(keys)], dim=-2)
+        self.values = torch.cat([self.values, self.for_heads(values)], dim=-2)
+        return self.keys, self.values
+
+    def absorb_tail(self, real: Tensor | None) -> None:
+        """Give every head its part of the tail, which is empty then.
+
+        Args:
+            real: (B, N) bool, which tokens of the tail are no pads; None for all.
+        """
+        self.states = self.states.with_tail(self.keys, self.values, real)
+        self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
+
+    def keep(self, indices: Tensor, tokens: int) -> TokenStore:
+        """Keep some of what the heads keep; slots of the padded layout, -1 for none.
+
+        The tail has been absorbed, or stands behind those slots.
+        """
+        assert tokens == self.states.longest_tokens
+        self.states = self.states.keep(indices)
+        return self
+
+    def crop(self, tokens: int) -> TokenStore:
+        """Forget the last tokens of the tail."""
+        self.keys, self.values = self.keys[..., :-tokens, :], self.values[..., :-tokens, :]
+        return self
+
+    def map_rows(self, change: RowChange) -> TokenStore:
+        """Put the rows in another order; the longest head may be gone with its row."""
+        self.states = self.states.select_rows(change(torch.arange(self.keys.shape[0])))
+        self.keys, self.values = change(self.keys), change(self.values)
+        return self
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values, the tail included."""
+        return self.states.held_bytes + super().held_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of what attention needs to know of the layout."""
+        return self.states.layout.held_bytes
+
+    def state(self) -> dict[str, Any]:
+        """The heads' tokens and the tail."""
+        return {"states": self.states, **super().state()}

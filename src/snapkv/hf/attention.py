@@ -17,24 +17,26 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from snapkv.cache import handoff
-from snapkv.cache.candidates import current_candidates
-from snapkv.cache.keeping import keep_tokens
+from snapkv.cache.last_queries import look_back, remember_queries
 from snapkv.cache.layer import CompressedLayer
-from snapkv.calls import Attended, AttentionCall, attend_stored
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
-from snapkv.faithfulness import doubt_scores, require_faithful
-from snapkv.masks import leading_pads, mask_function, prompt_mask
-from snapkv.policies import PromptLayer
-from snapkv.projections import output_weight
-from snapkv.selection import (
+from snapkv.hf import handoff
+from snapkv.hf.attend import Attended, AttentionCall, attend_stored
+from snapkv.hf.candidates import current_candidates
+from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
+from snapkv.hf.model_parts import output_weight
+from snapkv.hf.phases import Phase, phase_of
+from snapkv.hf.selection import (
+    absorb_pads,
     choose_for_whole_rows,
     evict,
-    hold_to_cap,
+    keep_to_cap,
     prompt_layer,
     score_options,
     select,
 )
+from snapkv.policies import PromptLayer, Selection
+from snapkv.storage.base import keep_tokens
 
 _PREFIX = "snapkv|"
 
@@ -87,10 +89,10 @@ def _make_mask(
 ) -> Any:
     """The registered mask function: tells the cache of the padding that it makes the mask of.
 
-    With the cache's answer at hand transformers need not ask the tensor whether it hides anything.
+    With its answer at hand transformers need not ask the tensor whether it hides anything.
     """
-    cache = handoff.take_asking()
-    padding = None if cache is None else cache.expect_padding(attention_mask, q_length)
+    watch = handoff.take_asking()
+    padding = None if watch is None else watch.expect(attention_mask, q_length)
     if padding is not None:
         attention_mask = None if padding.hides_nothing else padding.visible
         if not padding.hides_nothing and "allow_is_causal_skip" in options:
@@ -120,58 +122,63 @@ def _attention(
         candidates=current_candidates(),
     )
     handed = _take_handoff(call)
+    return _PHASES[_phase(handed)](call, handed)
+
+
+def _phase(handed: handoff.Handoff | None) -> Phase:
     if handed is None:
-        return call.attend()
-    layer, end = handed.layer, handed.prompt_end
-    seen, turn_tokens = layer.cumulative_length, end - handed.turn_start
-    behind = seen - handed.new_tokens >= end
-    compressed = layer.kept is not None and not layer.held
-    if layer.compresses_turns and compressed and seen >= end and not behind:
-        return _attend_turn_end(call, layer, seen - end, turn_tokens)
-    if compressed or behind:
-        output = attend_stored(call, layer)
-        layer.absorb_pads()
-        if not behind and seen <= end:
-            choose_for_whole_rows(call, layer, turn_tokens, is_end=seen == end)
-        evict(call, layer)
-        _follow(call, layer)
-        layer.settle()
-        return output
-    if seen < end:
-        output = _attend_prompt(call, layer)
-        hold_to_cap(call, layer, handed.cache.cap_tokens)
-        layer.remember_queries(query, handed.cache.ahead_tokens)
-        if layer.observer is not None:
-            prompt = prompt_layer(call, layer, query.shape[2], seen, None)
-            layer.observer(replace(prompt, queries=query))
-        if not handed.cache.reads_piecewise:
-            layer.set_aside()
-        return output
-    return _attend_prompt_end(call, handed)
+        return Phase.FOREIGN
+    layer = handed.layer
+    return phase_of(
+        layer.seen_tokens,
+        handed.new_tokens,
+        handed.prompt_end,
+        is_compressed=layer.slots.is_compressed,
+        turns_vote=layer.turns is not None,
+    )
+
+
+def _foreign(call: AttentionCall, handed: None) -> Attended:
+    """Another cache's tokens: the model's own attention."""
+    del handed
+    return call.attend()
+
+
+def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+    """Attend to the prompt as far as it has been read, and hold what its end will need."""
+    layer, reading = handed.layer, handed.reading
+    output = _attend_prompt(call, layer)
+    keep_to_cap(call, layer, reading.cap_tokens)
+    remember_queries(layer, call.query, reading.ahead_tokens)
+    if layer.observer is not None:
+        prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
+        layer.observer(replace(prompt, queries=call.query))
+    if not reading.is_piecewise:
+        layer.set_aside()
+    return output
 
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     """Attend to the prompt as far as it has been read, or to what is held of it."""
-    return attend_stored(call, layer) if layer.held else call.attend()
+    return attend_stored(call, layer) if layer.slots.is_partial else call.attend()
 
 
-def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
 
     Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
     tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
     """
-    layer = handed.layer
-    drafts = layer.cumulative_length - handed.prompt_end
-    own, slots = call.query.shape[2] - drafts, layer.stored_tokens - drafts
-    pads = layer.pad_tokens
-    if layer.gaps is None:
+    layer, drafts = handed.layer, handed.drafts
+    own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
+    pads = layer.slots.pads
+    if layer.slots.gaps is None:
         pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = prompt_layer(call, layer, own, slots, pads, drafts)
-    selection = select(layer, prompt, handed.prompt_end - handed.turn_start, drafts)
+    selection = select(layer, prompt, handed.turn_tokens, drafts)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
-        _check_scores(call, handed, prompt, output[:, own - 1])
+        _check_votes(call, handed, prompt, output[:, own - 1])
         layer.end_prompt(selection, prompt)
         return output, weights
     read = replace(
@@ -182,130 +189,154 @@ def _attend_prompt_end(call: AttentionCall, handed: handoff.Handoff) -> Attended
         mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], slots, pads),
     )
     output, _ = read.attend()
-    _check_scores(call, handed, prompt, output[:, -1])
+    _check_votes(call, handed, prompt, output[:, -1])
     layer.end_prompt(selection, prompt)
-    behind = replace(call, query=call.query[:, :, own:], key=layer.keys, value=layer.values)
-    if layer.ragged is None:  # what attention sees may be an expansion of what is stored
-        behind = replace(
-            behind,
-            key=keep_tokens(call.key, selection),
-            value=keep_tokens(call.value, selection),
-        )
+    behind = _drafts_of(call, selection, own)
+    if selection.head_tokens is not None:  # the tail alone; the rest is with the heads
+        behind = replace(behind, key=layer.store.keys, value=layer.store.values)
     verified, _ = attend_stored(behind, layer, rebuild_mask=True)
     evict(behind, layer)
     return torch.cat([output, verified], dim=1), None
 
 
-def _attend_turn_end(
-    call: AttentionCall, layer: CompressedLayer, drafts: int, turn_tokens: int
-) -> Attended:
+def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> AttentionCall:
+    """The attention of the drafts behind a prompt's own queries, to what was selected of it.
+
+    What attention sees may be an expansion of what is stored, so it is selected anew.
+    """
+    behind = replace(call, query=call.query[:, :, own:])
+    if selection is None or selection.head_tokens is not None:
+        return behind
+    indices, tokens = selection.keep_indices, selection.prompt_tokens
+    return replace(
+        behind,
+        key=keep_tokens(call.key, indices, tokens),
+        value=keep_tokens(call.value, indices, tokens),
+    )
+
+
+def _end_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
 
     Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
     """
-    slots = call.key.shape[2] - drafts
+    layer, drafts = handed.layer, handed.drafts
+    slots, own = call.key.shape[2] - drafts, call.query.shape[2] - drafts
     read = replace(
         call,
-        query=call.query[:, :, : call.query.shape[2] - drafts],
+        query=call.query[:, :, :own],
         key=call.key[:, :, :slots],
         value=call.value[:, :, :slots],
     )
     output, weights = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    own = read.query.shape[2]
-    prompt = prompt_layer(read, layer, own, slots, layer.filler_tokens, drafts)
-    selection = select(layer, prompt, turn_tokens, drafts)
+    prompt = prompt_layer(read, layer, own, slots, layer.slots.fillers, drafts)
+    selection = select(layer, prompt, handed.turn_tokens, drafts)
     if selection is not None:
-        layer.end_prompt(selection, replace(prompt, pad_tokens=layer.pad_tokens))
+        layer.end_prompt(selection, replace(prompt, pad_tokens=layer.slots.pads))
     else:
-        layer.look_back(read.query)
-        layer.settle()
+        look_back(layer, read.query)
+        layer.store.rest()
     if not drafts:
         return output, weights
-    behind = replace(call, query=call.query[:, :, -drafts:])
-    if selection is not None:
-        behind = replace(
-            behind,
-            key=keep_tokens(call.key, selection),
-            value=keep_tokens(call.value, selection),
-        )
-    verified, _ = attend_stored(behind, layer, rebuild_mask=True)
+    verified, _ = attend_stored(_drafts_of(call, selection, own), layer, rebuild_mask=True)
     return torch.cat([output, verified], dim=1), None
+
+
+def _read_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+    """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
+    return _attend_behind(call, handed.layer, handed)
+
+
+def _decode(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+    """Tokens behind the prompt attend to what is stored, and may make a method evict."""
+    return _attend_behind(call, handed.layer, None)
+
+
+def _attend_behind(
+    call: AttentionCall, layer: CompressedLayer, turn: handoff.Handoff | None
+) -> Attended:
+    """Attend to what is stored; `turn` where the tokens belong to a later prompt."""
+    output = attend_stored(call, layer)
+    absorb_pads(layer)
+    if turn is not None and turn.drafts <= 0:
+        choose_for_whole_rows(call, layer, turn.turn_tokens, is_end=turn.drafts == 0)
+    evict(call, layer)
+    _follow(call, layer)
+    layer.store.rest()
+    return output
 
 
 def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
     """Hold the last queries for the next turn, or let them choose again where it is time."""
-    if not layer.compresses_turns:
+    if layer.turns is None:
         return
-    queries = layer.look_back(call.query)
-    due = layer.refresh_every is not None and (
-        layer.cumulative_length - layer.chosen_at >= layer.refresh_every
-    )
-    if not due or layer.kept is None:
+    queries = look_back(layer, call.query)
+    every = layer.turns.refresh_every
+    due = every is not None and layer.seen_tokens - layer.slots.chosen_at >= every
+    if not due or layer.slots.kept is None:
         return
-    if layer.keys.shape[1] != call.key.shape[1]:
+    if layer.store.keys.shape[1] != call.key.shape[1]:
         raise UnsupportedModelError(
             f"refresh_every: expected attention to the keys as they are stored, got "
             f"{type(call.module).__name__}, whose heads share one stored latent; leave it out"
         )
     layer.recall()
+    whole = replace(call, key=layer.store.keys, value=layer.store.values)
     prompt = PromptLayer(
         queries=queries.detach(),
-        keys=layer.keys,
-        values=layer.values,
-        pad_tokens=layer.pad_tokens,
-        rotation=layer.rotation,
-        output_weight=output_weight(layer.output_projection),
-        **score_options(replace(call, key=layer.keys), layer),
+        keys=whole.key,
+        values=whole.value,
+        pad_tokens=layer.slots.pads,
+        rotation=layer.identity.rotation,
+        output_weight=output_weight(layer.identity.output_projection),
+        **score_options(whole, layer),
     )
     with torch.no_grad():
         layer.end_prompt(layer.policy.select(prompt), prompt)
 
 
-def _check_scores(
+_PHASES: dict[Phase, Callable[..., Attended]] = {
+    Phase.FOREIGN: _foreign,
+    Phase.READ_PROMPT: _read_prompt,
+    Phase.END_PROMPT: _end_prompt,
+    Phase.READ_TURN: _read_turn,
+    Phase.END_TURN: _end_turn,
+    Phase.DECODE: _decode,
+}
+
+
+def _check_votes(
     call: AttentionCall, handed: handoff.Handoff, prompt: PromptLayer, last_output: Tensor
 ) -> None:
-    """Where a policy scores by attention, it must be the model's.
-
-    A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
-    """
-    if not handed.layer.policy.query_tokens or handed.layer.gaps is not None:
+    """Where a policy scores by attention, it must be the model's."""
+    if not handed.layer.policy.query_tokens or handed.layer.slots.gaps is not None:
         return  # with pads between turns, an earlier prompt of the same model has passed
     eager = call.implementation == "eager"
-    doubts = handed.cache.doubts
-    found = doubt_scores(prompt, last_output.detach(), call.module, rounds_scores=eager)
-    if found is not None:
-        doubts.append(found)
-    if not _is_behind(last_output) or prompt.depth in (0, prompt.num_layers - 1):
-        require_faithful(doubts)
-        doubts.clear()
-
-
-def _is_behind(states: Tensor) -> bool:
-    """Whether these are still being computed while Python goes on."""
-    return states.is_cuda
+    handed.check.judge(prompt, last_output, call.module, rounds_scores=eager)
 
 
 def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
     handed = handoff.take()
-    if handed is None or call.key.shape[2] != handed.layer.stored_tokens:
+    store = None if handed is None else handed.layer.store
+    if handed is None or store is None or call.key.shape[2] != store.keys.shape[2]:
         return None
-    layer = handed.layer
-    if not handed.cache.owns(call.module):
-        handed.cache.take_back(layer, handed.new_tokens)
+    if call.module not in handed.modules:
+        handed.take_back()
         raise CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another "
             f"{type(call.module).__name__}; make a CompressedCache for this model"
         )
-    if handed.has_own_mask and layer.gaps is not None and getattr(call.mask, "ndim", 0) == 4:
-        handed.cache.take_back(layer, handed.new_tokens)
+    has_gaps = handed.layer.slots.gaps is not None
+    if handed.has_own_mask and has_gaps and getattr(call.mask, "ndim", 0) == 4:
+        handed.take_back()
         raise UnsupportedModelError(
             "attention_mask: expected a 2-D mask behind pads between turns, since every layer "
             "hides them in slots of its own, got a 4-D one; pass (batch, tokens) zeros and ones"
         )
-    unchanged = _same(call.key, layer.keys) and _same(call.value, layer.values)
-    if not unchanged and layer.keys.shape[1] > 1:
-        handed.cache.take_back(layer, handed.new_tokens)
+    unchanged = _same(call.key, store.keys) and _same(call.value, store.values)
+    if not unchanged and store.keys.shape[1] > 1:
+        handed.take_back()
         raise UnsupportedModelError(
             f"model: expected attention to the keys and values as they are stored, got "
             f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "

@@ -9,12 +9,12 @@ GPU it is judged later, since to ask there is to wait.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv.cache.doubt import Doubt
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 
@@ -23,6 +23,59 @@ _LOW_PRECISION_TOLERANCE = 0.1
 _BLOCK_TOKENS = 8192
 _SMALLEST = 1e-12  # norm of an output
 _MOST_ROUNDING = 100.0  # where scores err by more, anything is explained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubt:
+    """How far a layer's attention is from what the votes take it for.
+
+    Attributes:
+        found: (3,) float32, on the layer's device: the norm of the difference between both outputs,
+            that of the expected one, and the largest score of the query.
+        tolerance: what the dtype explains of the relative difference.
+        epsilon: how far scores are rounded, relative to their size.
+        attention: name of the attention module's class.
+        layer_idx: index of the layer in the model.
+    """
+
+    found: Tensor
+    tolerance: float
+    epsilon: float
+    attention: str
+    layer_idx: int
+
+
+class VoteCheck:
+    """Whether the votes of one cache are what its model's attention computes.
+
+    Attributes:
+        doubts: what layers have left open in this forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.doubts: list[Doubt] = []
+
+    def judge(
+        self, layer: PromptLayer, output: Tensor, module: Any, *, rounds_scores: bool
+    ) -> None:
+        """Compare a layer's attention with its votes; arguments as in `doubt_scores`.
+
+        A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
+
+        Raises:
+            UnsupportedModelError: they differ by more than rounding explains.
+        """
+        found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
+        if found is not None:
+            self.doubts.append(found)
+        if not _is_behind(output) or layer.depth in (0, layer.num_layers - 1):
+            require_faithful(self.doubts)
+            self.doubts.clear()
+
+
+def _is_behind(states: Tensor) -> bool:
+    """Whether these are still being computed while Python goes on."""
+    return states.is_cuda
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Turning states on by some positions, with the model family's own rotary embedding.
+"""The parts of a model that policies need: how its keys turn, and its output projection.
 
-Which embedding a layer uses, and on which part of a head, differs by family and sometimes by layer.
-So it is not read out of the code but tried out: one token goes through the model at two positions.
+Keys turn with their position by the model family's own rotary embedding. Which embedding a layer
+uses, and on which part of a head, differs by family and sometimes by layer. So it is not read out
+of the code but tried out: one token goes through the model at two positions.
 Alone in its cache it attends to itself only, so its key in each layer may differ by the rotation
 and by nothing else; the way of applying it that turns one key into the other is the layer's.
 """
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from snapkv.errors import UnsupportedModelError
 
 _APPLY = "apply_rotary_pos_emb"
+_PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 _FURTHER = 7
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.05
@@ -173,3 +176,40 @@ def _candidates(
             except RuntimeError:  # the tables do not fit heads of this size
                 continue
             yield rotation
+
+
+def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Any]:
+    """The module that maps the heads' outputs to the model's width, for each of these layers.
+
+    Raises:
+        UnsupportedModelError: a layer has none under a name that is known, or none whose weight
+            is a plain matrix (quantised ones are not).
+    """
+    found: dict[int, list[Any]] = {index: [] for index in layers}
+    for module in model.get_decoder().modules():
+        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
+            found[module.layer_idx] += [
+                part for name in _PROJECTIONS if (part := getattr(module, name, None)) is not None
+            ]
+    for index, parts in found.items():
+        if len(parts) != 1 or not _is_plain(parts[0]):
+            raise UnsupportedModelError(
+                f"model: expected attention with an output projection of plain weights called "
+                f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, got {type(model).__name__} with "
+                f"{', '.join(type(part).__name__ for part in parts) or 'none'} in layer {index}; "
+                "use a method that does not weigh values by it"
+            )
+    return {index: parts[0] for index, parts in found.items()}
+
+
+def output_weight(projection: Any) -> Tensor | None:
+    """(hidden, Hq * Dv) without gradient, or None where there is no projection."""
+    if projection is None:
+        return None
+    weight: Tensor = projection.weight.detach()
+    return weight.T if isinstance(projection, Conv1D) else weight
+
+
+def _is_plain(projection: Any) -> bool:
+    weight = getattr(projection, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()

@@ -1,0 +1,39 @@
+"""What is noted of a layer's tokens beside their keys and values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.rows import RowRecord, per_row
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeNotes(RowRecord):
+    """Notes of one layer; a field that is added here follows rows, crops, bytes and files.
+
+    Attributes:
+        slot_scores: (B, H, S) float32, what an evicting policy has noted of every slot.
+        head_notes: (B, H, N) int64, what an evicting policy has noted of every head.
+        token_ids: (B, N) int64, of the prompt as far as it has been read, then of the last step;
+            for a policy that looks at tokens.
+        last_queries: (B, Hq, N, D), those that the observation window may need; see
+            `snapkv.cache.last_queries`.
+        sink_keys: (B, H, start, D), the keys of attention sinks that have been moved on as they
+            were before; the store holds them as they are now.
+        sinks_moved: (B, 1, 1, 1) bool, whether a row's sinks stand at other positions than their
+            own.
+    """
+
+    slot_scores: Tensor | None = per_row(slot_axis=2)
+    head_notes: Tensor | None = per_row()
+    token_ids: Tensor | None = per_row(token_axis=1)
+    last_queries: Tensor | None = per_row(token_axis=2)
+    sink_keys: Tensor | None = per_row()
+    sinks_moved: Tensor | None = per_row()
+
+    def scores_with(self, new_tokens: int) -> Tensor | None:
+        """(B, H, S) float32: `slot_scores`, zero for the new tokens behind them."""
+        if self.slot_scores is None:
+            return None
+        return torch.nn.functional.pad(self.slot_scores, (0, new_tokens))

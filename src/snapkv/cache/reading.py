@@ -1,0 +1,299 @@
+"""Where a prompt ends is announced here, and how it comes: what a cache is told of its reading."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
+from snapkv.policies import Policy
+from snapkv.validation import require_int
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """What a cache has been told of the prompt or turn that it reads.
+
+    The attention seam depends on this, not on the cache.
+
+    Attributes:
+        layers: the compressed ones.
+        room_tokens: how many tokens behind the prompt there is room for; None for any number.
+        prompt_end: tokens up to the end of the prompt or of the turn; None until it is known.
+        turn_start: tokens before it.
+        is_piecewise: whether one layer after the other is reading.
+        cap_tokens: the most that a layer holds of a prompt that is still coming in.
+        ahead_tokens: how many tokens of the forward pass vote and are then forgotten.
+        verifies_drafts: whether a forward pass may hold drafts.
+        coming_ids: after how many tokens the tokens of which ids come; None while not announced.
+        end_ids: what ends a row's answer; what `generate` puts behind it are pads.
+    """
+
+    layers: Sequence[CompressedLayer]
+    room_tokens: int | None = None
+    prompt_end: int | None = None
+    turn_start: int = 0
+    is_piecewise: bool = False
+    cap_tokens: int | None = None
+    ahead_tokens: int = 0
+    verifies_drafts: bool = False
+    coming_ids: tuple[int, Tensor] | None = None
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def policy(self) -> Policy:
+        """What the layers keep."""
+        return self.layers[0].policy
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens that the first layer has seen."""
+        return self.layers[0].seen_tokens
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether it is known where the prompt or turn that comes next ends."""
+        return self.prompt_end is not None and self.seen_tokens < self.prompt_end
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the end of the prompt has yet to be read."""
+        if not self.layers[0].store.hands_over:
+            return False
+        return self.prompt_end is None or self.seen_tokens < self.prompt_end
+
+    def of(self, layers: Sequence[CompressedLayer]) -> Self:
+        """The same for copies of the layers."""
+        return replace(self, layers=layers)
+
+    def forget(self) -> None:
+        """Begin anew: nothing has been read, nothing is announced."""
+        self.prompt_end = self.coming_ids = None
+        self.turn_start, self.verifies_drafts = 0, False
+
+    def forget_unread_end(self) -> None:
+        """Tokens were taken back: an end that they reached is to be announced again."""
+        if self.prompt_end is not None and self.seen_tokens < self.prompt_end:
+            self.prompt_end = None
+
+    # Where the prompt ends.
+
+    def end_by(self, seen_tokens: int) -> int:
+        """Where the prompt ends; without an announcement, with the pass that has seen so many.
+
+        Raises:
+            CacheMismatchError: no announcement, and the pass may hold drafts.
+        """
+        if self.prompt_end is None:
+            if self.verifies_drafts:
+                raise CacheMismatchError(
+                    "past_key_values: expected to know where the prompt ends before drafts are "
+                    "verified, got a first forward pass that may hold drafts; make the cache "
+                    "before the line that calls model.generate, or call "
+                    "cache.expect_prompt(prompt_tokens)"
+                )
+            self.turn_start, self.prompt_end = self.seen_tokens, seen_tokens
+        return self.prompt_end
+
+    def expect_prompt(self, prompt_tokens: int) -> None:
+        """Announce that the prompt ends after that many tokens; see `CompressedCache`.
+
+        Raises:
+            CacheMismatchError: the cache has already seen that many tokens.
+        """
+        require_int("prompt_tokens", prompt_tokens, minimum=1)
+        seen = self.seen_tokens
+        if prompt_tokens <= seen:
+            raise CacheMismatchError(
+                f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
+                f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
+            )
+        self.turn_start, self.prompt_end = seen, prompt_tokens
+        self._recall(True)
+
+    def _recall(self, is_open: bool) -> None:
+        """Read the next tokens over all that was seen, in layers that can recall it."""
+        for layer in self.layers:
+            if layer.offloaded is not None:
+                dropped = layer.slots.kept is not None
+                layer.offloaded.is_due = dropped and (is_open or layer.store.slots == 0)
+
+    @contextlib.contextmanager
+    def announced(self, prompt_tokens: int, end_ids: tuple[int, ...] = ()) -> Iterator[None]:
+        """Announce a prompt, and take the announcement back if nothing of it could be read.
+
+        Args:
+            prompt_tokens: where it ends, as for `expect_prompt`.
+            end_ids: what ends a row's answer; what `generate` puts behind it are pads.
+        """
+        before, seen = self.prompt_end, self.seen_tokens
+        self.expect_prompt(prompt_tokens)
+        self.end_ids = end_ids
+        try:
+            yield
+        except BaseException:
+            if self.seen_tokens == seen:
+                self.prompt_end = before
+                self._recall(False)
+            raise
+        finally:
+            self.end_ids = ()
+
+    def require_room(self, new_tokens: int) -> None:
+        """Refuse to generate more tokens behind a prompt than static storage has room for.
+
+        Raises:
+            InvalidArgumentError: there is room for fewer.
+        """
+        if self.room_tokens is not None and new_tokens > self.room_tokens:
+            raise InvalidArgumentError(
+                f"max_new_tokens: expected at most room_tokens={self.room_tokens:,}, the room of "
+                f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
+                "a larger room_tokens"
+            )
+
+    # Which tokens come.
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether the policy has to be told the ids of all tokens."""
+        return "token_ids" in self.policy.needs
+
+    def expect_tokens(self, token_ids: Tensor) -> None:
+        """Announce the ids of the tokens of the next forward pass; see `CompressedCache`.
+
+        Raises:
+            InvalidTypeError: not a (B, N) tensor of integers.
+        """
+        is_tensor = isinstance(token_ids, Tensor)
+        if not is_tensor or token_ids.ndim != 2 or token_ids.is_floating_point():
+            got = f"{token_ids!r} of type {type(token_ids).__name__}"
+            if is_tensor:
+                got = f"a {token_ids.dtype} tensor of shape {tuple(token_ids.shape)}"
+            raise InvalidTypeError(
+                f"token_ids: expected a (batch, tokens) tensor of integers, got {got}; pass the "
+                "input_ids of the next forward pass"
+            )
+        if self.looks_at_tokens:
+            self.coming_ids = (self.seen_tokens, token_ids)
+
+    def require_ids(self, rows: int, tokens: int) -> None:
+        """Refuse tokens whose ids were not announced, where the policy looks at them.
+
+        Raises:
+            CacheMismatchError: they were not, or others were.
+        """
+        if not self.looks_at_tokens:
+            return
+        begin, ids = self.coming_ids or (None, None)
+        if ids is None or begin != self.seen_tokens:
+            told = "none"
+        elif ids.shape != (rows, tokens):
+            told = f"those of {tuple(ids.shape)}"
+        else:
+            return
+        raise CacheMismatchError(
+            f"token_ids: expected the ids of the next {rows} x {tokens} tokens, since "
+            f"{self.policy.name} looks at tokens, got {told}; call cache.expect_tokens(input_ids) "
+            "before model(input_ids, ...), or use model.generate"
+        )
+
+    def without_ended_rows(self, visible: Tensor, token_ids: Tensor) -> Tensor:
+        """The padding of a step of `generate`, without the pads behind answers that have ended.
+
+        Only where a cache holds on to the queries of an answer, which vote at the end of the next
+        turn. A method that evicts has counted the end of an answer apart from what follows it.
+
+        Args:
+            visible: (B, N), zero for pads.
+            token_ids: (B, M), the last tokens of the same columns.
+        """
+        assert self.prompt_end is not None
+        generated = visible.shape[1] - self.prompt_end
+        if not self.end_ids or self.layers[0].turns is None or generated < 2:
+            return visible
+        ids = token_ids[:, token_ids.shape[1] - generated :]
+        ends = torch.isin(ids, torch.tensor(self.end_ids, device=ids.device))
+        behind = (ends.cumsum(dim=-1) - ends.long()) > 0
+        visible = visible.clone()
+        visible[:, visible.shape[1] - generated :].masked_fill_(behind, 0)
+        return visible
+
+    # How it comes.
+
+    @contextlib.contextmanager
+    def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
+        """Within this block one layer reads that many tokens in pieces, and no other does.
+
+        Raises:
+            InvalidArgumentError: the policy looks at tokens, which are announced all at once.
+        """
+        if self.looks_at_tokens:
+            raise InvalidArgumentError(
+                f"policy: expected one that does not look at tokens where a prompt is read layer "
+                f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
+            )
+        end = self.end_by(layer.seen_tokens + tokens)
+        self.is_piecewise = True
+        try:
+            yield
+        finally:
+            self.is_piecewise = False
+        if layer.seen_tokens < end:
+            layer.set_aside()
+
+    @contextlib.contextmanager
+    def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
+        """Within this block every layer drops what is over the cap after every forward pass.
+
+        Args:
+            cap_tokens: the most that a layer holds of a prompt that is still coming in.
+            coming_tokens: how many tokens the block reads; the prompt ends with them unless it was
+                announced to end elsewhere.
+
+        Raises:
+            InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
+        """
+        self.policy.require_cap(cap_tokens)
+        offloaded = self.layers[0].offloaded
+        if offloaded is not None:
+            raise InvalidArgumentError(
+                f"recall: expected none where a prompt is held to a cap, got "
+                f"{offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
+            )
+        self.end_by(self.seen_tokens + coming_tokens)
+        self.cap_tokens = cap_tokens
+        try:
+            yield
+        finally:
+            self.cap_tokens = None
+
+    def is_over_cap(self, coming_tokens: int) -> bool:
+        """Whether layers will have to drop something when they have read that many tokens more."""
+        held = self.layers[0].store.slots
+        return self.cap_tokens is not None and held + coming_tokens > self.cap_tokens
+
+    @contextlib.contextmanager
+    def looking_ahead(self, tokens: int) -> Iterator[None]:
+        """Within this block a piece of a prompt ends in the last tokens of the whole prompt.
+
+        They vote on what is held of it, and are forgotten behind the block. All layers of the model
+        are compressed.
+
+        Args:
+            tokens: how many.
+        """
+        assert self.prompt_end is not None
+        assert self.cap_tokens is not None
+        end, cap = self.prompt_end, self.cap_tokens
+        self.prompt_end, self.cap_tokens, self.ahead_tokens = end + tokens, cap + tokens, tokens
+        try:
+            yield
+            for layer in self.layers:
+                layer.crop(-tokens)
+        finally:
+            self.prompt_end, self.cap_tokens, self.ahead_tokens = end, cap, 0

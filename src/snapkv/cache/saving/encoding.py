@@ -1,0 +1,127 @@
+"""The layers of a cache as tensors and JSON, and back.
+
+A compressed layer is saved as its parts, each by the names of its fields, which are public.
+Nothing in a file is run: it names kinds of stores and a few kinds of records.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.slots import SlotMap
+from snapkv.errors import CacheFileError, CacheMismatchError
+from snapkv.storage.codes import Codes
+from snapkv.storage.ragged import RaggedStates
+
+COMPRESSED = "compressed"
+"""Kind of a compressed layer; other layers have the name of transformers' class."""
+
+_RECORDS: dict[str, Callable[..., Any]] = {"Codes": Codes, "RaggedStates": RaggedStates}
+
+
+def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A layer's kind and parts as JSON; its tensors are added to `tensors`."""
+    if not isinstance(layer, CompressedLayer):
+        state = {key: value for key, value in vars(layer).items() if _is_saveable(value)}
+        return {"kind": type(layer).__name__, **_encode({"state": state}, name, tensors)}
+    parts: dict[str, Any] = {
+        "store": layer.store.state(),
+        "slots": layer.slots.state(),
+        "notes": layer.notes.state(),
+    }
+    if layer.offloaded is not None and layer.offloaded.held_bytes:
+        parts["offloaded"] = layer.offloaded.on_host()
+    return {
+        "kind": COMPRESSED,
+        "store_kind": layer.store.kind,
+        "recall_due": layer.recall_due,
+        **_encode(parts, name, tensors),
+    }
+
+
+def decode_layer(
+    layer: Any, saved: dict[str, Any], tensors: dict[str, Tensor], device: torch.device
+) -> None:
+    """Fill a layer that has just been made.
+
+    Raises:
+        CacheMismatchError: the file has a layer of another kind in its place.
+        CacheFileError: parts that this layer does not have.
+    """
+    own = COMPRESSED if isinstance(layer, CompressedLayer) else type(layer).__name__
+    if saved["kind"] != own:
+        raise CacheMismatchError(
+            f"model: expected a layer of the kind {saved['kind']}, as the cache has, got {own}; "
+            "load it with the release of transformers that saved it"
+        )
+
+    def on_device(part: Any) -> Any:
+        return decode(part, lambda name: tensors[name].to(device))
+
+    if not isinstance(layer, CompressedLayer):
+        _fill_other(layer, on_device(saved["state"]), device)
+        return
+    if "offloaded" in saved and layer.offloaded is not None:
+        layer.offloaded.append(*decode(saved["offloaded"], tensors.__getitem__), on=device)
+    if layer.offloaded is not None:
+        layer.offloaded.is_due = saved["recall_due"]
+    layer.store = layer.storage.restored(saved["store_kind"], on_device(saved["store"]))
+    layer.slots = SlotMap(**on_device(saved["slots"]))
+    layer.notes = type(layer.notes)(**on_device(saved["notes"]))
+
+
+def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None:
+    """Fill a layer of transformers' own."""
+    if unknown := state.keys() - vars(layer).keys():
+        raise CacheFileError(
+            f"path: expected what a {type(layer).__name__} of this transformers has, got "
+            f"{', '.join(sorted(unknown))}; load it with the release of transformers that saved it"
+        )
+    vars(layer).update(state)
+    if isinstance(vars(layer).get("keys"), Tensor):
+        layer.dtype, layer.device = layer.keys.dtype, device
+
+
+def _is_saveable(value: Any) -> bool:
+    """Whether an attribute of transformers' own layers says what they hold, or only where."""
+    if isinstance(value, dict):
+        return all(_is_saveable(part) for part in value.values())
+    return value is None or isinstance(value, Tensor | bool | int | float | str)
+
+
+def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON; where a tensor stands, its name."""
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _encode(part, f"{name}.{key}", tensors) for key, part in value.items()}
+    if isinstance(value, dict):
+        pairs = [[key, _encode(part, f"{name}.{key}", tensors)] for key, part in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, list | tuple):
+        return [_encode(part, f"{name}.{place}", tensors) for place, part in enumerate(value)]
+    if type(value).__name__ in _RECORDS:
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {"record": type(value).__name__, "parts": _encode(parts, name, tensors)}
+    return value
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """What was encoded; sequences come back as tuples."""
+    if isinstance(value, list):
+        return tuple(decode(part, tensor) for part in value)
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tensor"}:
+        return tensor(value["tensor"])
+    if value.keys() == {"dict"}:
+        return {key: decode(part, tensor) for key, part in value["dict"]}
+    if value.keys() == {"record", "parts"}:
+        record = _RECORDS[value["record"]]
+        return record(**decode(value["parts"], tensor))
+    return {key: decode(part, tensor) for key, part in value.items()}

@@ -1,0 +1,246 @@
+"""Which token stands in which slot: positions are computed here, and nowhere else.
+
+A column is the place of a token in all that a layer has seen, pads counted. Its position leaves the
+pads of its row out.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.rows import RowRecord, per_row
+from snapkv.storage.base import TokenStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotMap(RowRecord):
+    """The slots of a layer's store; immutable, and the same from one choice to the next.
+
+    The first slots hold what was chosen, the others every token behind it. While nothing was
+    dropped every slot is of the second kind.
+
+    Attributes:
+        start: columns before the first token behind the chosen ones.
+        kept: (B, H, K) int32, columns of the first K slots, -1 where they hold none; None while
+            nothing was dropped.
+        pads: (B,) int64, leading pads of each row of the prompt, or None.
+        fillers: (B,) int64, leading slots that hold pads, or None.
+        gaps: (B, seen tokens) bool, the pads behind a row's first token: its turn was shorter than
+            others of the batch, or its answer ended early. None where there are none.
+        chosen_at: tokens seen when the layer last chose what to keep; 0 before the first prompt has
+            ended.
+        is_partial: whether the prompt is still coming in and a part of it has been dropped already.
+    """
+
+    start: int = 0
+    kept: Tensor | None = per_row(slot_axis=2)
+    pads: Tensor | None = per_row()
+    fillers: Tensor | None = per_row()
+    gaps: Tensor | None = per_row()
+    chosen_at: int = 0
+    is_partial: bool = False
+
+    @property
+    def chosen_slots(self) -> int:
+        """K."""
+        return 0 if self.kept is None else self.kept.shape[-1]
+
+    @property
+    def dropped(self) -> int:
+        """Columns that no slot holds, where all heads and rows hold as many."""
+        return self.start - self.chosen_slots
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether a prompt has ended and some of it was dropped."""
+        return self.kept is not None and not self.is_partial
+
+    def seen(self, slots: int) -> int:
+        """Tokens seen, where the store has that many slots."""
+        return self.start + slots - self.chosen_slots
+
+    def behind(self, slots: int) -> int:
+        """How many of the slots stand behind the chosen ones."""
+        return slots - self.chosen_slots
+
+    @functools.cached_property
+    def needs_own_mask(self) -> bool:
+        """Whether the padding mask, shifted to the stored slots, hides too few of them.
+
+        The stored slots stand for the last columns seen. Where every row keeps the same budget,
+        exactly its fillers then fall on columns of pads. Rows with budgets of their own (a ratio
+        of their own length), or that evict at times of their own, can hold more fillers than that.
+        Pads between turns stand in other slots of every layer that has dropped something.
+        """
+        if self.gaps is not None:
+            return True
+        if self.fillers is None or self.kept is None:
+            return False
+        pads = torch.zeros_like(self.fillers) if self.pads is None else self.pads
+        return bool((self.fillers != (pads - self.dropped).clamp(min=0)).any())
+
+    @functools.cached_property
+    def hides_slots(self) -> bool:
+        """Whether any of the first slots must be hidden; asked of the device once."""
+        hidden = self._hidden
+        return hidden is not None and bool(hidden.any())
+
+    @property
+    def _hidden(self) -> Tensor | None:
+        """(B,) leading slots that hold no token."""
+        return self.pads if self.kept is None else self.fillers
+
+    # Where the tokens of a store stand.
+
+    def columns(self, store: TokenStore) -> Tensor:
+        """(B, H, S) int64: the column of every slot; negative where it holds none."""
+        B, H = store.keys.shape[:2]
+        end = self.seen(store.slots)
+        behind = torch.arange(self.start, end, device=store.keys.device).expand(B, H, -1)
+        return behind.clone() if self.kept is None else torch.cat([self.kept.long(), behind], -1)
+
+    def positions(self, store: TokenStore) -> Tensor:
+        """(B, H, S) int64: the position of every slot's token, ascending; -1 for a pad."""
+        columns = self.columns(store)
+        positions = columns if self.gaps is None else self._without_gaps(columns, store)
+        if self.pads is None:
+            return positions
+        return (positions - self.pads[:, None, None]).clamp(min=-1)
+
+    def packed_columns(self, store: TokenStore) -> Tensor:
+        """`columns` as if every pad stood in front of its row, `packed_pads` of them."""
+        columns = self.columns(store)
+        if self.gaps is None:
+            return columns
+        columns = self._without_gaps(columns, store)
+        return torch.where(columns < 0, columns, columns + self.gaps.sum(dim=-1)[:, None, None])
+
+    @property
+    def packed_pads(self) -> Tensor | None:
+        """(B,) int64: pads of each row, wherever they stand; None where no row has any."""
+        if self.gaps is None:
+            return self.pads
+        pads = self.gaps.sum(dim=-1)
+        return pads if self.pads is None else pads + self.pads
+
+    def _without_gaps(self, columns: Tensor, store: TokenStore) -> Tensor:
+        """The columns of slots if no pad stood behind a row's first token; -1 for a pad."""
+        gaps = self._gaps_of(self.seen(store.slots))
+        before = gaps.long().cumsum(dim=-1)[:, None].expand(-1, columns.shape[1], -1)
+        is_pad = gaps[:, None].expand_as(before).gather(2, columns.clamp(min=0))
+        moved = columns - before.gather(2, columns.clamp(min=0))
+        return moved.masked_fill(is_pad | (columns < 0), -1)
+
+    def visible(self, store: TokenStore, slots: int) -> Tensor:
+        """(B, slots) bool: which of the first slots hold a token and neither a filler nor a pad."""
+        order = torch.arange(slots, device=store.keys.device)
+        visible = torch.ones(store.keys.shape[0], slots, dtype=torch.bool, device=order.device)
+        if self._hidden is not None:
+            visible = order >= self._hidden[:, None]
+        if self.gaps is not None:
+            chosen = self.chosen_slots
+            behind = self.visible_columns(store, self.behind(store.slots))
+            visible[:, chosen:] &= behind[:, : max(0, slots - chosen)]
+        return visible
+
+    def visible_columns(self, store: TokenStore, tokens: int, drafts: int = 0) -> Tensor:
+        """(B, tokens) bool: which of the last tokens seen, before so many drafts, are no pads."""
+        end = self.seen(store.slots) - drafts
+        columns = torch.arange(end - tokens, end, device=store.keys.device)
+        visible = torch.ones(store.keys.shape[0], tokens, dtype=torch.bool, device=columns.device)
+        if self.pads is not None:
+            visible = columns >= self.pads[:, None]
+        if self.gaps is None:
+            return visible
+        return visible & ~self._gaps_of(end + drafts)[:, end - tokens : end]
+
+    def _gaps_of(self, seen_tokens: int) -> Tensor:
+        """`gaps` of just that many tokens; those that came since it was made are no pads."""
+        assert self.gaps is not None
+        return torch.nn.functional.pad(self.gaps, (0, seen_tokens - self.gaps.shape[1]))
+
+    def whole_rows(self, store: TokenStore) -> list[bool]:
+        """For each row of a compressed layer whether nothing of it was dropped yet.
+
+        A short row of a padded batch fits the budget where a longer one does not. False for all
+        where rows have no pads, so are of one length, and where nothing can be chosen again.
+        """
+        pads = self.packed_pads
+        if pads is None or not store.chooses_again:
+            return [False] * store.keys.shape[0]
+        held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
+        rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
+        return rows
+
+    def whole_tail(self, store: TokenStore) -> int:
+        """How many of the last tokens every head and row still stores."""
+        columns, end = self.columns(store), self.seen(store.slots)
+        last = torch.arange(end - columns.shape[-1], end, device=columns.device)
+        whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
+        return min(int(whole.min()), store.croppable_tokens)
+
+    def dropped_tokens(self, store: TokenStore) -> Tensor:
+        """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
+        dropped = torch.full((store.keys.shape[0],), self.dropped, device=store.keys.device)
+        if self.pads is not None:
+            dropped = dropped - self.pads
+        if self.gaps is not None:
+            hidden = (~self.visible(store, store.slots)).sum(dim=-1)
+            return dropped - self.gaps.sum(dim=-1) + hidden
+        return dropped if self.fillers is None else dropped + self.fillers
+
+    # What becomes of it.
+
+    def with_gaps(self, gaps: Tensor | None, seen_tokens: int) -> Self:
+        """With the pads of all tokens seen by now; None where those that came are none."""
+        if gaps is None and self.gaps is None:
+            return self
+        return replace(self, gaps=self._gaps_of(seen_tokens) if gaps is None else gaps)
+
+    def chosen(self, kept: Tensor, seen_tokens: int, **changes: object) -> Self:
+        """Of all tokens seen by then the slots hold what was kept, and those that come behind."""
+        return replace(self, kept=kept.to(torch.int32), start=seen_tokens, **changes)
+
+    def whole(self) -> Self:
+        """Nothing is dropped."""
+        return replace(self, kept=None, start=0, fillers=None)
+
+    def cropped(self, tokens: int, slots: int) -> Self:
+        """Without the last tokens; so many slots are left."""
+        seen = self.seen(slots)
+        unchanged = self.gaps is None and slots >= self.chosen_slots and self.chosen_at <= seen
+        if unchanged and seen:
+            return self
+        gaps = None if self.gaps is None or not seen else self.gaps[:, :seen]
+        return replace(
+            super().cropped(tokens, slots),
+            start=min(self.start, seen),
+            pads=self.pads if seen else None,
+            gaps=gaps,
+            chosen_at=min(self.chosen_at, seen),
+        )
+
+
+def pads_first(visible: Tensor) -> Tensor:
+    """(..., N) int64: the order that puts what is not visible in front of the rest."""
+    return visible.byte().argsort(dim=-1, stable=True)
+
+
+def put_in_order(states: Tensor, order: Tensor) -> Tensor:
+    """(B, H, N, ...) states, each row in its order (B, N); a copy."""
+    index = order[(slice(None), None, slice(None), *[None] * (states.ndim - 3))]
+    return states.gather(2, index.expand_as(states))
+
+
+def slots_of(indices: Tensor, order: Tensor) -> Tensor:
+    """(B, H, K): which slots indices into states in that order (B, N) mean; -1 stays."""
+    slots = order[:, None].expand(-1, indices.shape[1], -1).gather(2, indices.clamp(min=0))
+    return slots.masked_fill(indices < 0, -1)
+
+
+def columns_of(slots: Tensor, columns: Tensor) -> Tensor:
+    """The columns that slots stand for; -1 stays."""
+    return columns.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)

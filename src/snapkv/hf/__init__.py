@@ -1,0 +1,1 @@
+"""Where Hugging Face transformers is met: the only room that knows a model."""

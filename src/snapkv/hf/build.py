@@ -1,0 +1,179 @@
+"""Which layers of a model are compressed, and which model is refused."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
+from snapkv.hf.model_parts import output_projections, rotations_of
+from snapkv.policies import EvictingPolicy, Policy
+from snapkv.storage.base import Storage
+from snapkv.storage.codes import Bits
+from snapkv.storage.dense import Dynamic
+from snapkv.storage.quantized import Quantized
+from snapkv.storage.static import Static
+from snapkv.validation import require_choice, require_int
+
+_KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+
+StorageMaker = Callable[[], Storage | None]
+"""Makes the storage of one layer; None for storage that grows."""
+
+
+def require_model(model: Any) -> None:
+    """Raise unless it is a transformers model, or stands for one.
+
+    Raises:
+        InvalidTypeError: it is not.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+        raise InvalidTypeError(
+            f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
+            "with AutoModelForCausalLM.from_pretrained"
+        )
+
+
+def layers_for(
+    model: PreTrainedModel, policy: Policy, storage: StorageMaker | None = None
+) -> list[CacheLayerMixin]:
+    """transformers' own choice of layers for the model, the full-attention ones compressed.
+
+    Args:
+        model: the model.
+        policy: what the compressed layers keep.
+        storage: of the compressed layers; None for storage that grows.
+
+    Raises:
+        InvalidTypeError: `model` is not a transformers model.
+        InvalidArgumentError: the policy has not been given the tokenizer it needs.
+        UnsupportedModelError: an encoder-decoder model, one without full attention, one with a
+            kind of layer that is not known to be handled correctly, or one that lacks what the
+            policy needs.
+    """
+    require_model(model)
+    config = model.config.get_text_config(decoder=True)
+    _require_decoder(model, config)
+    if "tokenizer" in policy.needs:
+        raise InvalidArgumentError(
+            f"policy: expected a method that knows the tokenizer's special tokens and punctuation, "
+            f"got {policy!r} without; pass policy.with_tokenizer(tokenizer)"
+        )
+    layers: list[CacheLayerMixin] = DynamicCache(config=config).layers
+    name = type(model).__name__
+    _require_known(name, layers)
+    full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    identities = _identities(model, policy, full)
+    made = [None if storage is None else storage() for _ in full]
+    if any(each is not None and each.is_compileable for each in made):
+        _require_only_full(name, layers)
+    for index, identity, own in zip(full, identities, made, strict=True):
+        layers[index] = CompressedLayer(policy, identity, own)
+    return layers
+
+
+def _identities(
+    model: PreTrainedModel, policy: Policy, full: Sequence[int]
+) -> list[LayerIdentity]:
+    """Which layers these are, with the parts of the model that the policy needs."""
+    rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
+    projections = output_projections(model, full) if "output_weight" in policy.needs else {}
+    return [
+        LayerIdentity(
+            layer_idx=index,
+            depth=depth,
+            num_layers=len(full),
+            rotation=rotations.get(index),
+            output_projection=projections.get(index),
+        )
+        for depth, index in enumerate(full)
+    ]
+
+
+def storage_for(
+    policy: Policy, storage: str, room_tokens: int, quantize: Bits | None
+) -> StorageMaker:
+    """How the storage of each layer is made.
+
+    Args:
+        policy: what will be kept.
+        storage: "dynamic" or "static".
+        room_tokens: for "static", how many tokens behind the prompt there is room for.
+        quantize: bits of what is kept of a prompt; None for the model's own dtype.
+
+    Raises:
+        InvalidArgumentError: an unknown storage or number of bits, or a policy that does not go
+            with it.
+        InvalidTypeError: `room_tokens` is not an integer.
+    """
+    require_choice("storage", storage, ("dynamic", "static"))
+    require_int("room_tokens", room_tokens, minimum=1)
+    evicts = isinstance(policy, EvictingPolicy)
+    if storage == "static" and (policy.most_tokens is None or evicts):
+        raise InvalidArgumentError(
+            f"storage: expected a policy that keeps a budget of tokens of the prompt and all "
+            f"behind it for storage='static', got {policy.name}; use SnapKV(budget=...), or "
+            "storage='dynamic'"
+        )
+    if quantize is not None:
+        require_choice("quantize", quantize, ("int8", "int4", "fp8"))
+        if evicts or storage != "dynamic":
+            raise InvalidArgumentError(
+                f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
+                f"got {policy.name} with storage={storage!r}; leave quantize out"
+            )
+        return functools.partial(Quantized, bits=quantize)
+    if storage == "static":
+        assert policy.most_tokens is not None
+        slots = policy.most_tokens + room_tokens
+        return functools.partial(Static, slots=slots, room_tokens=room_tokens)
+    return functools.partial(Dynamic, in_place=not evicts)  # those that evict move it all
+
+
+def _require_decoder(model: PreTrainedModel, config: Any) -> None:
+    """Refuse models whose prompt is not in a cache of transformers' usual kind."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"model: expected a decoder-only model, got the encoder-decoder {name}; its prompt is "
+            "read by the encoder and is not in a key-value cache"
+        )
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        raise UnsupportedModelError(
+            f"model: expected one that works with transformers' DynamicCache, got {name}, which "
+            "needs a cache of its own; use that one"
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"model: expected every layer to own its keys and values, got {name} with "
+            f"{config.num_kv_shared_layers} layers that share them; use transformers' own cache"
+        )
+
+
+def _require_only_full(name: str, layers: list[Any]) -> None:
+    others = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer"})
+    if others:
+        raise UnsupportedModelError(
+            f"storage: expected a model of full attention only for storage='static', got {name} "
+            f"with {', '.join(others)}; use storage='dynamic'"
+        )
+
+
+def _require_known(name: str, layers: list[Any]) -> None:
+    kinds = {type(layer).__name__ for layer in layers}
+    unknown = sorted(kinds - {"DynamicLayer", *_KEPT_AS_THEY_ARE})
+    if unknown:
+        raise UnsupportedModelError(
+            f"model: expected layers of full, sliding or linear attention, got {name} with "
+            f"{', '.join(unknown)}, which cannot be compressed correctly; use transformers' own "
+            "cache for it"
+        )
+    if "DynamicLayer" not in kinds:
+        raise UnsupportedModelError(
+            f"model: expected at least one layer of full attention, got {name} with "
+            f"{', '.join(sorted(kinds)) or 'no cache layers'} only, whose cache does not grow with "
+            "the prompt; use transformers' own cache for it"
+        )

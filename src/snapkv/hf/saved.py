@@ -1,0 +1,162 @@
+"""A saved cache: which policy and model it is of, and its layers; `CompressedCache.save`, `load`."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.cache.saving.encoding import decode_layer, encode_layer
+from snapkv.cache.saving.files import read_sealed, write_sealed
+from snapkv.cache.saving.format1 import in_parts
+from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
+from snapkv.hf.identity import identity_of, require_identity
+from snapkv.policies import POLICIES, Policy
+
+Kind = TypeVar("Kind")
+
+_BESIDE = "beside."
+_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize")
+
+
+def write(
+    cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[str, Tensor]
+) -> None:
+    """Write a `CompressedCache` that was made with these options, and tensors beside it."""
+    tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
+    notes = {
+        "model": identity_of(cache.model),
+        "policy": cache.policy.describe(),
+        "options": {name: options[name] for name in _OPTIONS},
+        "recalls": options["recall"] is not None,
+        "seen_tokens": cache.get_seq_length(),
+        "prompt_end": cache.reading.prompt_end,
+        "turn_start": cache.reading.turn_start,
+        "layers": [
+            encode_layer(layer, f"layers.{index}", tensors)
+            for index, layer in enumerate(cache.layers)
+        ],
+    }
+    write_sealed(path, tensors, notes)
+
+
+def read(
+    kind: type[Kind],
+    path: Path,
+    model: PreTrainedModel,
+    policy: Policy | None,
+    recall: str | Path | None,
+    recall_bytes: int | None,
+) -> tuple[Kind, dict[str, Tensor]]:
+    """A cache of that class out of a file, and the tensors that were saved beside it."""
+    _require_one_device(model)
+    tensors, notes, version = read_sealed(path)
+    try:
+        notes = in_parts(notes, tensors) if version == 1 else notes
+        cache = _rebuilt(kind, tensors, notes, model, policy, recall, recall_bytes)
+    except SnapKVError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CacheFileError(
+            f"path: expected a cache that cache.save has written, got {str(path)!r}, whose "
+            f"parts do not fit together ({error!r}); save it again"
+        ) from error
+    beside = {
+        name.removeprefix(_BESIDE): value
+        for name, value in tensors.items()
+        if name.startswith(_BESIDE)
+    }
+    return cache, beside
+
+
+def _rebuilt(
+    kind: Any,
+    tensors: dict[str, Tensor],
+    notes: dict[str, Any],
+    model: PreTrainedModel,
+    policy: Policy | None,
+    recall: str | Path | None,
+    recall_bytes: int | None,
+) -> Any:
+    """A cache out of what a file holds."""
+    require_identity(model, notes["model"])
+    if notes["recalls"]:
+        recall = "host" if recall is None else recall
+    elif recall is not None:
+        raise CacheMismatchError(
+            f"recall: expected none for a cache that was saved without, whose dropped tokens "
+            f"are gone, got {str(recall)!r}; leave recall out"
+        )
+    options = {**notes["options"], "recall": recall, "recall_bytes": recall_bytes}
+    cache = kind(model, _policy_for(policy, _completed(notes["policy"])), **options)
+    for layer, saved in zip(cache.layers, notes["layers"], strict=True):
+        decode_layer(layer, saved, tensors, model.device)
+    cache.reading.prompt_end = notes["prompt_end"]
+    cache.reading.turn_start = notes["turn_start"]
+    return cache
+
+
+def _require_one_device(model: PreTrainedModel) -> None:
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"model: expected one whose layers are all on one device to load a cache for, got one "
+            f"on {', '.join(sorted(devices))}; load it with device_map=None"
+        )
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved description as today's policies have it, of a cache that kept what it kept.
+
+    Before all methods that have sinks could be told how many, they had none and said nothing; and
+    a budget could have room for fewer of them than it was told.
+    """
+    complete: dict[str, Any] = {
+        key: _completed(value) if isinstance(value, dict) and "name" in value else value
+        for key, value in saved.items()
+    }
+    kind = POLICIES.get(saved["name"])
+    if kind is not None and any(field.name == "sink_tokens" for field in fields(kind)):
+        complete.setdefault("sink_tokens", 0)
+        if complete["budget"] is not None:
+            room = complete["budget"] - complete["window_size"]
+            complete["sink_tokens"] = min(complete["sink_tokens"], room)
+    return complete
+
+
+def _policy_for(given: Policy | None, saved: dict[str, Any]) -> Policy:
+    """The policy that a cache was made with; one that is given must be the same."""
+    if given is not None:
+        if _plain(given.describe()) != saved:
+            raise CacheMismatchError(
+                f"policy: expected the one the cache was saved with, {saved}, got "
+                f"{given.describe()}; leave policy out"
+            )
+        return given
+    return _named_policy(saved)
+
+
+def _named_policy(saved: dict[str, Any]) -> Policy:
+    parameters = dict(saved)
+    name = parameters.pop("name")
+    if name not in POLICIES:
+        raise CacheMismatchError(
+            f"policy: expected the method {name!r} that the cache was saved with, which is none of "
+            f"{', '.join(POLICIES)}; pass it to load"
+        )
+    inner = {
+        key: _named_policy(value) if isinstance(value, dict) and "name" in value else value
+        for key, value in parameters.items()
+    }
+    return POLICIES[name](**inner)
+
+
+def _plain(value: Any) -> Any:
+    """A description as JSON brings it back."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+

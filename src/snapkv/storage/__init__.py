@@ -1,0 +1,1 @@
+"""Where keys and values lie: tensors only, no policy and no model."""

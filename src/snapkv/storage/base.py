@@ -1,0 +1,164 @@
+"""What holds the keys and values of one layer, whatever the kind of storage."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+
+RowChange = Callable[[Tensor], Tensor]
+"""Puts the rows of a tensor, its first axis, in another order; some may go, some come twice."""
+
+
+class TokenStore(ABC):
+    """Keys and values of one layer's tokens; nobody else assigns them.
+
+    Tokens lie in KV cache slots. Every head has as many of them: where heads hold different numbers
+    of tokens, each is padded on the left to the longest. What changes a store returns the one to go
+    on with, which may be of another kind.
+
+    Attributes:
+        keys, values: (B, H, S, D) and (B, H, S, Dv), what attention is handed; None while empty.
+        num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
+            head.
+        kind: name of this kind of store, as saved files have it.
+        hands_over: whether attention to it comes through the seam once the prompt has ended.
+        chooses_again: whether what was kept can be chosen from without loss.
+    """
+
+    keys: Any
+    values: Any
+    num_kv_heads: int
+    kind: ClassVar[str]
+    hands_over: ClassVar[bool] = True
+    chooses_again: ClassVar[bool] = True
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether any token was ever appended."""
+        return self.keys is not None
+
+    @property
+    def slots(self) -> int:
+        """Slots of every head and row."""
+        return int(self.keys.shape[2]) if self.is_filled else 0
+
+    @property
+    def unmasked_slots(self) -> int:
+        """How many of the slots are no columns of the model's mask."""
+        return 0
+
+    def mask_columns(self, new_tokens: int) -> int:
+        """Columns of the mask of a forward pass that appends that many tokens."""
+        return self.slots - self.unmasked_slots + new_tokens
+
+    @property
+    def croppable_tokens(self) -> int:
+        """How many of the last tokens could be taken back at most, once others are gone."""
+        return self.slots - 1
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens per row and head, on average where they differ."""
+        return self.slots
+
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens, (B, num_kv_heads, N, D), behind the others.
+
+        Returns:
+            `keys` and `values`, the new tokens last.
+        """
+
+    @abstractmethod
+    def keep(self, indices: Tensor, tokens: int) -> "TokenStore":
+        """Of the first tokens keep some, bit for bit, and all that stand behind them.
+
+        Args:
+            indices: (B, H or 1, K) int64, slots; -1 for any. More heads than are stored: each of
+                the groups keeps a set of its own.
+            tokens: how many slots `indices` points into.
+        """
+
+    @abstractmethod
+    def crop(self, tokens: int) -> "TokenStore":
+        """Forget the last tokens."""
+
+    @abstractmethod
+    def map_rows(self, change: RowChange) -> "TokenStore":
+        """Put the rows in another order."""
+
+    def for_heads(self, states: Tensor) -> Tensor:
+        """New states, once for every head that keeps a set of its own."""
+        repeats = self.keys.shape[1] // states.shape[1]
+        return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
+
+    def rest(self) -> None:
+        """Called behind every step: go back to what is held between steps."""
+
+    def room_for(self, tokens: int) -> None:
+        """Raise unless that many tokens more can be appended."""
+
+    def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
+        repeats = self.keys.shape[1] // self.num_kv_heads
+        start = self.keys.shape[2] - tokens
+        return self.keys[:, ::repeats, start:], self.values[:, ::repeats, start:]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values, measured on the tensors."""
+        return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of what says where they lie."""
+        return 0
+
+    def state(self) -> dict[str, Any]:
+        """What a file has to say to make it again: tensors, numbers and records."""
+        return {"keys": self.keys, "values": self.values, "num_kv_heads": self.num_kv_heads}
+
+    def __copy__(self) -> Self:
+        """One that goes on by itself; no tensor is copied."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+
+class Storage(Protocol):
+    """A kind of storage: what a layer begins with, and what it goes on with behind a prompt."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether the decoding step can be compiled."""
+
+    def empty(self) -> TokenStore:
+        """A store without tokens."""
+
+    def settle(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+        """The store behind a prompt, of which a policy of that name has kept the first slots."""
+
+    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
+        """The store of that kind whose `state` this is."""
+
+
+def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
+    """Some of the first tokens of keys or values, and whatever stands behind them.
+
+    Args:
+        states: (B, H, tokens + N, D).
+        indices: (B, H', K) int64, H' is H, a multiple of it, or 1.
+        tokens: how many slots `indices` points into.
+
+    Returns:
+        (B, H or H', K + N, D), contiguous.
+    """
+    kept = ops.gather_tokens(states, indices)
+    behind = states[..., tokens:, :]
+    if not behind.shape[-2]:
+        return kept
+    return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)

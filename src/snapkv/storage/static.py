@@ -1,0 +1,172 @@
+"""Static storage: tensors that never change place or size, so that decoding can be compiled.
+
+A compiled decoding step, or a CUDA graph that was captured of one, replays for every later prompt.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.storage.base import RowChange, TokenStore
+from snapkv.storage.dense import DenseStore
+
+
+class StaticStore(TokenStore):
+    """Tokens in buffers with empty slots behind them; how many are filled is a tensor.
+
+    A step counts it up by itself; the model's own mask hides the empty slots.
+
+    Args:
+        storage: whose buffers these are.
+        store: what is stored now.
+    """
+
+    kind = "static"
+    hands_over = False
+
+    def __init__(self, storage: "Static", store: TokenStore) -> None:
+        self.storage, self.num_kv_heads = storage, store.num_kv_heads
+        self._move_in(store.keys, store.values, store.slots)
+
+    @property
+    def slots(self) -> int:
+        """Slots that are filled; reads the device."""
+        return int(self.filled)
+
+    def mask_columns(self, new_tokens: int) -> int:
+        """All slots, filled or not."""
+        del new_tokens
+        return self.storage.slots
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill the next slots; returns the whole buffers."""
+        new_tokens = keys.shape[-2]
+        places = torch.arange(new_tokens, device=keys.device) + self.filled
+        self.filled.add_(new_tokens)
+        self.keys.index_copy_(2, places, keys)
+        self.values.index_copy_(2, places, values)
+        return self.keys, self.values
+
+    def keep(self, indices: Tensor, tokens: int) -> TokenStore:
+        """Refused: what is chosen again is recalled first, into a store that grows."""
+        raise NotImplementedError("a static store keeps all it holds")
+
+    def crop(self, tokens: int) -> TokenStore:
+        """Count the last slots as empty."""
+        self.filled.sub_(tokens)
+        return self
+
+    def map_rows(self, change: RowChange) -> TokenStore:
+        """Put rows in another order in place; another number of rows gets new buffers."""
+        self._move_in(change(self.keys), change(self.values), self.slots)
+        return self
+
+    def room_for(self, tokens: int) -> None:
+        """Raise unless that many slots are empty.
+
+        Raises:
+            InvalidArgumentError: there are fewer.
+        """
+        self.storage.require_room(self.slots + tokens)
+
+    def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The last tokens that are stored."""
+        filled = self.slots
+        return self.keys[:, :, filled - tokens : filled], self.values[:, :, filled - tokens : filled]
+
+    def state(self) -> dict[str, Any]:
+        """The slots that are filled."""
+        filled = self.slots
+        state = super().state()
+        return state | {name: state[name][:, :, :filled] for name in ("keys", "values")}
+
+    def _move_in(self, keys: Tensor, values: Tensor, tokens: int) -> None:
+        """Fill the first slots of the buffers."""
+        self.keys, self.values, self.filled = self.storage.buffers_for(keys, values)
+        self.keys[:, :, :tokens] = keys[:, :, :tokens]
+        self.values[:, :, :tokens] = values[:, :, :tokens]
+        self.filled.fill_(tokens)
+
+
+class Static:
+    """Storage in buffers that are made for the first prompt and used again for every other one.
+
+    Until a prompt ends it grows as any other does; then what is kept of it moves in. The buffers
+    are made anew where batch, dtype or device are others than before.
+
+    Args:
+        slots: size of the buffers, in tokens.
+        room_tokens: how many of them are for what is generated.
+    """
+
+    is_compileable = True
+
+    def __init__(self, slots: int, room_tokens: int) -> None:
+        self.slots, self.room_tokens = slots, room_tokens
+        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def empty(self) -> DenseStore:
+        """A store that grows."""
+        return DenseStore()
+
+    def settle(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+        """What is stored, in the buffers.
+
+        Raises:
+            InvalidArgumentError: it has more tokens than there are slots.
+            UnsupportedModelError: heads keep different numbers of tokens, or query heads sets of
+                their own.
+        """
+        del kept_tokens
+        if store.unmasked_slots or store.keys.shape[1] != store.num_kv_heads:
+            raise UnsupportedModelError(
+                f"storage: expected one set of tokens per KV head and as many in each for "
+                f"storage='static', got policy {policy}; use storage='dynamic'"
+            )
+        self.require_room(store.slots)
+        return StaticStore(self, store)
+
+    def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
+        """A static store, or a dense one whose prompt was still coming in.
+
+        Raises:
+            ValueError: another kind.
+        """
+        if kind not in (StaticStore.kind, DenseStore.kind):
+            raise ValueError(f"a {kind} store in static storage")
+        store = self.empty().fill(**state)
+        return self.settle(store, 0, "") if kind == StaticStore.kind else store
+
+    def require_room(self, stored_tokens: int) -> None:
+        """Refuse more tokens than the buffers have slots.
+
+        Raises:
+            InvalidArgumentError: there are too many.
+        """
+        if stored_tokens > self.slots:
+            raise InvalidArgumentError(
+                f"room_tokens: expected room for {stored_tokens:,} tokens, got a buffer of "
+                f"{self.slots:,} slots; make the CompressedCache with a larger room_tokens"
+            )
+
+    def buffers_for(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Buffers for such keys and values, and the number of their slots that are filled."""
+        if self._buffers is None or not all(map(_alike, self._buffers, (keys, values))):
+            with torch.inference_mode(False):  # or they could be changed in that mode only
+                filled = torch.zeros((), dtype=torch.int64, device=keys.device)
+                self._buffers = _buffer(keys, self.slots), _buffer(values, self.slots), filled
+            for tensor in self._buffers:
+                torch._dynamo.mark_static_address(tensor)  # or CUDA graphs would copy it every step
+        return self._buffers
+
+
+def _buffer(states: Tensor, slots: int) -> Tensor:
+    shape = (*states.shape[:2], slots, states.shape[-1])
+    return torch.zeros(shape, dtype=states.dtype, device=states.device)
+
+
+def _alike(buffer: Tensor, states: Tensor) -> bool:
+    same_place = buffer.device == states.device and buffer.dtype == states.dtype
+    return same_place and buffer.shape[:2] == states.shape[:2]
