@@ -22,8 +22,8 @@ from benchmarks.records import RESULTS, Row, environment_line, markdown_table, m
 from benchmarks.scoring import score_answer
 from snapkv import FullCache, SnapKV
 from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.measure.timing import alternate, ratios, spread
+from snapkv.lab.evaluate.haystack import load_haystack
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.models import load
 from snapkv.policies import Policy
 

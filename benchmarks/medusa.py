@@ -36,8 +36,8 @@ from snapkv.decoding import methods
 from snapkv.decoding.few_rows import fast_few_rows
 from snapkv.decoding.methods import DraftMethod
 from snapkv.decoding.speculation import begin_verifying
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.measure.timing import alternate, ratios, spread
+from snapkv.lab.evaluate.haystack import load_haystack
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
 from snapkv.prompts import question_prompt

@@ -17,7 +17,7 @@ import torch
 from benchmarks.prefill import BUDGET, CONTENDERS, PROMPT_TOKENS
 from benchmarks.prompts import prompt_of
 from benchmarks.records import Row
-from snapkv.measure.memory import cache_bytes, peak_growth_bytes, resident_bytes
+from snapkv.lab.measure.memory import cache_bytes, peak_growth_bytes, resident_bytes
 from snapkv.models import load
 
 _WARMUP_TOKENS = 64

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.records import markdown_table
 from snapkv.cache import format_bytes
-from snapkv.measure import shapes
+from snapkv.lab.measure import shapes
 from snapkv.plan import Plan, Request, footprint_of
 
 PAGE = Path(__file__).parent.parent / "docs/planning.md"

@@ -1,7 +1,7 @@
 """The prompt that is timed: the first document of the quality benchmark, at any length."""
 
 from benchmarks.magic_number import make_documents
-from snapkv.evaluate.haystack import load_haystack
+from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.models import LoadedModel
 
 

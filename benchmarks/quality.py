@@ -17,7 +17,7 @@ from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
 from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import load_haystack
+from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
 

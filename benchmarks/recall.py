@@ -28,7 +28,7 @@ from benchmarks.records import (
 )
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
 from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import Haystack, load_haystack
+from snapkv.lab.evaluate.haystack import Haystack, load_haystack
 from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
 from snapkv.reconstruction import read_context

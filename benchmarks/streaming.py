@@ -26,7 +26,7 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv import CompressedCache, FullCache, StreamingLLM
-from snapkv.evaluate.haystack import python_topics
+from snapkv.lab.evaluate.haystack import python_topics
 from snapkv.models import load
 from snapkv.policies import Policy
 

@@ -25,10 +25,8 @@ ROWS = (
     ("prefill", "questions", "reconstruction"),
     ("models",),
     ("decoding",),
-    ("answering", "conversation", "measure", "serving"),
-    ("evaluate",),
-    ("report", "study"),
-    ("inspect",),
+    ("answering", "conversation", "serving"),
+    ("lab",),
     ("cli",),
 )
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.cli.conftest import DOCUMENT
-from tests.evaluate.tiny import tiny_loaded
+from tests.lab.evaluate.tiny import tiny_loaded
 from tests.test_documents import write_pdf
 
 SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)

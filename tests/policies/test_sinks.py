@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.inspect.scores import kept_mask, rating
+from snapkv.lab.inspect.scores import kept_mask, rating
 from snapkv.policies import (
     POLICIES,
     AdaKV,

@@ -1,7 +1,7 @@
 import pytest
 from benchmarks.magic_number import Document
 
-from snapkv.evaluate.haystack import load_haystack
+from snapkv.lab.evaluate.haystack import load_haystack
 from tests.families import random_ids
 
 

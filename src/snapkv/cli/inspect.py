@@ -70,7 +70,7 @@ def inspect(
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.session import write
     from snapkv.cli.sweep import methods
-    from snapkv.inspect import as_page, inspect_prompt
+    from snapkv.lab.inspect import as_page, inspect_prompt
     from snapkv.prompts import question_prompt
     from snapkv.writing import replace_file
 

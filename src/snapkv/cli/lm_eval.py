@@ -70,7 +70,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.sweep import compared_methods
     from snapkv.cli.tables import metrics_table
-    from snapkv.evaluate.harness import HarnessRun
+    from snapkv.lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
     console = Console(stderr=True)

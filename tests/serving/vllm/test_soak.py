@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks.magic_number import make_documents
 
-from snapkv.evaluate.haystack import python_topics
+from snapkv.lab.evaluate.haystack import python_topics
 from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
 
 PAGE = 32
