@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.records import RESULTS, markdown_table, read_rows
+from snapkv.app.models import LoadedModel, load
 from snapkv.lab.evaluate.runner import Method, Results, Run
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import Lines, Needle, RagCitation, RagPipeline, RagPosition, Ruler
 from snapkv.lab.report.figures import draw, encoded
 from snapkv.lab.report.tables import method_table
-from snapkv.models import LoadedModel, load
 from snapkv.policies import H2O, FullCache, SnapKV, StreamingLLM
 
 FOLDER = RESULTS / "evaluation"

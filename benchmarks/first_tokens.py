@@ -15,8 +15,8 @@ from benchmarks.reading import read_prompt_twice
 from benchmarks.records import Row, environment_line, markdown_table
 from benchmarks.scoring import score_answer
 from snapkv import FullCache
+from snapkv.app.models import LoadedModel
 from snapkv.lab.evaluate.haystack import Haystack
-from snapkv.models import LoadedModel
 from snapkv.policies import AdaKV, KeyDiff, KVzip, Policy, Random
 from snapkv.reconstruction import INSTRUCTION
 

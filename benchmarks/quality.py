@@ -16,9 +16,9 @@ from benchmarks.records import RESULTS, Row, environment_line, markdown_table, m
 from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
+from snapkv.app.models import LoadedModel, load
 from snapkv.cache import format_bytes
 from snapkv.lab.evaluate.haystack import load_haystack
-from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
 
 ROWS = RESULTS / "quality.jsonl"

@@ -27,9 +27,9 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
+from snapkv.app.models import LoadedModel, load
 from snapkv.cache import format_bytes
 from snapkv.lab.evaluate.haystack import Haystack, load_haystack
-from snapkv.models import LoadedModel, load
 from snapkv.policies import Policy
 from snapkv.reconstruction import read_context
 

@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 import snapkv
-from snapkv.answering import Answer
+from snapkv.app.answering import Answer
+from snapkv.app.models import load_outline
 from snapkv.cache.report import CacheReport
 from snapkv.cli import tables
 from snapkv.cli.grid import Grid, show
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.tasks import RagCitation
 from snapkv.lab.study.base import Table as StudyTable
-from snapkv.models import load_outline
 from snapkv.plan import Plan, Request, footprint_of
 
 URL = "https://example.org/" + "/".join(f"{n:x}" * 9 for n in range(900, 911)) + "?end"

@@ -7,7 +7,7 @@ from tests.families import random_ids
 
 @pytest.fixture(scope="session")
 def demo():
-    from snapkv.models import load
+    from snapkv.app.models import load
 
     return load("demo", device="cpu", dtype="float32")
 

@@ -312,9 +312,9 @@ def _run(
 
 def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and what a row says of it."""
+    from snapkv.app.models import chosen_device, chosen_dtype
     from snapkv.cli.loading import silence
     from snapkv.lab.measure.shapes import random_model
-    from snapkv.models import chosen_device, chosen_dtype
 
     interrupts.started()
     if not options.verbose:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.text import Text
 
-from snapkv.answering import Answer
+from snapkv.app.answering import Answer
 from snapkv.cache import CacheReport, format_bytes
 from snapkv.cli.grid import Grid
 from snapkv.lab.evaluate.runner import Results

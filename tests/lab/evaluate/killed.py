@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - here once, not in every process
 
+from snapkv.app.models import load
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.tasks import Needle
-from snapkv.models import load
 from tests.lab.evaluate.tiny import METHODS
 
 TASK = Needle(lengths=(300, 360), depths=4, digits=3, cloze=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from snapkv.app.models import load
 from snapkv.lab.evaluate.harness import HarnessRun
-from snapkv.models import load
 from tests.lab.evaluate.tiny import METHODS
 
 

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.fitting import fitted, needed_tokens, percents
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.settings import GenerationSettings
 
 NEW_TOKENS = 7
 

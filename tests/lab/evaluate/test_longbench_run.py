@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method, Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.tasks import LongBench
 from snapkv.policies import FullCache
-from snapkv.settings import GenerationSettings
 from tests.lab.evaluate.test_longbench import TEXT, row, write
 from tests.lab.evaluate.tiny import tiny_loaded
 

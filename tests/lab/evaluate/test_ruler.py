@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from snapkv.answering import answer
+from snapkv.app.answering import answer
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import needed_tokens
 from snapkv.lab.evaluate.packages import package_file
@@ -18,7 +19,6 @@ from snapkv.lab.evaluate.tasks.ruler.needle import NOISE, sentences
 from snapkv.lab.evaluate.tasks.ruler.puzzle import Wanted
 from snapkv.lab.evaluate.words import words
 from snapkv.policies import FullCache, SnapKV
-from snapkv.settings import GenerationSettings
 
 ESSAY = tuple(" ".join(f"This is sentence {i}." for i in range(200)).split())
 KINDS = {

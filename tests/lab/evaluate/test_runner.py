@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from snapkv import FullCache, KVzip, SnapKV
-from snapkv.answering import answer
+from snapkv.app.answering import answer
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.lab.evaluate.runner import Method, Run
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.settings import GenerationSettings
 from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
 
 TWICE = Method(label="kvzip@24", policy=KVzip(24, window_size=4, chunk_tokens=64))

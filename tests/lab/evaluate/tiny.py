@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from snapkv import FullCache, SnapKV
+from snapkv.app.models import LoadedModel
+from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.runner import Method
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.task import Task
-from snapkv.models import LoadedModel
-from snapkv.settings import GenerationSettings
 from tests.families import tiny_config
 
 METHODS = (

@@ -19,15 +19,15 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import Prompt, question_prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.lab.inspect import inspect_prompt
 from snapkv.lab.inspect.leave_out import SINK_TOKENS, leave_out
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.scores import kept_mask, rating
 from snapkv.lab.study.reading import observed
-from snapkv.models import LoadedModel
 from snapkv.policies import PromptLayer
-from snapkv.prompts import Prompt, question_prompt
-from snapkv.settings import GenerationSettings
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
 FILLER = "The garden is quiet, the path is long and the wall is old. "

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from snapkv import ops
+from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, figures
 from snapkv.lab.study.base import mean_rows, weighted
 from snapkv.lab.study.material import long_texts
 from snapkv.lab.study.reading import observe
-from snapkv.models import LoadedModel
 from tests.families import random_ids, tiny_model
 
 

@@ -22,7 +22,7 @@ def resident_bytes():
 
 def soak(folder, seconds, seed):
     """Keep an engine busy; returns it, checked and empty, with (found, asked) by kind of budget."""
-    from snapkv.models import load
+    from snapkv.app.models import load
 
     tokenizer, haystack = load("demo").tokenizer, python_topics()
     draw = random.Random(seed)

@@ -1,9 +1,9 @@
 """lm-eval's tasks, answered from compressed caches. Only this file needs the package lm-eval.
 
-Generation goes through `snapkv.answering`. Where a task compares likelihoods, the context is read
-and compressed, and the continuation is scored over what was kept. Tasks that score whole texts have
-no prompt to compress and are refused. Every answer is on the disk before the next request is read,
-under a hash of the request, so that a run that was stopped can be continued.
+Generation goes through `snapkv.app.answering`. Where a task compares likelihoods, the context is
+read and compressed, and the continuation is scored over what was kept. Tasks that score whole texts
+have no prompt to compress and are refused. Every answer is on the disk before the next request is
+read, under a hash of the request, so that a run that was stopped can be continued.
 """
 
 import functools
@@ -20,7 +20,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
-from snapkv.answering import answer
+from snapkv.app.answering import answer
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.lab.evaluate.likelihood import log_likelihood
 from snapkv.lab.evaluate.runner import (
@@ -31,9 +34,6 @@ from snapkv.lab.evaluate.runner import (
     versions,
 )
 from snapkv.lab.evaluate.store import Record, Store, short_hash
-from snapkv.models import LoadedModel
-from snapkv.prompts import Prompt
-from snapkv.settings import GenerationSettings
 from snapkv.suggestions import nearest
 
 _ANSWER_TOKENS = 256

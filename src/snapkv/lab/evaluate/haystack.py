@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from snapkv import documents
+from snapkv.app import text_files
 from snapkv.lab.evaluate.packages import find_package_file
 
 
@@ -45,7 +45,7 @@ def load_haystack(folder: str | None = None) -> Haystack:
         DocumentError: the folder is missing, or holds no text.
     """
     if folder is not None:
-        read, warnings = documents.read_noting([folder])
+        read, warnings = text_files.read_noting([folder])
         return Haystack(
             name=Path(folder).resolve().name,
             pieces=tuple(document.text for document in read),

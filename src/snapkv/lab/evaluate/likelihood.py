@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
+from snapkv.app.models import LoadedModel
 from snapkv.cache import CompressedCache
-from snapkv.models import LoadedModel
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import EvictingPolicy, Policy
 

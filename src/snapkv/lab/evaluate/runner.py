@@ -12,7 +12,8 @@ import torch
 import transformers
 
 from snapkv import __version__
-from snapkv.answering import Answer, answer
+from snapkv.app.answering import Answer, answer
+from snapkv.app.models import LoadedModel
 from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
@@ -20,7 +21,6 @@ from snapkv.lab.evaluate.store import LOST, Record, Store, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
-from snapkv.models import LoadedModel
 from snapkv.policies import Policy
 from snapkv.reconstruction import require_one_reading
 

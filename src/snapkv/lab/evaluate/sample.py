@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from snapkv.app.prompts import Prompt, chat_prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.turns import around_turn
-from snapkv.prompts import Prompt, chat_prompt
-from snapkv.settings import GenerationSettings
 
 Template = Literal["tokenizer", "none", "longbench"]
 Setting = Literal["visible", "hidden"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from snapkv.prompts import Prompt
+from snapkv.app.prompts import Prompt
 
 
 def token_texts(tokenizer: Any, prompt: Prompt) -> list[str]:

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from snapkv.answering import Answer, answer, end_token_ids, prompt_ids
+from snapkv.app.answering import Answer, answer, end_token_ids, prompt_ids
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.cache.keeping import last_tokens
 from snapkv.lab.inspect.leave_out import LeaveOut, leave_out
 from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, packed_scores
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.scores import kept_mask, rating
 from snapkv.lab.study.reading import observed
-from snapkv.models import LoadedModel
 from snapkv.policies import FullCache, Policy, PromptLayer
-from snapkv.prompts import Prompt
-from snapkv.settings import GenerationSettings
 
 StepSink = Callable[[str, int, int], None]
 """Takes what is done now, how many steps are done, and how many there are."""

@@ -8,18 +8,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.lab.evaluate.sample import Sample, Template
 from snapkv.lab.evaluate.store import Record, Store, short_hash
 from snapkv.lab.evaluate.summary import mean_of
 from snapkv.lab.evaluate.task import data_hash
 from snapkv.lab.study.material import LEAST_TOKENS, QUESTIONS, asked, cut, long_texts
-from snapkv.settings import GenerationSettings
 from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
     from snapkv.lab.study.reading import Reading
-    from snapkv.models import LoadedModel
 
 Progress = Callable[[str, int, int], None]
 """Takes what is being read, how many parts of the study are done, and how many there are."""

@@ -13,8 +13,8 @@ from snapkv.validation import require_at_least
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from snapkv.app.models import LoadedModel
     from snapkv.lab.study.reading import Reading
-    from snapkv.models import LoadedModel
     from snapkv.policies import PromptLayer
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv import documents
+from snapkv.app import text_files
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.settings import GenerationSettings
 
 QUESTIONS = (
     "What is the main argument of the text, and how does the author support it?",
@@ -36,7 +36,7 @@ def long_texts(
         DocumentError: a file is missing or holds no text.
     """
     if files:
-        read, warnings = documents.read_noting(files)
+        read, warnings = text_files.read_noting(files)
         return [(document.name, document.text) for document in read], tuple(warnings)
     haystack = load_haystack()
     starts = [len(haystack.pieces) * i // count for i in range(count)]

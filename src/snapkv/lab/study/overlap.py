@@ -10,8 +10,8 @@ from snapkv.lab.study.base import Part, ReadingStudy, Table, grouped, over_layer
 from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
     from snapkv.lab.study.reading import Reading
-    from snapkv.models import LoadedModel
     from snapkv.policies import PromptLayer
 
 

@@ -9,8 +9,8 @@ from snapkv.lab.study.base import Part
 from snapkv.lab.study.hit_rate import HitRate
 
 if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
     from snapkv.lab.study.reading import Reading
-    from snapkv.models import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from snapkv.answering import continue_ids, prompt_ids
+from snapkv.app.answering import continue_ids, prompt_ids
+from snapkv.app.models import LoadedModel
 from snapkv.cache import CompressedCache
 from snapkv.lab.evaluate.sample import Sample, Template
-from snapkv.models import LoadedModel
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
 

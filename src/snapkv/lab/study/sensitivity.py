@@ -13,8 +13,8 @@ from snapkv.lab.study.base import Findings, Progress, Study, Table, grouped
 from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
     from snapkv.lab.evaluate.runner import Method, Run
-    from snapkv.models import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)

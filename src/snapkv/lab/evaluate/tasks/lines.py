@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import fitted, percents
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.words import distinct, number, word_key
-from snapkv.settings import GenerationSettings
 from snapkv.validation import require_at_least, require_each_at_least
 
 _HEADER = (

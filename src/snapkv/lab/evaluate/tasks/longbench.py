@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.longbench.prompts import prompt_format
 from snapkv.lab.evaluate.longbench.published import max_prompt_tokens, scores
@@ -20,7 +21,6 @@ from snapkv.lab.evaluate.longbench.truncation import truncated
 from snapkv.lab.evaluate.metrics import CodeSimilarity
 from snapkv.lab.evaluate.sample import Cell, Sample
 from snapkv.lab.evaluate.task import Task
-from snapkv.settings import GenerationSettings
 from snapkv.validation import require_at_least
 
 _LEAST_TOKENS = 64  # of a prompt, so that a half holds the end of a question

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import percents
 from snapkv.lab.evaluate.haystack import Haystack, load_haystack
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.task import Task
-from snapkv.settings import GenerationSettings
 from snapkv.validation import require_at_least, require_each_at_least
 
 _INSTRUCTION = (

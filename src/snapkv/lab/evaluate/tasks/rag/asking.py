@@ -4,12 +4,12 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.corpora import Passage, Question
 from snapkv.lab.evaluate.metrics import normalised
 from snapkv.lab.evaluate.retrieval import Index
 from snapkv.lab.evaluate.sample import Cell, Sample
-from snapkv.settings import GenerationSettings
 
 _Row = TypeVar("_Row")
 

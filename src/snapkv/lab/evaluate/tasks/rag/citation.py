@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.corpora import CorpusName, Question, load_corpus
 from snapkv.lab.evaluate.retrieval import Index, corpus_index
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks.rag.asking import STOPS, drawn, neighbours, numbered
-from snapkv.settings import GenerationSettings
 from snapkv.validation import require_at_least, require_each_at_least
 
 _INSTRUCTION = (

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import fitted
 from snapkv.lab.evaluate.haystack import Haystack, load_haystack
@@ -29,7 +30,6 @@ from snapkv.lab.evaluate.tasks.ruler.needle import Needles
 from snapkv.lab.evaluate.tasks.ruler.puzzle import Generator, Wanted
 from snapkv.lab.evaluate.tasks.ruler.qa import Answering
 from snapkv.lab.evaluate.tasks.ruler.tracing import Tracing
-from snapkv.settings import GenerationSettings
 from snapkv.validation import require_at_least, require_each_at_least
 
 GENERATORS: dict[str, Generator] = {

@@ -13,14 +13,16 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from snapkv import FullCache, Random, SnapKV
-from snapkv.answering import _Stopwatch, answer
+from snapkv.app.answering import _Stopwatch, answer
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import Prompt, chat_prompt, question_prompt, text_prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import (
     InvalidArgumentError,
     OutOfMemoryError,
     PromptTooLongError,
     UnsupportedModelError,
 )
-from snapkv.models import LoadedModel
 from snapkv.plan import (
     cache_bytes_per_token,
     chunked_bytes,
@@ -31,8 +33,6 @@ from snapkv.plan import (
     prompt_bytes,
     weights_bytes,
 )
-from snapkv.prompts import Prompt, chat_prompt, question_prompt, text_prompt
-from snapkv.settings import GenerationSettings
 from tests.families import random_ids, tiny_model
 
 SHORT = GenerationSettings(max_new_tokens=6)
@@ -130,7 +130,7 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_draws_alone(demo, prom
 def test_timings_are_those_of_the_tokens(demo, prompt, monkeypatch):
     clock = iter([0.0, 2.0, 2.1, 2.3, 2.6])
     fake_time = SimpleNamespace(perf_counter=lambda: next(clock))
-    monkeypatch.setattr("snapkv.answering.time", fake_time)
+    monkeypatch.setattr("snapkv.app.answering.time", fake_time)
     result = answer(demo, prompt, FullCache(), SHORT)
     assert result.first_token_ms == pytest.approx(2000)
     assert result.token_ms == pytest.approx(200)
@@ -353,7 +353,7 @@ def test_the_smallest_temperature_draws_the_likeliest_token(demo, prompt):
 def test_time_per_token_where_several_come_together(demo, monkeypatch):
     """Steps of 1, 3 and 2 tokens at 0, 1, 4 and 6 seconds: 6 s for the 6 behind the first."""
     now = iter([0.0, 0.0, 1.0, 4.0, 6.0])
-    monkeypatch.setattr("snapkv.answering.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("snapkv.app.answering.time.perf_counter", lambda: next(now))
     watch = _Stopwatch(demo.tokenizer, None, ())
     watch.put(torch.zeros(1, 9, dtype=torch.long))
     for count in (1, 1, 3, 2):

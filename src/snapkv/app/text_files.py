@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+from snapkv.app.pdf import pdf_text
 from snapkv.errors import DocumentError
 from snapkv.extras import missing
-from snapkv.pdf import pdf_text
 from snapkv.suggestions import nearest
 
 STDIN = "-"
@@ -47,8 +47,8 @@ _NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end ma
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """A document's text and where it came from.
+class TextFile:
+    """The text of a file, and where it came from.
 
     Attributes:
         name: the path as it was given, or below the folder that was given; bytes that are not UTF-8
@@ -64,7 +64,7 @@ def _to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[Document]:
+def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[TextFile]:
     """Read every source, in the order given.
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
@@ -96,7 +96,7 @@ def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[
     return found
 
 
-def read_noting(sources: Sequence[str]) -> tuple[list[Document], list[str]]:
+def read_noting(sources: Sequence[str]) -> tuple[list[TextFile], list[str]]:
     """As `read`, with the lines about what was left out, which go to standard error too."""
     lines: list[str] = []
     found = read(sources, on_notice=lines.append)
@@ -105,14 +105,14 @@ def read_noting(sources: Sequence[str]) -> tuple[list[Document], list[str]]:
     return found, lines
 
 
-def join(documents: Sequence[Document]) -> str:
+def join(documents: Sequence[TextFile]) -> str:
     """The documents as one text, each under a line with its name where there are several."""
     if len(documents) == 1:
         return documents[0].text
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
-def _read_source(source: str, notices: _Notices) -> list[Document]:
+def _read_source(source: str, notices: _Notices) -> list[TextFile]:
     if source == STDIN:
         return [_parse("standard input", sys.stdin.buffer.read(), notices, suffix="")]
     if not source:
@@ -133,7 +133,7 @@ def _unreadable(error: OSError, name: str) -> DocumentError:
     )
 
 
-def _read_file(path: Path, notices: _Notices) -> Document:
+def _read_file(path: Path, notices: _Notices) -> TextFile:
     if not path.exists():
         raise DocumentError(
             f"file: expected an existing file or folder, got {path}{link_fault(path)}"
@@ -163,13 +163,13 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, os.listdir(path.parent))
 
 
-def _read_folder(folder: Path, notices: _Notices) -> list[Document]:
+def _read_folder(folder: Path, notices: _Notices) -> list[TextFile]:
     """What can be read below a folder; notes why a file that should have text cannot.
 
     Raises:
         DocumentError: none can.
     """
-    found: list[Document] = []
+    found: list[TextFile] = []
     reasons: dict[str, str] = {}
     for path in _files_below(folder):
         try:
@@ -192,7 +192,7 @@ def _first_skipped(reasons: dict[str, str]) -> str:
     return f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
 
 
-def _read_if_text(path: Path, notices: _Notices) -> list[Document]:
+def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
     """The document in a file; none where the file is empty or binary."""
     try:
         data = path.read_bytes()
@@ -212,7 +212,7 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.is_file())
 
 
-def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> Document:
+def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> TextFile:
     """The text of a file's content, by suffix or, without a telling one, by its first bytes.
 
     Why some of it may be missing is noted.
@@ -228,7 +228,7 @@ def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> Documen
         raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
     if lost:
         notices[f"partly read: {_printable(name)}"] = "; ".join(lost)
-    return Document(name=_printable(name), text=text.strip("\n"))
+    return TextFile(name=_printable(name), text=text.strip("\n"))
 
 
 def _printable(name: str) -> str:

@@ -6,14 +6,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from snapkv.answering import Answer, TextSink, answer_ids, ends_answer, require_positions
+from snapkv.app.answering import Answer, TextSink, answer_ids, ends_answer, require_positions
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import next_turn, question_prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.cache import CacheReport, CompressedCache, Turns
 from snapkv.errors import CacheFileError, InvalidArgumentError
-from snapkv.models import LoadedModel
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.prompts import next_turn, question_prompt
 from snapkv.reconstruction import require_one_reading
-from snapkv.settings import GenerationSettings
 
 NO_RECALL = "none"
 

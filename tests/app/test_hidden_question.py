@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv.answering import answer
+from snapkv.app.answering import answer
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.prompts import Prompt
-from snapkv.settings import GenerationSettings
 
 SHORT = GenerationSettings(max_new_tokens=6)
 DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12

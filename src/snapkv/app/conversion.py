@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from snapkv.app.weights import load_complete
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.extras import missing
-from snapkv.weights import load_complete
 
 _MAGIC = b"GGUF"
 

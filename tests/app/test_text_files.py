@@ -8,7 +8,7 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from snapkv import documents
+from snapkv.app import text_files
 from snapkv.errors import DocumentError, MissingDependencyError
 
 
@@ -35,7 +35,7 @@ def write_pdf(path, pages, password=None):
 
 
 def text_of(path):
-    (document,) = documents.read([str(path)])
+    (document,) = text_files.read([str(path)])
     return document.text
 
 
@@ -91,18 +91,18 @@ def test_pdf_without_its_suffix_is_recognised(tmp_path):
 
 def test_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped text\n")))
-    assert documents.read(["-"]) == [documents.Document(name="standard input", text="piped text")]
+    assert text_files.read(["-"]) == [text_files.TextFile(name="standard input", text="piped text")]
 
 
 def test_several_documents_are_joined_under_their_names(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "b.txt").write_text("second")
-    read = documents.read([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
-    joined = documents.join(read)
+    read = text_files.read([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
+    joined = text_files.join(read)
     assert joined == (
         f"===== {tmp_path}/b.txt =====\nsecond\n\n===== {tmp_path}/a.txt =====\nfirst"
     )
-    assert documents.join(read[:1]) == "second"
+    assert text_files.join(read[:1]) == "second"
 
 
 def test_a_folder_gives_its_text_files_in_order(tmp_path):
@@ -114,7 +114,7 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path):
         path.write_text(f"text of {name}")
     (tmp_path / "__init__.py").touch()
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    read = documents.read([str(tmp_path)])
+    read = text_files.read([str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
 
 
@@ -143,7 +143,7 @@ def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    read = documents.read([str(tmp_path), str(tmp_path)])
+    read = text_files.read([str(tmp_path), str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / "notes.txt")] * 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [
@@ -156,7 +156,7 @@ def test_what_was_skipped_can_be_had_instead_of_shown(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     lines = []
-    documents.read([str(tmp_path)], on_notice=lines.append)
+    text_files.read([str(tmp_path)], on_notice=lines.append)
     assert len(lines) == len(names)
     assert capsys.readouterr().err == ""
 
@@ -172,7 +172,7 @@ def test_a_file_of_a_folder_may_be_locked(tmp_path, monkeypatch, capsys):
         return read_bytes(self)
 
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
-    (document,) = documents.read([str(tmp_path)])
+    (document,) = text_files.read([str(tmp_path)])
     assert document.name == str(tmp_path / "b.txt")
     assert "a.txt: Permission denied" in capsys.readouterr().err
 
@@ -217,7 +217,7 @@ def empty_folder(folder):
 def test_bad_files_are_refused(tmp_path, make, message):
     (tmp_path / "reports.txt").write_text("text")
     with pytest.raises(DocumentError) as error:
-        documents.read([str(make(tmp_path))])
+        text_files.read([str(make(tmp_path))])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -231,13 +231,13 @@ def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
     with pytest.raises(DocumentError, match=r"locked\.txt: Permission denied"):
-        documents.read([str(path)])
+        text_files.read([str(path)])
 
 
 @pytest.mark.parametrize("sources", [[], ["-", "-"]], ids=["none", "stdin-twice"])
 def test_bad_lists_of_sources_are_refused(sources):
     with pytest.raises(DocumentError, match="expected"):
-        documents.read(sources)
+        text_files.read(sources)
 
 
 @pytest.mark.parametrize(("name", "module"), [("a.pdf", "pypdf"), ("a.html", "bs4")])
@@ -245,7 +245,7 @@ def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch, name, 
     (tmp_path / name).write_text("<p>text</p>")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"pip install '(pypdf|beautifulsoup4)"):
-        documents.read([str(tmp_path / name)])
+        text_files.read([str(tmp_path / name)])
 
 
 # What was read in part.
@@ -254,7 +254,7 @@ def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch, name, 
 def noted(path):
     """The text of a document, and the notices."""
     lines = []
-    (document,) = documents.read([str(path)], on_notice=lines.append)
+    (document,) = text_files.read([str(path)], on_notice=lines.append)
     return document.text, lines
 
 
@@ -369,7 +369,7 @@ def test_every_notice_is_given_once_and_by_file(tmp_path, capsys, monkeypatch):
     path.write_bytes(path.read_bytes()[:-9])
     (tmp_path / "old.txt").write_bytes("Zoë".encode("latin-1"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
-    found, lines = documents.read_noting([str(path), str(tmp_path), str(path), "-"])
+    found, lines = text_files.read_noting([str(path), str(tmp_path), str(path), "-"])
     assert len(found) == 6
     assert [line.partition(": it ")[0].partition(": exp")[0] for line in lines] == [
         f"partly read: {path}",

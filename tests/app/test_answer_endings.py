@@ -3,9 +3,9 @@
 import pytest
 
 from snapkv import FullCache
-from snapkv.answering import answer
-from snapkv.prompts import Prompt, question_prompt
-from snapkv.settings import GenerationSettings
+from snapkv.app.answering import answer
+from snapkv.app.prompts import Prompt, question_prompt
+from snapkv.app.settings import GenerationSettings
 
 SHORT = GenerationSettings(max_new_tokens=6)
 DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12

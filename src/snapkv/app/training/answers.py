@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import question_prompt
 from snapkv.errors import InvalidArgumentError
-from snapkv.models import LoadedModel
-from snapkv.prompts import question_prompt
 from snapkv.writing import append_line, open_for_lines, replace_file
 
 QUESTIONS = (

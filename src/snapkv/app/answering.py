@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
+from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.cache import CacheReport, CompressedCache
-from snapkv.decoding.methods import DraftMethod
 from snapkv.errors import PromptTooLongError
-from snapkv.models import LoadedModel
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import Policy
-from snapkv.prompts import Prompt
 from snapkv.reconstruction import INSTRUCTION, read_twice, require_one_reading
-from snapkv.settings import GenerationSettings
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""

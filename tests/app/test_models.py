@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, BartConfig, MambaConfig, RwkvConfig, T5Config
 
-from snapkv import conversion, models
+from snapkv.app import conversion, models
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
