@@ -22,7 +22,7 @@ ROWS = (
     ("attention", "generation"),
     ("installation",),
     ("plan",),
-    ("prefill", "questions", "reconstruction", "decoding"),
+    ("prefill", "document", "kvzip", "decoding"),
     ("app", "serving"),
     ("lab",),
     ("cli",),

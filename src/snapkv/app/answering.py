@@ -19,9 +19,9 @@ from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache import CacheReport, CompressedCache
 from snapkv.errors import PromptTooLongError
+from snapkv.kvzip import INSTRUCTION, read_twice, require_one_reading
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import Policy
-from snapkv.reconstruction import INSTRUCTION, read_twice, require_one_reading
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""

@@ -12,8 +12,8 @@ from snapkv.app.prompts import next_turn, question_prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache import CacheReport, CompressedCache, Turns
 from snapkv.errors import CacheFileError, InvalidArgumentError
+from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.reconstruction import require_one_reading
 
 NO_RECALL = "none"
 

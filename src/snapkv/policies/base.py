@@ -20,7 +20,7 @@ from snapkv.validation import require_ratio as require_ratio
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
-`snapkv.reconstruction` reads the prompt."""
+`snapkv.kvzip` reads the prompt."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
@@ -44,7 +44,7 @@ class Policy(ABC):
 
     @property
     def reads_twice(self) -> bool:
-        """Whether `snapkv.reconstruction` has to read the prompt."""
+        """Whether `snapkv.kvzip` has to read the prompt."""
         return "second_reading" in self.needs
 
     def with_tokenizer(self, tokenizer: Any) -> Self:

@@ -16,13 +16,13 @@ from snapkv.app.answering import Answer, answer
 from snapkv.app.models import LoadedModel
 from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
+from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
 from snapkv.lab.evaluate.store import LOST, Record, Store, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
 from snapkv.policies import Policy
-from snapkv.reconstruction import require_one_reading
 
 Progress = Callable[[str, int, int], None]
 """Takes what is being answered, how many answers are there, and how many there will be."""

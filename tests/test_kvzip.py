@@ -15,7 +15,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.reconstruction import read_context, read_twice
+from snapkv.kvzip import read_context, read_twice
 from tests.families import random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
