@@ -22,10 +22,10 @@ from benchmarks.records import RESULTS, Row, environment_line, markdown_table, m
 from benchmarks.scoring import score_answer
 from snapkv import FullCache, SnapKV
 from snapkv.app.models import load
-from snapkv.cache import format_bytes
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "bits.jsonl"
 PAGE = RESULTS / "bits.md"

@@ -17,9 +17,9 @@ from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
 from snapkv.app.models import LoadedModel, load
-from snapkv.cache import format_bytes
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.policies import Policy
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "quality.jsonl"
 PAGE = RESULTS / "quality.md"

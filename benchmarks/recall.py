@@ -28,10 +28,10 @@ from benchmarks.records import (
 )
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
 from snapkv.app.models import LoadedModel, load
-from snapkv.cache import format_bytes
 from snapkv.kvzip import read_context
 from snapkv.lab.evaluate.haystack import Haystack, load_haystack
 from snapkv.policies import Policy
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "recall.jsonl"
 PAGE = RESULTS / "recall.md"

@@ -13,7 +13,7 @@ SOURCE = Path(snapkv.__file__).parent
 
 # From the ground up: a room may import from its own row and from the rows above it in this list.
 ROWS = (
-    ("errors", "suggestions", "extras", "validation", "writing"),
+    ("errors", "validation", "writing"),
     ("ops",),
     ("policies", "rotary", "projections"),
     ("cache",),

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from snapkv.cache import CompressedCache, CompressedLayer
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import Policy
-from snapkv.policies.base import ALL_QUERIES, require_int
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.validation import require_int
 
 
 class Document:

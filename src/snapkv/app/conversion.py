@@ -17,8 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from snapkv.app.weights import load_complete
-from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv.extras import missing
+from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
 
 _MAGIC = b"GGUF"
 
@@ -97,7 +96,7 @@ def _require_gguf(path: Path) -> None:
 def _require_packages() -> None:
     absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if absent:
-        raise missing("model: reading GGUF files", *absent)
+        raise missing_package("model: reading GGUF files", *absent)
 
 
 def _unpack(path: Path) -> tuple[Any, Any]:

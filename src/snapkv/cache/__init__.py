@@ -1,6 +1,5 @@
 """Where the kept keys and values live."""
 
-from snapkv.cache.amounts import format_bytes
 from snapkv.cache.candidates import keep_path, verifying
 from snapkv.cache.compressed import CompressedCache
 from snapkv.cache.layer import CompressedLayer
@@ -12,7 +11,6 @@ __all__ = [
     "CompressedCache",
     "CompressedLayer",
     "Turns",
-    "format_bytes",
     "keep_path",
     "verifying",
 ]

@@ -12,7 +12,7 @@ from snapkv.cache.static import StaticCompressedLayer
 from snapkv.cache.token_ids import require_ids
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import Policy
-from snapkv.policies.base import require_int
+from snapkv.validation import require_int
 
 
 class AnnouncedCache:

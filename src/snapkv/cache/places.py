@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.amounts import format_bytes
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from snapkv.policies.base import require_int
+from snapkv.validation import format_bytes, require_int
 
 
 class Place:

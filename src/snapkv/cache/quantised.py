@@ -10,7 +10,7 @@ from snapkv.cache.codes import Bits, Codes, quantise
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
-from snapkv.policies.base import require_choice
+from snapkv.validation import require_choice
 
 
 def require_quantisable(bits: object, policy: Policy, storage: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import EvictingPolicy, Policy, PromptLayer, Selection
-from snapkv.policies.base import require_choice, require_int
+from snapkv.validation import require_choice, require_int
 
 
 def slots_for(policy: Policy, storage: str, room_tokens: int) -> int | None:

@@ -11,7 +11,8 @@ from snapkv.cache.places import place_for
 from snapkv.cache.static import StaticCompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.policies.base import ALL_QUERIES, require_choice, require_int
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.validation import require_choice, require_int
 
 Turns = Literal["append", "compress"]
 

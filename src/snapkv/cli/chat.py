@@ -13,7 +13,7 @@ from snapkv.app import text_files
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 from snapkv.writing import replacing
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import typer
 
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
-from snapkv.extras import install_command
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
 from snapkv.validation import require_at_least
 
 

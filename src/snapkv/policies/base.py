@@ -12,11 +12,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET as DEFAULT_BUDGET  # policies take these from here
-from snapkv.validation import DEFAULT_WINDOW, require_budget
-from snapkv.validation import require_choice as require_choice
-from snapkv.validation import require_int as require_int
-from snapkv.validation import require_ratio as require_ratio
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that

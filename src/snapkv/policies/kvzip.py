@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import Need, PrefixPolicy, require_int
+from snapkv.policies.base import Need, PrefixPolicy
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import require_int
 
 
 @dataclass(frozen=True)

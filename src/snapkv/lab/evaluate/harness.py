@@ -34,7 +34,7 @@ from snapkv.lab.evaluate.runner import (
     versions,
 )
 from snapkv.lab.evaluate.store import Record, Store, short_hash
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 
 _ANSWER_TOKENS = 256
 """Where lm-eval cuts an answer off if a task does not say."""

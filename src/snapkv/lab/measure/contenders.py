@@ -14,7 +14,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.installation import install, uninstall
 from snapkv.policies import Policy, PromptLayer
 from snapkv.projections import output_weight
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 
 ROOM_TOKENS = 512
 """Tokens behind the prompt that caches of a fixed size have room for."""

@@ -15,7 +15,7 @@ from snapkv.lab.measure.kvpress import Kvpress, forget
 from snapkv.lab.measure.memory import cache_bytes
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
-from snapkv.policies.base import require_int
+from snapkv.validation import require_int
 
 Row = dict[str, Any]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from snapkv.errors import InvalidArgumentError
-from snapkv.extras import missing
+from snapkv.errors import InvalidArgumentError, missing_package
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
@@ -53,7 +52,7 @@ def require_drawable(path: str | None = None) -> None:
             "one of them"
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise missing("plot: drawing figures", "matplotlib")
+        raise missing_package("plot: drawing figures", "matplotlib")
 
 
 def draw(results: Results) -> dict[str, "Figure"]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from snapkv.cache import format_bytes
-from snapkv.extras import missing
+from snapkv.errors import missing_package
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.summary import score_lines, shown_score
 from snapkv.lab.report import figures
 from snapkv.lab.report.tables import as_csv, as_markdown, method_table
+from snapkv.validation import format_bytes
 from snapkv.writing import naming, replace_file
 
 FILES = ("index.html", "results.csv", "results.md")
@@ -33,7 +33,7 @@ def require_reportable() -> None:
         MissingDependencyError: jinja2 or matplotlib is not installed.
     """
     if importlib.util.find_spec("jinja2") is None:
-        raise missing("report: writing a page", "jinja2")
+        raise missing_package("report: writing a page", "jinja2")
     figures.require_drawable()
 
 

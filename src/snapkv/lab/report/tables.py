@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.cache import format_bytes
 from snapkv.lab.evaluate.differences import relative_differences
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
+from snapkv.validation import format_bytes
 
 _BEFORE_SCORES = ("method", "question")
 _NUMBERS = (

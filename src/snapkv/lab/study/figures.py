@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError
-from snapkv.extras import missing
+from snapkv.errors import InvalidArgumentError, missing_package
 from snapkv.lab.evaluate.store import Record
 from snapkv.writing import replace_file
 
@@ -142,5 +141,5 @@ def _figure(panels: int) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise missing("plot: drawing figures", "matplotlib") from error
+        raise missing_package("plot: drawing figures", "matplotlib") from error
     return Figure(figsize=(4.6 * panels, 4.2), layout="constrained")

@@ -7,7 +7,7 @@ from functools import partial
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate import metrics
 from snapkv.lab.evaluate.rouge import rouge_l
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import snapkv
-from snapkv.extras import install_command, missing
+from snapkv.errors import install_command, missing_package
 
 SOURCE = Path(snapkv.__file__).parent
 PROJECT = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
@@ -17,13 +17,13 @@ OPTIONAL = {
     for lines in PROJECT["optional-dependencies"].values()
     for line in lines
 }
-CALLS = re.compile(r"\b(?:missing|install_command)\(([^()]*)\)")
+CALLS = re.compile(r"\b(?:missing_package|install_command)\(([^()]*)\)")
 
 
 def named_packages():
     """Every package that some message names, by file."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if path.name == "extras.py":
+        if path.name == "errors.py":
             continue
         for arguments in CALLS.findall(path.read_text()):
             texts = re.findall(r"f?[\"']([^\"']*)[\"']", arguments)
@@ -57,6 +57,6 @@ def test_without_metadata_packages_are_named_all_the_same(monkeypatch):
 
 
 def test_the_error_says_what_for():
-    said = str(missing("plot: drawing figures", "matplotlib"))
+    said = str(missing_package("plot: drawing figures", "matplotlib"))
     assert said.startswith("plot: drawing figures needs the package matplotlib, which is not ins")
     assert "; run pip install 'matplotlib" in said
