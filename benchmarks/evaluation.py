@@ -20,7 +20,7 @@ from snapkv.lab.evaluate.runner import Method, Results, Run
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import Lines, Needle, RagCitation, RagPipeline, RagPosition, Ruler
 from snapkv.lab.report.figures import draw, encoded
-from snapkv.lab.report.tables import method_table
+from snapkv.lab.report.score_tables import method_table
 from snapkv.policies import H2O, FullCache, SnapKV, StreamingLLM
 
 FOLDER = RESULTS / "evaluation"

@@ -35,7 +35,7 @@ from snapkv.lab.measure.contenders import Contender, compressed, full
 from snapkv.lab.measure.decode import DecodeBench
 from snapkv.lab.measure.kvpress import Kvpress
 from snapkv.lab.measure.prefill import PrefillBench
-from snapkv.lab.measure.shapes import random_model
+from snapkv.lab.measure.random_models import random_model
 from snapkv.lab.measure.timing import spent_on, spread
 
 ROWS = RESULTS / "gpu.jsonl"

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.records import markdown_table
-from snapkv.lab.measure import shapes
-from snapkv.plan import Plan, Request, footprint_of
+from snapkv.plan import Plan, Request, footprint_of, shapes
 from snapkv.validation import format_bytes
 
 PAGE = Path(__file__).parent.parent / "docs/planning.md"

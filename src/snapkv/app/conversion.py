@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from snapkv.app.weights import load_complete
+from snapkv.app.checkpoint import load_complete
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
 
 _MAGIC = b"GGUF"

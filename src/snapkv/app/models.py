@@ -16,10 +16,10 @@ from huggingface_hub.errors import CacheNotFound
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from snapkv.app.checkpoint import load_complete
 from snapkv.app.conversion import convert_once
 from snapkv.app.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
 from snapkv.app.text_files import link_fault
-from snapkv.app.weights import load_complete
 from snapkv.cache import CompressedCache
 from snapkv.errors import (
     InvalidArgumentError,

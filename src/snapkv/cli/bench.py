@@ -314,7 +314,7 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and what a row says of it."""
     from snapkv.app.models import chosen_device, chosen_dtype
     from snapkv.cli.loading import silence
-    from snapkv.lab.measure.shapes import random_model
+    from snapkv.lab.measure.random_models import random_model
 
     interrupts.started()
     if not options.verbose:

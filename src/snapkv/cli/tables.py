@@ -9,7 +9,7 @@ from snapkv.app.answering import Answer
 from snapkv.cache import CacheReport
 from snapkv.cli.grid import Grid
 from snapkv.lab.evaluate.runner import Results
-from snapkv.lab.report.tables import method_table
+from snapkv.lab.report.score_tables import method_table
 from snapkv.lab.study.base import Table
 from snapkv.plan import CacheNeeds, Footprint, Plan
 from snapkv.plan.weights import is_counted

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache import CompressedCache
 from snapkv.errors import UnsupportedModelError
 from snapkv.plan import layerwise_advice
-from snapkv.prefill.memory import Reading, out_of_memory_told
+from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
 from snapkv.validation import require_int
 
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from snapkv.lab.report.page import as_page, write_report
-from snapkv.lab.report.tables import as_csv, as_markdown, cell_table, method_table
+from snapkv.lab.report.score_tables import as_csv, as_markdown, cell_table, method_table
 from tests.lab.report.runs import grid, results, row, sets
 
 pytest.importorskip("matplotlib")

@@ -11,8 +11,8 @@ from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.measure.bandwidth import least_ms_per_token
 from snapkv.lab.measure.contenders import ROOM_TOKENS, Contender, filled
+from snapkv.lab.measure.held_bytes import cache_bytes
 from snapkv.lab.measure.kvpress import Kvpress, forget
-from snapkv.lab.measure.memory import cache_bytes
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
 from snapkv.validation import require_int

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv.lab.measure.memory import peak_growth_bytes
+from snapkv.lab.measure.held_bytes import peak_growth_bytes
 from snapkv.policies import SnapKV
 
 Row = dict[str, Any]

@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.measure.contenders import Contender
+from snapkv.lab.measure.held_bytes import cache_bytes, peak_growth_bytes
 from snapkv.lab.measure.kvpress import Kvpress, forget
-from snapkv.lab.measure.memory import cache_bytes, peak_growth_bytes
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.plan import out_of_memory_explained
 from snapkv.prefill import chunked, layer_by_layer

@@ -11,7 +11,7 @@ from snapkv.errors import missing_package
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.summary import score_lines, shown_score
 from snapkv.lab.report import figures
-from snapkv.lab.report.tables import as_csv, as_markdown, method_table
+from snapkv.lab.report.score_tables import as_csv, as_markdown, method_table
 from snapkv.validation import format_bytes
 from snapkv.writing import naming, replace_file
 

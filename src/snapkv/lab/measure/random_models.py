@@ -7,9 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snapkv.plan import free_bytes, out_of_memory_explained, weights_advice
-from snapkv.plan.shapes import SHAPES, config_of, outline
-
-__all__ = ["SHAPES", "outline", "random_model"]
+from snapkv.plan.shapes import config_of, outline
 
 
 def random_model(
@@ -23,7 +21,7 @@ def random_model(
     """A model of a published shape whose weights are random.
 
     Args:
-        shape: a name in `SHAPES`.
+        shape: a name in `snapkv.plan.shapes.SHAPES`.
         device: where the weights are made; nothing is held elsewhere meanwhile.
         dtype: of the weights.
         layers: fewer layers than the shape has, to fit a small machine; None for all.
