@@ -31,7 +31,7 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
-	    tests/test_generate.py tests/test_installation.py tests/test_models.py tests/decoding
+	    tests/test_generate.py tests/test_installation.py tests/app/test_models.py tests/app/test_training.py tests/decoding
 
 test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices tests/test_devices.py
@@ -49,7 +49,7 @@ docs: $(INSTALLED) ## The documentation, into build/docs, with every link checke
 	$(BIN)/python -m pytest -m docs tests/docs
 
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV among the caches of `snapkv bench`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/measure tests/cli
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/lab/measure tests/cli
 
 test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm

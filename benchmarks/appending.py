@@ -15,9 +15,9 @@ import torch
 from benchmarks.environment import describe_environment
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import SnapKV
-from snapkv.measure.contenders import Contender, compressed, filled, full
-from snapkv.measure.timing import alternate, ratios, spent_on, spread
-from snapkv.models import load
+from snapkv.app.models import load
+from snapkv.lab.measure.contenders import Contender, compressed, filled, full
+from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 
 ROWS = RESULTS / "appending.jsonl"
 PAGE = RESULTS / "appending.md"

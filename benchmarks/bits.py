@@ -21,11 +21,11 @@ from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from benchmarks.scoring import score_answer
 from snapkv import FullCache, SnapKV
-from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.measure.timing import alternate, ratios, spread
-from snapkv.models import load
+from snapkv.app.models import load
+from snapkv.lab.evaluate.haystack import load_haystack
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "bits.jsonl"
 PAGE = RESULTS / "bits.md"

@@ -21,8 +21,8 @@ from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import CompressedCache, SnapKV
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.models import load
+from snapkv.app.models import load
+from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.prefill import chunked, layer_by_layer
 
 ROWS = RESULTS / "chunked.jsonl"

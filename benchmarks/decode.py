@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import Row
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv.measure.timing import alternate, ratios, spent_on, spread
+from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 
 SHORT_TOKENS, LONG_TOKENS = 1024, 6144
 BUDGET = 512

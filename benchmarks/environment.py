@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from snapkv.measure.environment import describe
+from snapkv.lab.measure.environment import describe
 
 _ROOT = Path(__file__).parent.parent
 

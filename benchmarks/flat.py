@@ -28,11 +28,11 @@ from benchmarks.prompts import prompt_of
 from benchmarks.reading import read_prompt
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
 from snapkv import SnapKV
-from snapkv.cache import format_bytes
-from snapkv.measure.contenders import compressed, full
-from snapkv.measure.decode import DecodeBench
-from snapkv.measure.timing import alternate, ratios, spread
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
+from snapkv.lab.measure.contenders import compressed, full
+from snapkv.lab.measure.decode import DecodeBench
+from snapkv.lab.measure.timing import alternate, ratios, spread
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "flat.jsonl"
 PAGE = RESULTS / "flat.md"

@@ -30,13 +30,13 @@ from benchmarks.overhead import measure_overhead
 from benchmarks.records import RESULTS, Row
 from snapkv import SnapKV, ops
 from snapkv.errors import SnapKVError
-from snapkv.measure.bandwidth import copy_bandwidth
-from snapkv.measure.contenders import Contender, compressed, full
-from snapkv.measure.decode import DecodeBench
-from snapkv.measure.kvpress import Kvpress
-from snapkv.measure.prefill import PrefillBench
-from snapkv.measure.shapes import random_model
-from snapkv.measure.timing import spent_on, spread
+from snapkv.lab.measure.bandwidth import copy_bandwidth
+from snapkv.lab.measure.contenders import Contender, compressed, full
+from snapkv.lab.measure.decode import DecodeBench
+from snapkv.lab.measure.kvpress import Kvpress
+from snapkv.lab.measure.prefill import PrefillBench
+from snapkv.lab.measure.random_models import random_model
+from snapkv.lab.measure.timing import spent_on, spread
 
 ROWS = RESULTS / "gpu.jsonl"
 K = 1024

@@ -24,10 +24,10 @@ from benchmarks.prompts import prompt_of
 from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import FullCache, SnapKV
-from snapkv.measure.contenders import Contender, compressed, full
-from snapkv.measure.kvpress import Kvpress
-from snapkv.measure.timing import alternate, ratios, spread
-from snapkv.models import load
+from snapkv.app.models import load
+from snapkv.lab.measure.contenders import Contender, compressed, full
+from snapkv.lab.measure.kvpress import Kvpress
+from snapkv.lab.measure.timing import alternate, ratios, spread
 
 ROWS = RESULTS / "kvpress.jsonl"
 PAGE = RESULTS / "kvpress.md"

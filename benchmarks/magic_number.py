@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.evaluate.haystack import Haystack
+from snapkv.lab.evaluate.haystack import Haystack
 
 CITIES = (
     *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),

@@ -31,17 +31,17 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv import CompressedCache, FullCache, SnapKV
-from snapkv.answering import continue_ids
-from snapkv.decoding import methods
+from snapkv.app import draft_methods
+from snapkv.app.answering import continue_ids
+from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel, load
+from snapkv.app.prompts import question_prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.decoding.few_rows import fast_few_rows
-from snapkv.decoding.methods import DraftMethod
 from snapkv.decoding.speculation import begin_verifying
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.measure.timing import alternate, ratios, spread
-from snapkv.models import LoadedModel, load
+from snapkv.lab.evaluate.haystack import load_haystack
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
-from snapkv.prompts import question_prompt
-from snapkv.settings import GenerationSettings
 
 ROWS = RESULTS / "medusa.jsonl"
 PAGE = RESULTS / "medusa.md"
@@ -142,7 +142,7 @@ class Contender:
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
     """Figure 9's three, what SnapKV alone does, and self-speculation."""
     full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
-    medusa = methods.medusa(loaded, heads)
+    medusa = draft_methods.medusa(loaded, heads)
     plain, compressed = "plain, full cache", "plain, SnapKV"
     return [
         Contender(name=plain, policy=full, like=plain),
@@ -153,7 +153,7 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
             name=SELF_SPECULATION,
             policy=kept,
             like=plain,
-            drafts=methods.self_speculation(),
+            drafts=draft_methods.self_speculation(),
         ),
     ]
 

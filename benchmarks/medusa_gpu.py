@@ -15,7 +15,7 @@ from benchmarks.medusa import Clock
 from benchmarks.records import Row
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
-from snapkv.measure.timing import alternate, ratios, spread
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
 
 ACCEPTED = (0.75, 0.55, 0.4, 0.3)

@@ -34,11 +34,11 @@ from benchmarks.methods_page import render
 from benchmarks.reading import read_prompt, read_prompt_twice
 from benchmarks.records import RESULTS, Row, read_rows, write_rows
 from benchmarks.retrieval import Outcome, Question, measure_retrieval
-from snapkv.evaluate.haystack import Haystack, load_haystack
-from snapkv.measure.timing import alternate, ratios, spread
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
+from snapkv.kvzip import INSTRUCTION
+from snapkv.lab.evaluate.haystack import Haystack, load_haystack
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
-from snapkv.reconstruction import INSTRUCTION
 
 ROWS = RESULTS / "methods.jsonl"
 PAGE = RESULTS / "methods.md"

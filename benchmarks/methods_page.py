@@ -6,7 +6,7 @@ from benchmarks import first_tokens
 from benchmarks.contenders import FULL
 from benchmarks.records import Row, environment_line, markdown_table
 from benchmarks.retrieval import Question
-from snapkv.cache import format_bytes
+from snapkv.validation import format_bytes
 
 
 def render(rows: list[Row]) -> str:

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from benchmarks.reading import read_prompt
 from benchmarks.records import Row
 from snapkv.cache.keeping import keep_tokens
-from snapkv.measure.timing import alternate, ratios, spent_on, spread
+from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.policies import Policy, PromptLayer
 
 

@@ -17,8 +17,8 @@ import torch
 from benchmarks.prefill import BUDGET, CONTENDERS, PROMPT_TOKENS
 from benchmarks.prompts import prompt_of
 from benchmarks.records import Row
-from snapkv.measure.memory import cache_bytes, peak_growth_bytes, resident_bytes
-from snapkv.models import load
+from snapkv.app.models import load
+from snapkv.lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 
 _WARMUP_TOKENS = 64
 _HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.records import markdown_table
-from snapkv.cache import format_bytes
-from snapkv.measure import shapes
-from snapkv.plan import Plan, Request, footprint_of
+from snapkv.plan import Plan, Request, footprint_of, shapes
+from snapkv.validation import format_bytes
 
 PAGE = Path(__file__).parent.parent / "docs/planning.md"
 BEGIN, END = "<!-- planned: python -m benchmarks.plans -->\n", "<!-- /planned -->\n"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from benchmarks.records import Row
 from snapkv import FullCache, SnapKV
-from snapkv.measure.contenders import Contender, compressed, full
-from snapkv.measure.timing import Spent, alternate, ratios, spent_on, spread
+from snapkv.lab.measure.contenders import Contender, compressed, full
+from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 
 PROMPT_TOKENS = 4096
 BUDGET = 512

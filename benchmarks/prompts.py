@@ -1,8 +1,8 @@
 """The prompt that is timed: the first document of the quality benchmark, at any length."""
 
 from benchmarks.magic_number import make_documents
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.models import LoadedModel
+from snapkv.app.models import LoadedModel
+from snapkv.lab.evaluate.haystack import load_haystack
 
 
 def prompt_of(loaded: LoadedModel, prompt_tokens: int) -> list[int]:

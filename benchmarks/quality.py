@@ -16,10 +16,10 @@ from benchmarks.records import RESULTS, Row, environment_line, markdown_table, m
 from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
-from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
+from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.policies import Policy
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "quality.jsonl"
 PAGE = RESULTS / "quality.md"

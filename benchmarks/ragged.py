@@ -23,9 +23,9 @@ from benchmarks.magic_number import SEED, make_documents
 from benchmarks.reading import read_prompt
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
 from snapkv import AdaKV, CompressedCache, SnapKV
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.measure.timing import Spent, alternate, ratios, spent_on, spread
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
+from snapkv.lab.evaluate.haystack import load_haystack
+from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 from snapkv.ops import RaggedLayout, ragged_attention
 
 ROWS = RESULTS / "ragged.jsonl"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
+from snapkv.kvzip import repeat_context
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
-from snapkv.reconstruction import repeat_context
 
 MOST_WINDOW_TOKENS = 64
 

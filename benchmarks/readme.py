@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import quality, speed
 from benchmarks.records import Row, environment_line, markdown_table, read_rows
-from snapkv.cache import format_bytes
+from snapkv.validation import format_bytes
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.readme -->\n", "<!-- /measured -->\n"

@@ -27,11 +27,11 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
-from snapkv.cache import format_bytes
-from snapkv.evaluate.haystack import Haystack, load_haystack
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
+from snapkv.kvzip import read_context
+from snapkv.lab.evaluate.haystack import Haystack, load_haystack
 from snapkv.policies import Policy
-from snapkv.reconstruction import read_context
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "recall.jsonl"
 PAGE = RESULTS / "recall.md"

@@ -34,9 +34,9 @@ from benchmarks.magic_number import Document, make_documents
 from benchmarks.records import RESULTS, Row, read_rows, write_rows
 from benchmarks.serving_page import ANSWER_TOKENS, BLOCK_TOKENS, render
 from snapkv import CompressedCache, SnapKV
-from snapkv.evaluate.haystack import load_haystack
-from snapkv.measure.timing import alternate, ratios, spread
-from snapkv.models import LoadedModel, load, place_of
+from snapkv.app.models import LoadedModel, load, place_of
+from snapkv.lab.evaluate.haystack import load_haystack
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.serving import engine_args
 from snapkv.serving.versions import installed
 

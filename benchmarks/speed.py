@@ -15,8 +15,8 @@ from benchmarks.magic_number import SEED
 from benchmarks.peak_memory import measure_peaks
 from benchmarks.prompts import prompt_of
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
-from snapkv.cache import format_bytes
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
+from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "speed.jsonl"
 PAGE = RESULTS / "speed.md"

@@ -26,8 +26,8 @@ from benchmarks.records import (
     write_rows,
 )
 from snapkv import CompressedCache, FullCache, StreamingLLM
-from snapkv.evaluate.haystack import python_topics
-from snapkv.models import load
+from snapkv.app.models import load
+from snapkv.lab.evaluate.haystack import python_topics
 from snapkv.policies import Policy
 
 ROWS = RESULTS / "streaming.jsonl"

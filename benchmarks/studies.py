@@ -18,11 +18,11 @@ from textwrap import fill
 
 from benchmarks.environment import describe_environment
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
-from snapkv.models import LoadedModel, load
-from snapkv.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
-from snapkv.study.base import weighted
-from snapkv.study.figures import save
-from snapkv.study.hit_rate import SELECTIONS
+from snapkv.app.models import LoadedModel, load
+from snapkv.lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
+from snapkv.lab.study.base import weighted
+from snapkv.lab.study.figures import save
+from snapkv.lab.study.hit_rate import SELECTIONS
 
 ROWS = RESULTS / "studies.jsonl"
 PAGE = RESULTS / "studies.md"

@@ -31,7 +31,7 @@ class _Worker:
         import torch
 
         import snapkv
-        from snapkv.models import load
+        from snapkv.app.models import load
 
         torch.set_num_threads(THREADS)
         self.torch, self.snapkv, self.tokens = torch, snapkv, tokens

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
-from snapkv.models import LoadedModel, load
+from snapkv.app.models import LoadedModel, load
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ SOURCE = Path(snapkv.__file__).parent
 
 # From the ground up: a room may import from its own row and from the rows above it in this list.
 ROWS = (
-    ("errors", "suggestions", "settings", "extras", "validation", "writing"),
+    ("errors", "validation", "writing"),
     ("ops",),
     ("policies", "rotary", "projections"),
     ("cache",),
@@ -21,14 +21,10 @@ ROWS = (
     ("calls", "selection"),
     ("attention", "generation"),
     ("installation",),
-    ("plan", "weights", "conversion", "pdf", "documents", "hub", "prompts"),
-    ("prefill", "questions", "reconstruction"),
-    ("models",),
-    ("decoding",),
-    ("answering", "conversation", "measure", "serving"),
-    ("evaluate",),
-    ("report", "study"),
-    ("inspect",),
+    ("plan",),
+    ("prefill", "document", "kvzip", "decoding"),
+    ("app", "serving"),
+    ("lab",),
     ("cli",),
 )
 

@@ -27,7 +27,7 @@ from snapkv import (
     prefill,
 )
 from snapkv.decoding import CandidateTree, Medusa, SelfSpeculation
-from snapkv.reconstruction import read_context
+from snapkv.kvzip import read_context
 from tests.decoding.heads import random_heads
 from tests.families import CASES, random_ids, tiny_model
 from tests.pretended import Pretended, pretending

@@ -25,4 +25,4 @@ def test_the_wheel_has_every_file_of_the_package(tmp_path):
         if path.is_file() and path.suffix != ".pyc"
     }
     assert packed == here
-    assert "snapkv/report/page.html" in packed
+    assert "snapkv/lab/report/page.html" in packed

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from snapkv.cache import CacheReport, CompressedCache
+    from snapkv.document import Document
     from snapkv.errors import (
         CacheFileError,
         CacheMismatchError,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
-    from snapkv.questions import Document
 __version__ = "0.1.0"
 
 __all__ = [
@@ -95,7 +95,7 @@ _ROOMS = {
         "StreamingLLM",
         "TOVA",
     ),
-    "snapkv.questions": ("Document",),
+    "snapkv.document": ("Document",),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 

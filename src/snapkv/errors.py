@@ -13,8 +13,12 @@
     ├── OutputError (OSError)               a file cannot be written: the disk is full, or says no
     └── OutOfMemoryError (MemoryError)      the device is full; the message says what would fit
 
-Each message names the argument, what was expected, what was given and what to do.
+Each message names the argument, what was expected, what was given and what to do; where an optional
+package is missing, the command that brings it, as the installed package itself says.
 """
+
+import importlib.metadata
+import re
 
 
 class SnapKVError(Exception):
@@ -63,3 +67,47 @@ class OutputError(SnapKVError, OSError):
 
 class OutOfMemoryError(SnapKVError, MemoryError):
     """The device has no memory left; the message says what would fit."""
+
+
+def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
+    """The error that says which packages something needs and how they come.
+
+    Args:
+        purpose: the argument and what was to be done: "plot: drawing figures".
+        packages: names under which pip knows them, all of them optional ones of this package.
+    """
+    named = " and ".join(packages)
+    return MissingDependencyError(
+        f"{purpose} needs the package {named}, which is not installed; run "
+        f"{install_command(*packages)}"
+    )
+
+
+def install_command(*packages: str) -> str:
+    """What installs them, in the releases that this package asks for.
+
+    It names the packages and not an extra of this one, which pip finds in no index.
+    """
+    asked = _asked_for()
+    wanted = [asked.get(_normal(package), package) for package in packages]
+    return "pip install " + " ".join(f"'{each}'" for each in wanted)
+
+
+def _asked_for() -> dict[str, str]:
+    """Requirements by the names of their packages; none where only the source tree is there."""
+    try:
+        lines = importlib.metadata.requires("snapkv") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found: dict[str, str] = {}
+    for line in lines:
+        requirement = line.partition(";")[0].strip()
+        name = re.match(r"[\w.-]+", requirement)
+        if name is not None:
+            found.setdefault(_normal(name[0]), requirement)
+    return found
+
+
+def _normal(name: str) -> str:
+    """A name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

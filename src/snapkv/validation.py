@@ -1,6 +1,10 @@
-"""Checks of values that come from users; importable without torch, so that options fail at once."""
+"""Checks of values that come from users, and how values read in what is said to them.
 
-from collections.abc import Collection
+Importable without torch, so that options fail at once.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 
@@ -117,3 +121,28 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
         raise InvalidArgumentError(
             f"{argument}: expected one of {', '.join(choices)}, got {value!r}; pass one of them"
         )
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The candidates most like `name`, as the end of an error message; empty where none is.
+
+    Never the name itself, which is there and was not what was wanted.
+
+    >>> nearest("snapvk", ["snapkv", "full"])
+    '; did you mean snapkv?'
+    """
+    others = (candidate for candidate in candidates if candidate != name)
+    by_lower_case = {candidate.lower(): candidate for candidate in others}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)
+    if not close:
+        return ""
+    return f"; did you mean {' or '.join(by_lower_case[match] for match in close)}?"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit, such as "22.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from snapkv.inspect.page import filled_page
+from snapkv.lab.inspect.page import filled_page
 
 _FLAGS = (
     "--headless=new",

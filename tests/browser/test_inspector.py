@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.inspect.synthetic import record
+from tests.lab.inspect.synthetic import record
 
 pytestmark = pytest.mark.browser
 

@@ -34,7 +34,7 @@ from snapkv import (
     StreamingLLM,
 )
 from snapkv.cache.files import read_sealed, write_sealed
-from snapkv.reconstruction import read_twice
+from snapkv.kvzip import read_twice
 from tests.cache.saver import filled
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 

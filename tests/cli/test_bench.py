@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from snapkv.cli import bench
-from snapkv.measure import contenders
+from snapkv.lab.measure import contenders
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
@@ -22,7 +22,7 @@ def tiny(monkeypatch):
     """The command loads a tiny model and copies little to measure the bandwidth."""
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
     monkeypatch.setattr("snapkv.cli.loading.load", lambda **options: loaded)
-    monkeypatch.setattr("snapkv.measure.bandwidth._COPIED_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("snapkv.lab.measure.bandwidth._COPIED_BYTES", {"cpu": 2**20})
     yield loaded.model
     assert loaded.model.config._attn_implementation == "sdpa"
 

@@ -82,7 +82,7 @@ def test_training_on_the_command_line(snapkv, demo_only, document, tmp_path, mon
         heads.accuracies = ((0.5, 0.25), (0.25, 0.125))
         return heads
 
-    monkeypatch.setattr("snapkv.decoding.training.train", train)
+    monkeypatch.setattr("snapkv.app.training.medusa.train", train)
     out = ("--output", tmp_path / "heads", "--num-heads", 2)
     done = snapkv("medusa", "train", "--data", document, *out)
     assert done.status == 0, done.err

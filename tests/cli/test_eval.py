@@ -9,8 +9,8 @@ import pytest
 from snapkv.cli.fields import documented_arguments, integers
 from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
-from snapkv.evaluate.tasks import TASKS, Needle
-from tests.evaluate.tiny import tiny_loaded
+from snapkv.lab.evaluate.tasks import TASKS, Needle
+from tests.lab.evaluate.tiny import tiny_loaded
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
 
@@ -63,7 +63,7 @@ def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, m
     def fail(*_):
         raise AssertionError("answered again")
 
-    monkeypatch.setattr("snapkv.evaluate.runner.answer", fail)
+    monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", fail)
     again = snapkv(*NEEDLE, "--budget", 64, "--json")
     assert (again.status, again.out) == (0, first.out)
 

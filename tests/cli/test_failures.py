@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from snapkv.errors import OutOfMemoryError
-from tests.test_documents import write_pdf
+from tests.app.test_text_files import write_pdf
 
 QUESTION = ("-q", "Why?")
 

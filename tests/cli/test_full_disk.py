@@ -11,8 +11,8 @@ import pytest
 
 from snapkv import writing
 from tests.cli.test_eval import NEEDLE
-from tests.evaluate.tiny import tiny_loaded
 from tests.families import tiny_model
+from tests.lab.evaluate.tiny import tiny_loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
 

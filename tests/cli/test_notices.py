@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from tests.app.test_text_files import write_pdf
 from tests.cli.conftest import DOCUMENT
-from tests.evaluate.tiny import tiny_loaded
-from tests.test_documents import write_pdf
+from tests.lab.evaluate.tiny import tiny_loaded
 
 SMALL = ("--budget", 48, "--window-size", 16, "--max-new-tokens", 2)
 QUESTION = ("-q", "Where is the key?")

@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 import snapkv
-from snapkv.answering import Answer
+from snapkv.app.answering import Answer
+from snapkv.app.models import load_outline
 from snapkv.cache.report import CacheReport
 from snapkv.cli import tables
 from snapkv.cli.grid import Grid, show
-from snapkv.evaluate.runner import Results
-from snapkv.evaluate.tasks import RagCitation
-from snapkv.models import load_outline
+from snapkv.lab.evaluate.runner import Results
+from snapkv.lab.evaluate.tasks import RagCitation
+from snapkv.lab.study.base import Table as StudyTable
 from snapkv.plan import Plan, Request, footprint_of
-from snapkv.study.base import Table as StudyTable
 
 URL = "https://example.org/" + "/".join(f"{n:x}" * 9 for n in range(900, 911)) + "?end"
 HASH = "sha256:" + "".join(f"{n:02x}" for n in range(100, 164))

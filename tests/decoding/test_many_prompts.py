@@ -5,7 +5,7 @@ import torch
 
 from snapkv import AdaKV, CompressedCache, FullCache, PyramidKV, SnapKV
 from snapkv.decoding import CandidateTree, Medusa, SelfSpeculation, load_heads
-from snapkv.evaluate.haystack import python_topics
+from snapkv.lab.evaluate.haystack import python_topics
 from tests.decoding.heads import random_heads
 from tests.decoding.test_medusa import BUSHY, NEW, OPTIONS, PROMPT, STORAGES, new_cache
 from tests.families import random_ids, tiny_model

@@ -8,10 +8,9 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.app.models import load_outline
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.measure import shapes
-from snapkv.models import load_outline
-from snapkv.plan import Plan, Request, footprint_of, verdict
+from snapkv.plan import Plan, Request, footprint_of, shapes, verdict
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]

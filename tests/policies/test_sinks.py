@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.inspect.scores import kept_mask, rating
+from snapkv.kvzip import read_context
+from snapkv.lab.inspect.scores import kept_mask, rating
 from snapkv.policies import (
     POLICIES,
     AdaKV,
@@ -24,7 +25,6 @@ from snapkv.policies import (
 )
 from snapkv.policies.pyramidkv import exact_budgets
 from snapkv.prefill import chunked
-from snapkv.reconstruction import read_context
 from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer
 

@@ -1,13 +1,13 @@
 import pytest
 from benchmarks.magic_number import Document
 
-from snapkv.evaluate.haystack import load_haystack
+from snapkv.lab.evaluate.haystack import load_haystack
 from tests.families import random_ids
 
 
 @pytest.fixture(scope="session")
 def demo():
-    from snapkv.models import load
+    from snapkv.app.models import load
 
     return load("demo", device="cpu", dtype="float32")
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from snapkv.cache.amounts import format_bytes
 from snapkv.cache.layer import CompressedLayer
+from snapkv.validation import format_bytes
 
 
 class CacheReport(dict[str, Any]):

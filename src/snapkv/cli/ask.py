@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from snapkv import documents
+from snapkv.app import text_files
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.errors import InvalidArgumentError
 
@@ -24,18 +24,18 @@ def ask(
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
     settings = options.settings()
-    read, warnings = documents.read_noting(files)
+    read, warnings = text_files.read_noting(files)
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
     policy = build_policy(options)
 
+    from snapkv.app.prompts import question_prompt
     from snapkv.cli.session import Session  # imports transformers
-    from snapkv.prompts import question_prompt
 
     session = Session(options, settings, policy)
     prompt = question_prompt(
-        session.tokenizer, documents.join(read), question, answer_start=options.answer_start
+        session.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
     session.run(
         prompt.hiding(question) if session.reads_twice else prompt,

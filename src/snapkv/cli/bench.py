@@ -124,8 +124,8 @@ def decode(
 ) -> None:
     """Time per generated token behind prompts of several lengths."""
     _require_counts(tokens=tokens)
-    from snapkv.measure.bandwidth import copy_bandwidth
-    from snapkv.measure.decode import DecodeBench
+    from snapkv.lab.measure.bandwidth import copy_bandwidth
+    from snapkv.lab.measure.decode import DecodeBench
 
     def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         return DecodeBench(
@@ -224,7 +224,7 @@ def throughput(
             f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
             "what the device has"
         )
-    from snapkv.measure.throughput import ThroughputBench
+    from snapkv.lab.measure.throughput import ThroughputBench
 
     def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
         return ThroughputBench(
@@ -246,7 +246,7 @@ def _prefill_bench(
     model: Any,
     contenders: list[Any],
 ) -> Any:
-    from snapkv.measure.prefill import PrefillBench
+    from snapkv.lab.measure.prefill import PrefillBench
 
     return PrefillBench(
         model=model,
@@ -269,13 +269,13 @@ def _run(
     from snapkv.cli.grid import show
     from snapkv.cli.loading import load_model
     from snapkv.cli.tables import bench_table
-    from snapkv.measure.environment import describe
-    from snapkv.measure.kvpress import Kvpress
+    from snapkv.lab.measure.environment import describe
+    from snapkv.lab.measure.kvpress import Kvpress
 
     console = Console(stderr=True)
     alone = _ALONE in os.environ  # the process that asked for this one stores and draws
     if options.plot is not None and not alone:
-        from snapkv.report.figures import require_drawable
+        from snapkv.lab.report.figures import require_drawable
 
         require_drawable(options.plot)
     if options.shape is None:
@@ -305,16 +305,16 @@ def _run(
     if unwritten is not None:
         raise unwritten
     if options.plot is not None and not alone:
-        from snapkv.report import bench as figures
+        from snapkv.lab.report import bench as figures
 
         figures.save(figures.draw(rows), options.plot)
 
 
 def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     """A model of random weights, and what a row says of it."""
+    from snapkv.app.models import chosen_device, chosen_dtype
     from snapkv.cli.loading import silence
-    from snapkv.measure.shapes import random_model
-    from snapkv.models import chosen_device, chosen_dtype
+    from snapkv.lab.measure.random_models import random_model
 
     interrupts.started()
     if not options.verbose:

@@ -9,9 +9,9 @@ from typing import Any
 from snapkv.cli.fields import integers
 from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
-from snapkv.evaluate.runner import Method
-from snapkv.measure.contenders import Contender, compressed, full
-from snapkv.measure.kvpress import Kvpress
+from snapkv.lab.evaluate.runner import Method
+from snapkv.lab.measure.contenders import Contender, compressed, full
+from snapkv.lab.measure.kvpress import Kvpress
 from snapkv.policies import SnapKV
 
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from snapkv import documents
+from snapkv.app import text_files
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 from snapkv.writing import replacing
 
 if TYPE_CHECKING:
-    from snapkv.conversation import Conversation
+    from snapkv.app.conversation import Conversation
 
 
 @with_options(RunOptions)
@@ -49,12 +49,12 @@ def chat(
             "answer_start: expected it with ask, got it with chat; leave it out"
         )
     settings = options.settings()
-    if files and documents.STDIN in files:
+    if files and text_files.STDIN in files:
         raise InvalidArgumentError(
             "files: expected files or folders, since the questions come from standard input, got "
             "-; pass a file"
         )
-    read, warnings = documents.read_noting(files) if files else ([], [])
+    read, warnings = text_files.read_noting(files) if files else ([], [])
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
@@ -62,12 +62,12 @@ def chat(
 
     from rich.console import Console
 
+    from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
-    from snapkv.conversation import Conversation
 
     loaded = load_model(options, Console(stderr=True))
     Chat(
-        Conversation(loaded, policy, settings, document=documents.join(read), recall=recall),
+        Conversation(loaded, policy, settings, document=text_files.join(read), recall=recall),
         load=lambda path: Conversation.load(path, loaded, settings, policy),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,

@@ -2,12 +2,12 @@
 
 from rich.console import Console
 
+from snapkv.app import draft_methods
+from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel
 from snapkv.cli.loading import load_other
 from snapkv.cli.options import RunOptions
-from snapkv.decoding import methods
-from snapkv.decoding.methods import DraftMethod
 from snapkv.errors import InvalidArgumentError
-from snapkv.models import LoadedModel
 from snapkv.policies import Policy
 
 
@@ -42,9 +42,9 @@ def draft_method(options: RunOptions, loaded: LoadedModel, console: Console) -> 
         SnapKVError: they name no heads or no model that works.
     """
     if options.medusa is not None:
-        return methods.medusa(loaded, options.medusa)
+        return draft_methods.medusa(loaded, options.medusa)
     if options.assistant is not None:
-        return methods.assistant(loaded, load_other(options.assistant, options, console))
+        return draft_methods.assistant(loaded, load_other(options.assistant, options, console))
     if options.prompt_lookup is not None:
-        return methods.prompt_lookup(options.prompt_lookup)
-    return methods.self_speculation() if options.self_speculate else None
+        return draft_methods.prompt_lookup(options.prompt_lookup)
+    return draft_methods.self_speculation() if options.self_speculate else None

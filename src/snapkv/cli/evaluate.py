@@ -14,13 +14,13 @@ from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.lm_eval import lm_eval
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions
-from snapkv.evaluate.sample import Setting, Template
-from snapkv.evaluate.tasks import TASKS
+from snapkv.lab.evaluate.sample import Setting, Template
+from snapkv.lab.evaluate.tasks import TASKS
 from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
-    from snapkv.evaluate.runner import Results
-    from snapkv.evaluate.task import Task
+    from snapkv.lab.evaluate.runner import Results
+    from snapkv.lab.evaluate.task import Task
 
 _QUESTIONS: dict[str, tuple[Setting, ...]] = {
     "visible": ("visible",),
@@ -105,8 +105,8 @@ def _evaluate(task: "Task", options: EvalOptions) -> None:
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.sweep import compared_methods
-    from snapkv.evaluate.runner import Run
-    from snapkv.report import figures, page
+    from snapkv.lab.evaluate.runner import Run
+    from snapkv.lab.report import figures, page
 
     if options.plot is not None:
         figures.require_drawable(options.plot)

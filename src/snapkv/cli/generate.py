@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from snapkv import documents
+from snapkv.app import text_files
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.errors import InvalidArgumentError
 
@@ -26,17 +26,17 @@ def generate(
     if not (files or prompt):
         raise InvalidArgumentError("prompt: expected --prompt or a file, got neither; pass one")
     settings = options.settings()
-    read, warnings = documents.read_noting(files) if files else ([], [])
+    read, warnings = text_files.read_noting(files) if files else ([], [])
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
     policy = build_policy(options)
 
+    from snapkv.app.prompts import chat_prompt, text_prompt
     from snapkv.cli.session import Session  # imports transformers
-    from snapkv.prompts import chat_prompt, text_prompt
 
     session = Session(options, settings, policy)
-    text = "\n\n".join(filter(None, [documents.join(read), prompt]))
+    text = "\n\n".join(filter(None, [text_files.join(read), prompt]))
     make_prompt = chat_prompt if chat else text_prompt
     session.run(
         make_prompt(session.tokenizer, text, answer_start=options.answer_start),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from snapkv import documents
+from snapkv.app import text_files
 from snapkv.cli.options import MethodOptions, with_options
 from snapkv.cli.outputs import Output, WritingOptions
 from snapkv.errors import InvalidArgumentError, OutputError
@@ -55,7 +55,7 @@ def inspect(
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
     require_at_least("checks", options.checks, 0)
     settings = options.settings()
-    read, warnings = documents.read_noting(files)
+    read, warnings = text_files.read_noting(files)
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
@@ -66,12 +66,12 @@ def inspect(
     from rich.console import Console
 
     from snapkv import __version__
+    from snapkv.app.prompts import question_prompt
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.session import write
     from snapkv.cli.sweep import methods
-    from snapkv.inspect import as_page, inspect_prompt
-    from snapkv.prompts import question_prompt
+    from snapkv.lab.inspect import as_page, inspect_prompt
     from snapkv.writing import replace_file
 
     beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
@@ -79,7 +79,7 @@ def inspect(
     console = Console(stderr=True)
     loaded = load_model(options, console)
     prompt = question_prompt(
-        loaded.tokenizer, documents.join(read), question, answer_start=options.answer_start
+        loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
     with AnswersProgress(console, "inspecting") as progress:
         found = inspect_prompt(

@@ -10,8 +10,7 @@ import typer
 
 from snapkv.cli.options import SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
-from snapkv.extras import install_command
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
 from snapkv.validation import require_at_least
 
 
@@ -70,7 +69,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.sweep import compared_methods
     from snapkv.cli.tables import metrics_table
-    from snapkv.evaluate.harness import HarnessRun
+    from snapkv.lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
     console = Console(stderr=True)

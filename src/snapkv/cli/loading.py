@@ -9,9 +9,9 @@ import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 
+from snapkv.app.models import LoadedModel, load
 from snapkv.cli import interrupts
 from snapkv.cli.options import ModelOptions
-from snapkv.models import LoadedModel, load
 
 _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from snapkv import documents
+from snapkv.app import text_files
+from snapkv.app.settings import MedusaTraining
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import RunFolder
-from snapkv.settings import MedusaTraining
 
 _FILES = (
     *("plan.json", "answers.jsonl", "training.safetensors"),
@@ -43,13 +43,13 @@ _Data = Annotated[
 def _train(*, data: list[str], options: TrainOptions, **numbers: Any) -> None:
     """Train heads on a model's own answers about documents; the model stays as it is."""
     training = from_options(MedusaTraining, numbers)
-    read, warnings = documents.read_noting(data)
+    read, warnings = text_files.read_noting(data)
 
     from rich.console import Console  # torch and the model come with what follows
 
+    from snapkv.app.training.medusa import train
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
-    from snapkv.decoding.training import train
 
     console = Console(stderr=True)
     loaded = load_model(options, console)

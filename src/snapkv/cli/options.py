@@ -9,10 +9,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from snapkv.app.settings import GenerationSettings
 from snapkv.cli.amounts import count
 from snapkv.cli.fields import integers
 from snapkv.cli.outputs import Output, require_outputs
-from snapkv.settings import GenerationSettings
 from snapkv.validation import (
     DEFAULT_BUDGET,
     DEFAULT_WINDOW,

@@ -145,8 +145,8 @@ def plan(*, options: PlanOptions) -> None:
 
 def _outline(options: PlanOptions) -> Any:
     """The model without weights."""
+    from snapkv.app.models import DEMO, load_outline
     from snapkv.cli.loading import silence
-    from snapkv.models import DEMO, load_outline
 
     interrupts.started()  # a GGUF file may have to be converted
     if not options.verbose:

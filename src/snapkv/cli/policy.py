@@ -9,7 +9,7 @@ from snapkv.cli.amounts import count
 from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 
 _OWN_FLAGS = ("budget", "keep_ratio", "window_size", "kernel_size", "pooling", "group_reduce")
 

@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from snapkv.answering import TextSink
+from snapkv.app.answering import TextSink
 
 
 class _Shown:

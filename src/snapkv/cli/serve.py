@@ -36,8 +36,8 @@ def serve(
         )
     require_int("budget", budget, minimum=0)
 
+    from snapkv.app.models import place_of
     from snapkv.cli.policy import typed_assignments  # imports torch
-    from snapkv.models import place_of
     from snapkv.serving import ServingSettings
     from snapkv.serving.server import serve as run_server
 

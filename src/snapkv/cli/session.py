@@ -11,17 +11,17 @@ import transformers
 from rich.console import Console
 
 from snapkv import __version__
-from snapkv.answering import Answer, answer
+from snapkv.app.answering import Answer, answer
+from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.grid import show
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import RunOptions
 from snapkv.cli.progress import ReadingProgress
 from snapkv.cli.tables import answers_table
-from snapkv.decoding.methods import DraftMethod
 from snapkv.policies import FullCache, Policy
-from snapkv.prompts import Prompt
-from snapkv.settings import GenerationSettings
 
 
 class Session:

@@ -12,11 +12,11 @@ from snapkv.cli.evaluate import results_folder
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions
-from snapkv.study import STUDIES
-from snapkv.study.base import ReadingStudy
+from snapkv.lab.study import STUDIES
+from snapkv.lab.study.base import ReadingStudy
 
 if TYPE_CHECKING:
-    from snapkv.study.base import Findings, Study
+    from snapkv.lab.study.base import Findings, Study
 
 _material = "What to read"
 _output = "Output"
@@ -104,7 +104,7 @@ def _study(kind: type["Study"], settings: dict[str, Any], options: StudyOptions)
     }
     study: Study = replace(from_options(kind, settings), **given)
     if options.plot is not None:
-        from snapkv.study.figures import require_drawable
+        from snapkv.lab.study.figures import require_drawable
 
         require_drawable(options.plot)
 
@@ -140,6 +140,6 @@ def _show(study: "Study", findings: "Findings", options: StudyOptions) -> None:
     if findings.unwritten is not None:  # behind what took so long
         raise findings.unwritten
     if options.plot is not None:
-        from snapkv.study.figures import save
+        from snapkv.lab.study.figures import save
 
         save(study.figure(findings.rows), options.plot)

@@ -8,7 +8,7 @@ from snapkv.cli.fields import integers
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
-from snapkv.evaluate.runner import Method
+from snapkv.lab.evaluate.runner import Method
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:

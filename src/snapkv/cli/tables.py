@@ -5,14 +5,15 @@ from typing import Any
 
 from rich.text import Text
 
-from snapkv.answering import Answer
-from snapkv.cache import CacheReport, format_bytes
+from snapkv.app.answering import Answer
+from snapkv.cache import CacheReport
 from snapkv.cli.grid import Grid
-from snapkv.evaluate.runner import Results
+from snapkv.lab.evaluate.runner import Results
+from snapkv.lab.report.score_tables import method_table
+from snapkv.lab.study.base import Table
 from snapkv.plan import CacheNeeds, Footprint, Plan
 from snapkv.plan.weights import is_counted
-from snapkv.report.tables import method_table
-from snapkv.study.base import Table
+from snapkv.validation import format_bytes
 
 
 def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:

@@ -22,7 +22,7 @@ from snapkv.decoding.speculation import (
     begin_verifying,
 )
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
-from snapkv.policies.base import require_int
+from snapkv.validation import require_int
 
 
 class SelfSpeculation(Speculation):

@@ -11,8 +11,8 @@ from snapkv.plan.advice import (
     prompt_bytes,
     weights_advice,
 )
+from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
 from snapkv.plan.footprint import Footprint, footprint_of, max_positions
-from snapkv.plan.memory import free_bytes, out_of_memory_explained
 from snapkv.plan.planner import CacheNeeds, Plan, Request
 from snapkv.plan.verdict import verdict
 from snapkv.plan.weights import weights_bytes

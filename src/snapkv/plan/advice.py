@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from snapkv.cache import format_bytes
 from snapkv.cache.growing import ROOM_TOKENS
 from snapkv.errors import UnsupportedModelError
 from snapkv.plan.footprint import (
@@ -17,6 +16,7 @@ from snapkv.plan.footprint import (
 )
 from snapkv.plan.search import largest
 from snapkv.plan.weights import weights_bytes
+from snapkv.validation import format_bytes
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:

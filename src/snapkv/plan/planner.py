@@ -9,7 +9,7 @@ from snapkv.cache.growing import slots_behind
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint
 from snapkv.plan.search import largest
-from snapkv.policies.base import require_int, require_ratio
+from snapkv.validation import require_int, require_ratio
 
 PIECE_TOKENS = 4096
 """Tokens of a prompt that are read at a time, where it is read in pieces."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import positions_of
 from snapkv.plan.weights import quantization_of
-from snapkv.suggestions import nearest
+from snapkv.validation import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from snapkv.cache import format_bytes
 from snapkv.plan.planner import Plan
 from snapkv.plan.weights import is_counted
+from snapkv.validation import format_bytes
 
 _WORTH_SAYING = 1.1
 """A speed-up below it is none."""

@@ -9,9 +9,10 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import Need, Policy, PrefixPolicy, require_ratio
+from snapkv.policies.base import Need, Policy, PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
+from snapkv.validation import require_ratio
 
 
 @dataclass(frozen=True)

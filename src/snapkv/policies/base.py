@@ -12,15 +12,11 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET as DEFAULT_BUDGET  # policies take these from here
-from snapkv.validation import DEFAULT_WINDOW, require_budget
-from snapkv.validation import require_choice as require_choice
-from snapkv.validation import require_int as require_int
-from snapkv.validation import require_ratio as require_ratio
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
-`snapkv.reconstruction` reads the prompt."""
+`snapkv.kvzip` reads the prompt."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
@@ -44,7 +40,7 @@ class Policy(ABC):
 
     @property
     def reads_twice(self) -> bool:
-        """Whether `snapkv.reconstruction` has to read the prompt."""
+        """Whether `snapkv.kvzip` has to read the prompt."""
         return "second_reading" in self.needs
 
     def with_tokenizer(self, tokenizer: Any) -> Self:

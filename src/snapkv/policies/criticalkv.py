@@ -8,9 +8,10 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
-from snapkv.policies.base import Need, PrefixPolicy, require_ratio
+from snapkv.policies.base import Need, PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import require_ratio
 
 _EPSILON = 1e-4
 _POSITIONS_AT_ONCE = 1024

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, Need, PrefixPolicy, require_int
+from snapkv.policies.base import ALL_QUERIES, Need, PrefixPolicy
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import require_int
 
 _POSITIONS_AT_ONCE = 64
 

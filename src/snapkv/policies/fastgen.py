@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need, require_ratio
+from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 from snapkv.policies.tokens import (
     TokenIds,
@@ -16,6 +16,7 @@ from snapkv.policies.tokens import (
     require_token_ids,
     special_tokens,
 )
+from snapkv.validation import require_ratio
 
 SPECIAL, PUNCTUATION, FREQUENT, LOCAL, FULL = range(5)
 """What a head keeps, each beside all that stands before it; `FULL` is everything."""

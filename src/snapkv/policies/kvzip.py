@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import Need, PrefixPolicy, require_int
+from snapkv.policies.base import Need, PrefixPolicy
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import require_int
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class KVzip(PrefixPolicy):
 
     A position's score is the highest attention that any query of the repetition pays it, in any
     head of the group. No question takes part, so the choice serves questions that are not known
-    yet; `snapkv.reconstruction.read_context` does the second reading. It costs as much as the
+    yet; `snapkv.kvzip.read_context` does the second reading. It costs as much as the
     first one, attention over the whole text, and noting it: three to four times one prefill. Here
     the softmax runs over the whole text, where the published code takes each piece's own part.
     `AdaKV(KVzip(...))` lets heads keep different numbers, as published.
@@ -62,6 +63,6 @@ class KVzip(PrefixPolicy):
             raise InvalidArgumentError(
                 "policy: expected one that chooses when the prompt has been read once, got kvzip, "
                 "which needs a second reading; fill the cache with "
-                "snapkv.reconstruction.read_context(model, input_ids, policy)"
+                "snapkv.kvzip.read_context(model, input_ids, policy)"
             )
         return layer.received[..., : layer.keys.shape[2] - self.window_size]

@@ -4,9 +4,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import require_int
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import require_int
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import PrefixPolicy, require_int
+from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.states import PromptLayer
+from snapkv.validation import require_int
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,9 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import (
-    DEFAULT_BUDGET,
-    EvictingPolicy,
-    keep_best_and_recent,
-    require_choice,
-    require_int,
-)
+from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import DEFAULT_BUDGET, require_int
+from snapkv.validation import DEFAULT_BUDGET, require_int
 
 
 def split_budget(

@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import EvictingPolicy, Need, keep_best_and_recent, require_choice
+from snapkv.policies.base import EvictingPolicy, Need, keep_best_and_recent
 from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.validation import require_choice
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import DEFAULT_BUDGET, EvictingPolicy, keep_best_and_recent, require_int
+from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.validation import DEFAULT_BUDGET, require_int
 
 
 @dataclass(frozen=True)

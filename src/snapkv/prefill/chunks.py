@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.plan import chunked_advice
-from snapkv.policies.base import ALL_QUERIES, require_int
-from snapkv.prefill.memory import Reading, out_of_memory_told
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
+from snapkv.validation import require_int
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
 

@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 from snapkv.cache import CompressedCache
 from snapkv.errors import UnsupportedModelError
 from snapkv.plan import layerwise_advice
-from snapkv.policies.base import require_int
-from snapkv.prefill.memory import Reading, out_of_memory_told
+from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
+from snapkv.validation import require_int
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
-from snapkv.policies.base import DEFAULT_BUDGET
 from snapkv.serving.settings import ServingSettings
 from snapkv.serving.versions import require_supported_version
+from snapkv.validation import DEFAULT_BUDGET
 
 
 def engine_args(

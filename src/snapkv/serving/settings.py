@@ -6,8 +6,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy, SnapKV, StreamingLLM
-from snapkv.policies.base import DEFAULT_BUDGET, require_int
-from snapkv.suggestions import nearest
+from snapkv.validation import DEFAULT_BUDGET, nearest, require_int
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def folder() -> str:
     """The demo model as a folder."""
-    from snapkv.models import place_of
+    from snapkv.app.models import place_of
 
     return place_of("demo")
 
@@ -32,7 +32,7 @@ def text_ids() -> list[int]:
     """Ten thousand tokens of prose."""
     from pathlib import Path
 
-    from snapkv.models import load
+    from snapkv.app.models import load
 
     text = Path(__file__).parents[3].joinpath("LICENSE").read_text(encoding="utf-8")
     return load("demo").tokenizer(text * 5)["input_ids"][:10_000]

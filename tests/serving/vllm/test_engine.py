@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv import TOVA, CompressedCache, SnapKV
-from snapkv.models import load
+from snapkv.app.models import load
 from tests.serving.vllm.engines import Engine, greedy
 
 BUDGET = 256

@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapkv.models import load
+from snapkv.app.models import load
 from tests.families import random_ids, tiny_config
 from tests.serving.vllm.servers import Server
 

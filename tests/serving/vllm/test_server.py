@@ -78,7 +78,7 @@ def test_answers_are_those_of_the_library(client, text_ids):
     import torch
 
     from snapkv import CompressedCache, SnapKV
-    from snapkv.models import load
+    from snapkv.app.models import load
 
     model = load("demo").model
     ids = prompt(text_ids, 1200)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks.magic_number import make_documents
 
-from snapkv.evaluate.haystack import python_topics
+from snapkv.lab.evaluate.haystack import python_topics
 from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
 
 PAGE = 32
@@ -22,7 +22,7 @@ def resident_bytes():
 
 def soak(folder, seconds, seed):
     """Keep an engine busy; returns it, checked and empty, with (found, asked) by kind of budget."""
-    from snapkv.models import load
+    from snapkv.app.models import load
 
     tokenizer, haystack = load("demo").tokenizer, python_topics()
     draw = random.Random(seed)

@@ -1,0 +1,151 @@
+"""Turns about documents in one cache that stays within its budget."""
+
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from snapkv.app.answering import Answer, TextSink, answer_ids, ends_answer, require_positions
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import next_turn, question_prompt
+from snapkv.app.settings import GenerationSettings
+from snapkv.cache import CacheReport, CompressedCache, Turns
+from snapkv.errors import CacheFileError, InvalidArgumentError
+from snapkv.kvzip import require_one_reading
+from snapkv.policies import EvictingPolicy, Policy
+
+NO_RECALL = "none"
+
+
+class Conversation:
+    """Questions and answers about documents, one behind the other in the same cache.
+
+    Args:
+        loaded: model and tokenizer.
+        policy: what the cache keeps for each question.
+        settings: length and sampling.
+        document: what the questions are about; may be empty.
+        recall: "host" or a folder, see `CompressedCache`; "none" drops for good what a turn does
+            not need. None for "host", or "none" for methods that evict while generating.
+
+    Raises:
+        InvalidArgumentError: the policy does not go with `recall`.
+        UnsupportedModelError: the model cannot be compressed correctly.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        policy: Policy,
+        settings: GenerationSettings,
+        *,
+        document: str = "",
+        recall: str | Path | None = None,
+    ) -> None:
+        require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
+        policy = policy.with_tokenizer(loaded.tokenizer)
+        evicts = isinstance(policy, EvictingPolicy)
+        if recall is None:
+            recall = NO_RECALL if evicts else "host"
+        self._loaded, self._settings, self._document = loaded, settings, document
+        self._ids: Tensor | None = None
+        if recall == NO_RECALL:
+            turns: Turns = "append" if evicts else "compress"
+            self.cache = CompressedCache(loaded.model, policy, turns=turns)
+        else:
+            self.cache = CompressedCache(loaded.model, policy, recall=recall)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all that was said so far."""
+        return 0 if self._ids is None else int(self._ids.shape[1])
+
+    def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
+        """Answer a question.
+
+        Args:
+            question: not empty.
+            on_text: called with every finished piece of the answer.
+
+        Raises:
+            InvalidArgumentError: an empty question.
+            PromptTooLongError: the model has no positions left; the conversation stays as it was.
+            OutOfMemoryError: the device or the host is full.
+        """
+        if not question.strip():
+            raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+        ids = self._with(question)
+        require_positions(self._loaded, ids.shape[1], self._settings)
+        try:
+            found, self._ids = answer_ids(
+                self._loaded, ids, self.cache, self._settings, on_text=on_text
+            )
+        except BaseException:
+            self.cache.reset()  # layers may have read different parts; the next turn reads all anew
+            raise
+        return found
+
+    def _with(self, question: str) -> Tensor:
+        """(1, T) int64: all that was said, and the question."""
+        tokenizer, device = self._loaded.tokenizer, self._loaded.model.device
+        if self._ids is None:
+            begun: Tensor = question_prompt(tokenizer, self._document, question).token_ids(
+                tokenizer
+            )
+            return begun.to(device)
+        text, said = next_turn(tokenizer, question), self._ids
+        last = int(said[0, -1])
+        if ends_answer(self._loaded.model, self._settings, last):
+            end = tokenizer.decode([last])
+            said = said[:, :-1]  # it has not been read yet, and the template may write it itself
+            text = text if text.startswith(end) or not tokenizer.chat_template else end + text
+        new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        return torch.cat([said, new.to(device)], dim=1)
+
+    def report(self) -> CacheReport:
+        """What the cache holds."""
+        return self.cache.report()
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a file; see `CompressedCache.save`.
+
+        Raises:
+            InvalidArgumentError: nothing has been said yet.
+            CacheFileError: the file cannot be written.
+        """
+        if self._ids is None:
+            raise InvalidArgumentError(
+                "save: expected a conversation that has begun, got none yet; ask something first"
+            )
+        self.cache.save(path, beside={"conversation": self._ids})
+
+    @classmethod
+    def load(
+        cls, path: str | Path, loaded: LoadedModel, settings: GenerationSettings, policy: Policy
+    ) -> Self:
+        """The conversation that `save` has written; it goes on with the policy it was saved with.
+
+        Args:
+            path: the file.
+            loaded: model and tokenizer, the same as then.
+            settings: length and sampling of the answers to come.
+            policy: used where it is the saved one, for methods that need a tokenizer.
+
+        Raises:
+            CacheFileError: no such file, a damaged one, or a cache without a conversation.
+            CacheMismatchError: another model.
+        """
+        policy = policy.with_tokenizer(loaded.tokenizer)
+        own = policy if policy.needs else None
+        cache, beside = CompressedCache.load_with(path, loaded.model, policy=own)
+        if "conversation" not in beside:
+            raise CacheFileError(
+                f"path: expected a conversation that was saved, got a cache without one at "
+                f"{str(path)!r}; load it with CompressedCache.load"
+            )
+        conversation = cls.__new__(cls)
+        conversation._loaded, conversation._settings = loaded, settings
+        conversation._document, conversation.cache = "", cache
+        conversation._ids = beside["conversation"].to(loaded.model.device)
+        return conversation

@@ -1,0 +1,141 @@
+"""GGUF files, converted once to a folder that transformers opens in a moment.
+
+transformers can read a GGUF file, but unpacks every tensor each time (10-25 s for a 98 MB file).
+The unpacked model is saved to a cache folder, named after the file's name, size and content, so
+that a changed file is never mistaken for the one converted before.
+"""
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from snapkv.app.checkpoint import load_complete
+from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
+
+_MAGIC = b"GGUF"
+
+_COMPLETE = "complete"
+"""Ends the names of folders: in those without it, weights that a file lacks are random numbers."""
+
+
+def cache_folder() -> Path:
+    """Where converted models live.
+
+    $SNAPKV_CACHE_DIR, else $XDG_CACHE_HOME/snapkv, else ~/.cache/snapkv.
+    """
+    if folder := os.environ.get("SNAPKV_CACHE_DIR"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "snapkv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertedModel:
+    """A GGUF file's model and tokenizer as transformers saves them.
+
+    Attributes:
+        folder: what `from_pretrained` takes; every tensor in it is float32.
+        sha256: of the GGUF file's content, in hexadecimal.
+    """
+
+    folder: Path
+    sha256: str
+
+
+def convert_once(path: Path) -> ConvertedModel:
+    """The converted model of a GGUF file, made if it is not in the cache folder yet.
+
+    Several processes may convert the same file at the same time: each works in a folder of its
+    own and the first to finish moves it into place. An interrupted conversion leaves no folder
+    behind under the final name.
+
+    Raises:
+        InvalidArgumentError: the file is not GGUF, is damaged, lacks weights or is of an
+            architecture transformers does not know, or the cache folder cannot be written.
+        MissingDependencyError: the packages that read GGUF are not installed.
+    """
+    _require_gguf(path)
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    name = f"{path.stem}-{path.stat().st_size}-{sha256[:16]}-{_COMPLETE}"
+    folder = cache_folder() / name
+    if not folder.is_dir():
+        _convert(path, folder)
+    return ConvertedModel(folder=folder, sha256=sha256)
+
+
+def _convert(path: Path, folder: Path) -> None:
+    _require_packages()
+    model, tokenizer = _unpack(path)
+    try:
+        _save(model, tokenizer, folder)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"SNAPKV_CACHE_DIR: expected a folder with room for {path.name} as float32 "
+            f"({model.num_parameters() * 4:,} bytes), got {error.strerror or error} in "
+            f"{folder.parent}; set SNAPKV_CACHE_DIR to another folder"
+        ) from error
+
+
+def _require_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        raise InvalidArgumentError(
+            f"model: expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}; "
+            "it is not a GGUF file, or its download was not one: fetch it again"
+        )
+
+
+def _require_packages() -> None:
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise missing_package("model: reading GGUF files", *absent)
+
+
+def _unpack(path: Path) -> tuple[Any, Any]:
+    """Read model and tokenizer out of a GGUF file, every tensor as float32."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = load_complete(
+            path,
+            path.parent,
+            gguf_file=path.name,
+            told_by="header",
+            remedy="fetch the file again, or use the original model instead",
+            dtype=torch.float32,
+        )
+    except SnapKVError:
+        raise
+    except Exception as error:  # a damaged file makes the reader raise whatever it trips over
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InvalidArgumentError(
+            "model: expected a complete GGUF file of a decoder-only architecture that transformers "
+            f"can read, got {path}: {reason}; fetch it again, or use the original model instead"
+        ) from error
+    # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
+    # refuses; they are ordinary float32 tensors by now.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    return model, tokenizer
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the folder whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / folder.name
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        try:
+            os.replace(fresh, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # Another process was first, and its folder is as good as ours.

@@ -1,0 +1,81 @@
+"""The ways to draft, as one thing that an answer can be asked to use."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from snapkv.app.models import LoadedModel
+from snapkv.decoding.heads_files import load_heads
+from snapkv.decoding.medusa import Medusa
+from snapkv.decoding.self_speculation import SelfSpeculation
+from snapkv.decoding.speculation import Speculation
+from snapkv.errors import InvalidArgumentError
+
+METHODS = ("medusa", "assistant", "prompt-lookup", "self-speculate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftMethod:
+    """Where drafts come from.
+
+    Attributes:
+        name: one of `METHODS`.
+        options: keyword arguments of `model.generate`.
+    """
+
+    name: str
+    options: dict[str, Any] = field(repr=False)
+
+    def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
+        """What the last text took, for its report.
+
+        Args:
+            new_tokens: how many were generated.
+            passes: forward passes of the model on the cache it was given, the prompt's included.
+
+        Returns:
+            `method`, `passes` that verified drafts, and `acceptance_length`, tokens per such pass;
+            for Medusa and self-speculation what `Tally` counts, too, and for self-speculation
+            `full_cache_bytes`, what the cache that verifies holds.
+        """
+        decoding = self.options.get("custom_generate")
+        if not isinstance(decoding, Speculation):  # transformers drafts behind the prompt at once
+            share = new_tokens / passes
+            return {"method": self.name, "passes": passes, "acceptance_length": share}
+        tally = decoding.tally
+        found = {"method": self.name, **asdict(tally)}
+        found["acceptance_length"] = tally.acceptance_length
+        if isinstance(decoding, SelfSpeculation):
+            found["full_cache_bytes"] = decoding.full_cache_bytes
+        return found
+
+
+def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
+    """Drafts of Medusa heads, read as `load_heads` does."""
+    decoding = Medusa(load_heads(heads, loaded.model))
+    return DraftMethod(name="medusa", options={"custom_generate": decoding})
+
+
+def self_speculation() -> DraftMethod:
+    """Drafts of the compressed cache, verified by a full one."""
+    return DraftMethod(name="self-speculate", options={"custom_generate": SelfSpeculation()})
+
+
+def prompt_lookup(tokens: int) -> DraftMethod:
+    """Drafts of what stands behind the same words in the prompt.
+
+    Raises:
+        InvalidArgumentError: not a positive number.
+    """
+    if tokens < 1:
+        raise InvalidArgumentError(
+            f"prompt_lookup: expected how many tokens to draft, at least 1, got {tokens}; pass 10"
+        )
+    return DraftMethod(name="prompt-lookup", options={"prompt_lookup_num_tokens": tokens})
+
+
+def assistant(loaded: LoadedModel, other: LoadedModel) -> DraftMethod:
+    """Drafts of a smaller model; where it has another vocabulary, through text."""
+    options: dict[str, Any] = {"assistant_model": other.model}
+    if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": other.tokenizer}
+    return DraftMethod(name="assistant", options=options)

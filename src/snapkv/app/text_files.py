@@ -1,0 +1,293 @@
+"""Reading documents as text: files, folders, HTML, PDF and standard input."""
+
+import codecs
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from snapkv.app.pdf import pdf_text
+from snapkv.errors import DocumentError, missing_package
+from snapkv.validation import nearest
+
+STDIN = "-"
+
+NoticeSink = Callable[[str], None]
+"""Takes a line about a file that was left out, or read in part."""
+
+_Notices = dict[str, str]
+"""What has become of a file, and why; each is said once."""
+
+_SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
+
+# The longer mark first: UTF-32's begins with UTF-16's.
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+_INVISIBLE_TAGS = "script, style, template, noscript, [hidden]"
+_BLOCK_TAGS = re.compile(
+    "address|article|aside|blockquote|br|d[dlt]|div|fig(caption|ure)|footer|form|h[1-6r]|header|li|"
+    "main|nav|[ou]l|p|pre|section|table|title|tr"
+)
+
+
+_OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
+_CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
+_NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end may be missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """The text of a file, and where it came from.
+
+    Attributes:
+        name: the path as it was given, or below the folder that was given; bytes that are not UTF-8
+            are escaped.
+        text: never empty.
+    """
+
+    name: str
+    text: str
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[TextFile]:
+    """Read every source, in the order given.
+
+    A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
+    input. A folder stands for all text files below it, sorted by path; hidden files, folders of
+    version control, caches and third-party code, and files that are empty or not text are left
+    out of it. So are files that should have text and cannot be read, and each is named once, as
+    "skipped: name: reason". A file that is named as a source is never left out: it is read or
+    refused. Where only a part of a file could be read (a PDF that was cut off, or has pages without
+    text; HTML without its end), that is said once, as "partly read: name: reason".
+
+    Args:
+        sources: files, folders or "-".
+        on_notice: called, when all else is read, for every file that was skipped or read in part;
+            writes to standard error by default.
+
+    Raises:
+        DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged, or a
+            folder without a file that can be read.
+        MissingDependencyError: a PDF or HTML file, and the package that reads it is not installed.
+    """
+    if not sources:
+        raise DocumentError("files: expected at least one file, got none; pass a file or -")
+    if list(sources).count(STDIN) > 1:
+        raise DocumentError("files: expected - once at most, got it more often; pass it once")
+    notices: _Notices = {}
+    found = [document for source in sources for document in _read_source(source, notices)]
+    for what, reason in notices.items():
+        on_notice(f"{what}: {reason}")
+    return found
+
+
+def read_noting(sources: Sequence[str]) -> tuple[list[TextFile], list[str]]:
+    """As `read`, with the lines about what was left out, which go to standard error too."""
+    lines: list[str] = []
+    found = read(sources, on_notice=lines.append)
+    for line in lines:
+        _to_stderr(line)
+    return found, lines
+
+
+def join(documents: Sequence[TextFile]) -> str:
+    """The documents as one text, each under a line with its name where there are several."""
+    if len(documents) == 1:
+        return documents[0].text
+    return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
+
+
+def _read_source(source: str, notices: _Notices) -> list[TextFile]:
+    if source == STDIN:
+        return [_parse("standard input", sys.stdin.buffer.read(), notices, suffix="")]
+    if not source:
+        raise DocumentError("file: expected a file or folder, got an empty name; pass a path or -")
+    path = Path(source)
+    try:
+        if path.is_dir():
+            return _read_folder(path, notices)
+        return [_read_file(path, notices)]
+    except OSError as error:
+        raise _unreadable(error, source) from error
+
+
+def _unreadable(error: OSError, name: str) -> DocumentError:
+    return DocumentError(
+        f"file: expected a readable file, got {error.filename or name}: {error.strerror}; pass "
+        "one that can be read"
+    )
+
+
+def _read_file(path: Path, notices: _Notices) -> TextFile:
+    if not path.exists():
+        raise DocumentError(
+            f"file: expected an existing file or folder, got {path}{link_fault(path)}"
+            f"{_neighbours(path)}"
+        )
+    if not (path.is_file() or path.is_fifo()):
+        raise DocumentError(f"file: expected a regular file or folder, got the device {path}")
+    return _parse(str(path), path.read_bytes(), notices, suffix=path.suffix.lower())
+
+
+def link_fault(path: Path) -> str:
+    """What is wrong with the link at a path, as a part of an error message; empty for no link."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return ", whose symbolic links lead in a loop"
+        if path.is_symlink():
+            return f", a symbolic link to {os.readlink(path)}, which is not there"
+    return ""
+
+
+def _neighbours(path: Path) -> str:
+    """What is missing, or which names in the same folder come close."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    return nearest(path.name, os.listdir(path.parent))
+
+
+def _read_folder(folder: Path, notices: _Notices) -> list[TextFile]:
+    """What can be read below a folder; notes why a file that should have text cannot.
+
+    Raises:
+        DocumentError: none can.
+    """
+    found: list[TextFile] = []
+    reasons: dict[str, str] = {}
+    for path in _files_below(folder):
+        try:
+            found += _read_if_text(path, notices)
+        except DocumentError as error:
+            reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
+    if not found:
+        raise DocumentError(
+            f"file: expected a folder with text files, got {folder} without any that is not "
+            f"hidden, empty or binary{_first_skipped(reasons)}; pass a folder with text files"
+        )
+    notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
+    return found
+
+
+def _first_skipped(reasons: dict[str, str]) -> str:
+    """Why a file was no document, where that could explain that there is none."""
+    if not reasons:
+        return ""
+    return f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
+
+
+def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
+    """The document in a file; none where the file is empty or binary."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(error, str(path)) from error
+    if not data.strip() or _is_binary(data):
+        return []
+    return [_parse(str(path), data, notices, suffix=path.suffix.lower())]
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Regular files below a folder, sorted by path, without hidden and third-party ones."""
+    paths = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and name[0] != "."]
+        paths += [Path(place, name) for name in files if name[0] != "."]
+    return sorted(path for path in paths if path.is_file())
+
+
+def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> TextFile:
+    """The text of a file's content, by suffix or, without a telling one, by its first bytes.
+
+    Why some of it may be missing is noted.
+    """
+    lost: list[str] = []
+    if suffix == ".pdf" or data.startswith(b"%PDF-"):
+        text, lost = pdf_text(name, data)
+    elif suffix in (".html", ".htm", ".xhtml") or _looks_like_html(data):
+        text, lost = _html_text(name, data)
+    else:
+        text = _decode(name, data)
+    if not text.strip():
+        raise DocumentError(f"file: expected text, got nothing in {name}; pass a file with text")
+    if lost:
+        notices[f"partly read: {_printable(name)}"] = "; ".join(lost)
+    return TextFile(name=_printable(name), text=text.strip("\n"))
+
+
+def _printable(name: str) -> str:
+    """The name of a file in UTF-8, with other bytes, which no tokenizer takes, escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _looks_like_html(data: bytes) -> bool:
+    return data[:64].lstrip().lower().startswith((b"<!doctype html", b"<html"))
+
+
+def _encoding_mark(data: bytes) -> str | None:
+    """The encoding that a byte order mark announces."""
+    marks = _BYTE_ORDER_MARKS.items()
+    return next((encoding for mark, encoding in marks if data.startswith(mark)), None)
+
+
+def _is_binary(data: bytes) -> bool:
+    return not data.startswith(b"%PDF-") and not _encoding_mark(data) and b"\0" in data
+
+
+def _decode(name: str, data: bytes, declared: str | None = None) -> str:
+    """Text of bytes in UTF-8, in what their mark says, or in the encoding they declare."""
+    if _is_binary(data):
+        raise DocumentError(
+            f"file: expected text, got binary data in {name}; pass text, Markdown, source code, "
+            "HTML or PDF"
+        )
+    encoding = _encoding_mark(data) or declared or "utf-8"
+    try:
+        return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"file: expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
+            f"{error.start:,} in {name}; convert it, for instance with iconv -f LATIN1 -t UTF-8"
+        ) from error
+    except LookupError as error:
+        raise DocumentError(
+            f"file: expected an encoding that Python knows, got {encoding!r} declared in {name}; "
+            "convert it to UTF-8"
+        ) from error
+
+
+def _html_text(name: str, data: bytes) -> tuple[str, list[str]]:
+    """What a browser would show of a page, a line per block, and why some may be missing."""
+    try:
+        from bs4 import BeautifulSoup
+        from bs4.dammit import EncodingDetector
+    except ImportError as error:
+        raise missing_package(f"file: reading {name}", "beautifulsoup4") from error
+    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
+    markup = _decode(name, data, declared)
+    page = BeautifulSoup(StringIO(markup), "html.parser")
+    for tag in page.select(_INVISIBLE_TAGS):
+        tag.decompose()
+    for string in page.find_all(string=True):
+        if not string.find_parent("pre"):
+            string.replace_with(type(string)(re.sub(r"\s+", " ", string)))
+    for tag in page.find_all(lambda tag: _BLOCK_TAGS.fullmatch(tag.name)):
+        tag.insert_before("\n")
+        tag.insert_after("\n")
+    lost = [_NO_END_OF_PAGE] if _OPENED.search(markup) and not _CLOSED.search(markup) else []
+    return re.sub(r"[ \t]*\n\s*\n", "\n\n", page.get_text()).strip(), lost

@@ -1,0 +1,1 @@
+"""Training Medusa heads on a model's own answers."""

@@ -1,0 +1,165 @@
+"""What heads are trained on: the model's own answers to questions about documents.
+
+A head learns to guess what this model will say, so the model says it first (self-distillation,
+Medusa section 2.3.2). Answers are written to a file batch by batch; a run that was stopped goes on
+behind the last one.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from snapkv.app.models import LoadedModel
+from snapkv.app.prompts import question_prompt
+from snapkv.errors import InvalidArgumentError
+from snapkv.writing import append_line, open_for_lines, replace_file
+
+QUESTIONS = (
+    "What is this text about? Answer in a few sentences.",
+    "Summarize the text above.",
+    "Explain the most important part of the text step by step.",
+    "Which facts does the text state? List them.",
+    "Write a short introduction to the text for a beginner.",
+    "Repeat the first paragraph of the text word for word.",
+)
+"""Asked in turn, one per passage."""
+
+Progress = Callable[[str, int, int], None]
+"""Takes what is done now, and how much of how much of it is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A prompt and what the model answered, as token ids."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerWriter:
+    """Has a model answer questions about passages of documents.
+
+    Args:
+        loaded: model and tokenizer.
+        texts: the documents.
+        count: how many answers.
+        passage_tokens: length of a passage.
+        answer_tokens: where an answer is cut off.
+        batch: answers generated together.
+        seed: of the order of the passages.
+    """
+
+    loaded: LoadedModel
+    texts: Sequence[str]
+    count: int
+    passage_tokens: int
+    answer_tokens: int
+    batch: int
+    seed: int
+
+    def into(self, path: Path, progress: Progress) -> list[Exchange]:
+        """All answers; those the file holds already are not generated again.
+
+        Raises:
+            OutputError: the file cannot be written.
+            InvalidArgumentError: the documents have fewer passages than answers are wanted, or the
+                file is of another run.
+        """
+        prompts = self._prompts()
+        done = list(_read(path, prompts))
+        with open_for_lines(path) as file:
+            while len(done) < self.count:
+                progress("answering", len(done), self.count)
+                asked = prompts[len(done) : len(done) + self.batch]
+                answered = self._answered(asked)
+                for exchange in answered:
+                    line = {"prompt": exchange.prompt, "answer": exchange.answer}
+                    append_line(file, json.dumps(line), path)
+                done += answered
+        return done
+
+    def _prompts(self) -> list[tuple[int, ...]]:
+        passages = list(self._passages())
+        if len(passages) < self.count:
+            raise InvalidArgumentError(
+                f"data: expected text for {self.count} passages of {self.passage_tokens} tokens, "
+                f"got {len(passages)}; pass more documents, or ask for fewer answers"
+            )
+        random.Random(self.seed).shuffle(passages)
+        tokenizer = self.loaded.tokenizer
+        return [
+            tuple(
+                question_prompt(tokenizer, passage, QUESTIONS[number % len(QUESTIONS)])
+                .token_ids(tokenizer)[0]
+                .tolist()
+            )
+            for number, passage in enumerate(passages[: self.count])
+        ]
+
+    def _passages(self) -> Iterator[str]:
+        tokenizer = self.loaded.tokenizer
+        for text in self.texts:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            for start in range(0, len(ids) - self.passage_tokens + 1, self.passage_tokens):
+                yield tokenizer.decode(ids[start : start + self.passage_tokens])
+
+    def _answered(self, prompts: Sequence[tuple[int, ...]]) -> list[Exchange]:
+        """The model's greedy answers to left-padded prompts, end tokens included."""
+        model, longest = self.loaded.model, max(map(len, prompts))
+        ends = _end_ids(model)
+        pad = next(iter(ends), 0)
+        ids = torch.full((len(prompts), longest), pad)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        output = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
+            max_new_tokens=self.answer_tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=pad,
+        )
+        return [
+            Exchange(prompt=prompt, answer=_until_end(row, ends))
+            for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
+        ]
+
+
+def _end_ids(model: Any) -> list[int]:
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _until_end(ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
+    stops = [place for place, token in enumerate(ids) if token in ends]
+    return tuple(ids[: stops[0] + 1] if stops else ids)
+
+
+def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:
+    """What a file holds; a line that was cut off when the run was stopped is taken out of it."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        replace_file(path, whole)
+    for number, line in enumerate(whole.splitlines()[: len(prompts)]):
+        found = json.loads(line)
+        if tuple(found["prompt"]) != prompts[number]:
+            raise InvalidArgumentError(
+                f"output: expected answers to the prompts of this run in {path}, got others; pass "
+                "another folder, or the documents and settings it was begun with"
+            )
+        yield Exchange(prompt=prompts[number], answer=tuple(found["answer"]))

@@ -1,0 +1,176 @@
+"""One document, many questions: read once, voted on by every question."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.cache import CompressedCache, CompressedLayer
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies import Policy
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.validation import require_int
+
+
+class Document:
+    """A text that a model has read, off the device until somebody asks about it.
+
+        document = Document(model, tokenizer(text, return_tensors="pt").input_ids, SnapKV(1024))
+        questions = tokenizer(["... Who?", "... When?"], add_special_tokens=False).input_ids
+        model.generate(**document.inputs(questions), max_new_tokens=64)
+
+    No question was known while it was read, so nothing was dropped: its keys and values lie off the
+    device, and every question votes on all of them with a window of its own. What is kept then, and
+    every token of the answers, is as if document and question had been read together; only the
+    question's own tokens are read anew. Questions of a batch share the document.
+
+    Args:
+        model: a decoder-only transformers model.
+        input_ids: (1, T) or (T,) int64, the document's tokens.
+        policy: what to keep of it for a question; `SnapKV()` by default.
+        recall: where it lies, as in `CompressedCache`.
+        recall_bytes: how many bytes it may take.
+        chunk_tokens: read it in pieces of that many tokens; None for one pass.
+
+    Raises:
+        InvalidArgumentError: an empty document, a batch of several, or a bad option.
+        InvalidTypeError: `input_ids` is not a tensor of integers.
+        UnsupportedModelError: the model cannot be compressed correctly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        policy: Policy | None = None,
+        *,
+        recall: str | Path = "host",
+        recall_bytes: int | None = None,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        self.model = model
+        self.input_ids = _one_row(input_ids).to(model.device)
+        self._cache = CompressedCache(model, policy, recall=recall, recall_bytes=recall_bytes)
+        tokens = self.input_ids.shape[1]
+        if chunk_tokens is not None:
+            require_int("chunk_tokens", chunk_tokens, minimum=1)
+        self._cache.expect_prompt(tokens + 1)  # questions are to come: nothing is dropped
+        with torch.no_grad():
+            for piece in torch.split(self.input_ids, chunk_tokens or tokens, dim=1):
+                model(piece, past_key_values=self._cache, logits_to_keep=1)
+
+    @property
+    def tokens(self) -> int:
+        """T, the length of the document."""
+        return int(self.input_ids.shape[1])
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its keys and values off the device."""
+        return self._cache.report().host_bytes
+
+    def inputs(self, questions: Sequence[Sequence[int] | Tensor]) -> dict[str, Any]:
+        """What `model.generate` takes to answer a batch of questions.
+
+        Args:
+            questions: the token ids of each, without special tokens in front; what follows the
+                document, up to where the answer begins.
+
+        Returns:
+            `input_ids` and `attention_mask`, (B, T + longest question), padded on the left, and
+            `past_key_values`, a cache that has seen the document. The cache is the batch's own: it
+            can go on over further turns.
+
+        Raises:
+            InvalidArgumentError: no question, an empty one, or questions of different lengths for a
+                model with layers that keep only the last tokens.
+        """
+        asked = [torch.as_tensor(question, device=self.model.device) for question in questions]
+        if not asked or not all(question.ndim == 1 and len(question) for question in asked):
+            raise InvalidArgumentError(
+                "questions: expected at least one, each a list of token ids that is not empty, got "
+                f"{[tuple(question.shape) for question in asked]}; pass [tokenizer(text).input_ids]"
+            )
+        pads = max(map(len, asked)) - torch.tensor([len(question) for question in asked])
+        rows = [torch.cat([self.input_ids[0], question]) for question in asked]
+        ids = torch.stack(
+            [
+                torch.nn.functional.pad(row, (n, 0))
+                for row, n in zip(rows, pads.tolist(), strict=True)
+            ]
+        )
+        mask = torch.arange(ids.shape[1]) >= pads[:, None]
+        return {
+            "input_ids": ids,
+            "attention_mask": mask.long().to(ids.device),
+            "past_key_values": self._cache_for(pads, max(map(len, asked))),
+        }
+
+    def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:
+        """A cache whose rows have seen the document behind that many pads.
+
+        All rows have seen as many columns, so the document's end is read anew where there are pads,
+        and as much of it as the window reaches back, since only its own queries tell what to keep.
+        """
+        cache = copy.deepcopy(self._cache)
+        cache.prompt_end = None
+        hybrid = len(cache.compressed_layers) < len(cache.layers)
+        if hybrid and bool(pads.any()):
+            raise InvalidArgumentError(
+                f"questions: expected questions of one length for {type(self.model).__name__}, "
+                f"some of whose layers keep the last tokens only, got lengths that differ by up to "
+                f"{int(pads.max())}; ask them one by one"
+            )
+        window = cache.policy.query_tokens
+        seen = self.tokens
+        if not hybrid and window != ALL_QUERIES:
+            seen = self.tokens + longest - max(longest, window)
+        if seen <= int(pads.max()):
+            cache.reset()  # so short that there is nothing to recall
+            return cache
+        for layer in cache.layers:
+            layer.reorder_cache(torch.zeros(len(pads), dtype=torch.int64))
+            if isinstance(layer, CompressedLayer):
+                layer.begin_at(seen, pads, forget_queries=not hybrid)
+        return cache
+
+    def save(self, path: str | Path) -> None:
+        """Write the document and its keys and values to a file; see `CompressedCache.save`."""
+        self._cache.save(path, beside={"input_ids": self.input_ids})
+
+    @classmethod
+    def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
+        """The document that `save` has written; options and errors as in `CompressedCache.load`.
+
+        Raises:
+            InvalidArgumentError: a saved cache that is no document.
+        """
+        document = cls.__new__(cls)
+        document.model = model
+        document._cache, beside = CompressedCache.load_with(path, model, **options)
+        if "input_ids" not in beside or document._cache.report().kept_tokens:
+            raise InvalidArgumentError(
+                f"path: expected a document that Document.save has written, got a cache at "
+                f"{str(path)!r}; load it with CompressedCache.load"
+            )
+        document.input_ids = beside["input_ids"].to(model.device)
+        return document
+
+
+def _one_row(input_ids: Any) -> Tensor:
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        raise InvalidTypeError(
+            f"input_ids: expected a tensor of integers, got {type(input_ids).__name__}; pass "
+            "tokenizer(text, return_tensors='pt').input_ids"
+        )
+    row = input_ids[None] if input_ids.ndim == 1 else input_ids
+    if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
+        raise InvalidArgumentError(
+            f"input_ids: expected the tokens of one document, got shape {tuple(input_ids.shape)}; "
+            "make a Document of each"
+        )
+    return row

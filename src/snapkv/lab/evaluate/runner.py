@@ -1,0 +1,262 @@
+"""Running a task: every sample from the cache of every method."""
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from snapkv import __version__
+from snapkv.app.answering import Answer, answer
+from snapkv.app.models import LoadedModel
+from snapkv.cache import CompressedCache
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
+from snapkv.kvzip import require_one_reading
+from snapkv.lab.evaluate.sample import Sample, Setting, Template
+from snapkv.lab.evaluate.store import LOST, Record, Store, short_hash
+from snapkv.lab.evaluate.summary import summarise
+from snapkv.lab.evaluate.task import Task, data_hash
+from snapkv.lab.evaluate.turns import around_turn
+from snapkv.policies import Policy
+
+Progress = Callable[[str, int, int], None]
+"""Takes what is being answered, how many answers are there, and how many there will be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A policy under the name that tables give it."""
+
+    label: str
+    policy: Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A task on a model, by several methods.
+
+    Args:
+        loaded: model and tokenizer.
+        task: what is asked; what it leaves to the model is filled in.
+        methods: what answers; labels must differ.
+        questions: the settings to run, see `Sample.prompt`.
+        template: how a sample becomes a prompt, see `Sample.prompt`.
+        limit: how many samples to take of every cell; None for all.
+
+    Raises:
+        InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
+            model has none of.
+        UnsupportedModelError: a method does not work with the model.
+    """
+
+    loaded: LoadedModel
+    task: Task
+    methods: Sequence[Method]
+    questions: Sequence[Setting] = ("visible",)
+    template: Template = "tokenizer"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that every method can run before any sample is answered, and fit the task."""
+        task = self.task.for_model(self.loaded.name, self.loaded.max_tokens)
+        object.__setattr__(self, "task", task)
+        _require_lengths(task, self.loaded.max_tokens)
+        if self.template == "longbench":
+            around_turn(self.loaded.tokenizer)
+        require_methods(self.loaded, self.methods)
+        for method in self.methods if "visible" in self.questions else ():
+            require_one_reading(method.policy, "pass --question hidden")
+        if self.limit is not None and self.limit < 1:
+            raise InvalidArgumentError(
+                f"limit: expected at least 1 sample, got {self.limit}; leave it out for all"
+            )
+
+    def fingerprint(self) -> str:
+        """A short name for everything that a run's results depend on, its methods left out."""
+        return short_hash(self._settings())
+
+    def into(self, folder: Path, on_progress: Progress | None = None) -> "Results":
+        """Answer what the folder does not hold yet, and summarise all of it.
+
+        What was lost to memory before is asked once more.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
+                policy under the same label; the settings give no sample, or one of them twice.
+            MissingDependencyError: the task's data is in a package that is not installed.
+            OutputError: an answer cannot be written; those before it are in the folder.
+        """
+        samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
+        _require_distinct(samples)
+        block = self._block(samples)
+        wanted = [
+            (sample, method, question)
+            for sample in samples
+            for question in self.questions
+            for method in self.methods
+        ]
+        with Store(folder, block, fields=("cell", "policy", "status")) as store:
+            require_same_policies(self.methods, store.records)
+            for done, (sample, method, question) in enumerate(wanted):
+                if on_progress:
+                    on_progress(f"{sample.name}, {method.label}", done, len(wanted))
+                if (sample.name, method.label, question) not in store:
+                    store.add(self._record(sample, method, question))
+            if on_progress:
+                on_progress("done", len(wanted), len(wanted))
+            keys = [(s.name, m.label, q) for s, m, q in wanted]
+            rows = summarise(store.records, keys, self.task)
+            unwritten = store.summarise(rows)
+        return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
+
+    def _block(self, samples: Sequence[Sample]) -> Record:
+        """What a result must say so that it can be made again."""
+        return self._settings() | {"samples": len(samples), "data": data_hash(samples)}
+
+    def _settings(self) -> Record:
+        return {
+            "task": self.task.describe(),
+            "model": self.loaded.description(),
+            "template": self.template,
+            "limit": self.limit,
+            **versions(),
+        }
+
+    def _record(self, sample: Sample, method: Method, question: Setting) -> Record:
+        """One answer, or why there is none."""
+        record: Record = {
+            "sample": sample.name,
+            "method": method.label,
+            "question": question,
+            "cell": sample.cell,
+            "policy": method.policy.describe(),
+            "references": list(sample.references),
+        }
+        prompt = sample.prompt(self.loaded.tokenizer, self.template, question)
+        try:
+            given = answer(self.loaded, prompt, method.policy, sample.settings)
+            return record | {"status": "ok"} | _outcome(self.task, sample, given)
+        except PromptTooLongError:
+            return record | {"status": "too long"}
+        except OutOfMemoryError:
+            pass  # the error holds what filled the memory until this block is left
+        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        return record | {"status": LOST}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What a run gave.
+
+    Attributes:
+        folder: where the answers are.
+        run: the block that says how they were made.
+        task: what was asked.
+        rows: one per method, setting and cell, see `snapkv.lab.evaluate.summary`.
+        unwritten: why the folder has no summary of them; None where it has.
+    """
+
+    folder: Path
+    run: Record
+    task: Task
+    rows: list[Record]
+    unwritten: OutputError | None = None
+
+
+def versions() -> Record:
+    """Of the software that a result depends on."""
+    return {
+        "snapkv": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
+    """Raise unless there are methods, each under a label of its own, that work with the model."""
+    labels = [method.label for method in methods]
+    if not labels:
+        raise InvalidArgumentError(
+            "policy: expected at least one method, got none; name a policy or a baseline"
+        )
+    if len(set(labels)) < len(labels):
+        raise InvalidArgumentError(
+            f"policy: expected every method once, got {', '.join(sorted(labels))}; leave the "
+            "repeated one out"
+        )
+    for method in methods:
+        CompressedCache(loaded.model, method.policy.with_tokenizer(loaded.tokenizer))
+
+
+def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
+    """Raise where an answer of one of the methods was made by something else of its name."""
+    policies = {method.label: method.policy.describe() for method in methods}
+    for record in records:
+        asked = policies.get(record["method"], record["policy"])
+        if record["policy"] != json.loads(json.dumps(asked)):
+            raise InvalidArgumentError(
+                f"policy: expected {record['method']} to be what it was when the folder's "
+                f"answers were made, {record['policy']}, got {asked}; choose another folder"
+            )
+
+
+def _require_lengths(task: Task, max_tokens: int | None) -> None:
+    """Raise where prompts would be made only to be found far too long; a few are shown as such."""
+    longest = max(getattr(task, "lengths", ()), default=0)
+    if max_tokens is not None and longest > _MOST_TIMES_POSITIONS * max_tokens:
+        raise InvalidArgumentError(
+            f"lengths: expected at most {_MOST_TIMES_POSITIONS * max_tokens:,} tokens, "
+            f"{_MOST_TIMES_POSITIONS} times the model's {max_tokens:,} positions, got {longest:,}; "
+            "pass a smaller number, or choose a model with more positions"
+        )
+
+
+_MOST_TIMES_POSITIONS = 8
+
+
+def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
+    """The first samples of every cell."""
+    taken: dict[str, int] = {}
+    kept = []
+    for sample in samples:
+        cell = str(sorted(sample.cell.items()))
+        taken[cell] = taken.get(cell, 0) + 1
+        if limit is None or taken[cell] <= limit:
+            kept.append(sample)
+    return kept
+
+
+def _require_distinct(samples: Sequence[Sample]) -> None:
+    """Raise unless there are samples, each under a name of its own."""
+    counts = Counter(sample.name for sample in samples)
+    if not counts:
+        raise InvalidArgumentError(
+            "samples: expected at least one, got none with these settings; ask for more"
+        )
+    name, times = counts.most_common(1)[0]
+    if times > 1:
+        raise InvalidArgumentError(
+            f"samples: expected every sample once, got {name} {times} times; leave out the setting "
+            "that is repeated"
+        )
+
+
+def _outcome(task: Task, sample: Sample, given: Answer) -> dict[str, Any]:
+    prediction = given.text.removeprefix(sample.answer_start)
+    return {
+        "prediction": prediction,
+        "score": task.score(sample, prediction),
+        "prompt_tokens": given.prompt_tokens,
+        "new_tokens": given.new_tokens,
+        "kept_tokens": given.cache.kept_tokens,
+        "held_bytes": given.cache.held_bytes,
+        "full_bytes": given.cache.full_bytes,
+        "first_token_ms": given.first_token_ms,
+        "token_ms": given.token_ms,
+    }

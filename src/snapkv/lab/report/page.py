@@ -1,0 +1,153 @@
+"""A page that shows a run: one file without links to others, and its tables beside it."""
+
+import base64
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from snapkv.errors import missing_package
+from snapkv.lab.evaluate.runner import Results
+from snapkv.lab.evaluate.summary import score_lines, shown_score
+from snapkv.lab.report import figures
+from snapkv.lab.report.score_tables import as_csv, as_markdown, method_table
+from snapkv.validation import format_bytes
+from snapkv.writing import naming, replace_file
+
+FILES = ("index.html", "results.csv", "results.md")
+"""What `write_report` writes; the page comes first."""
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+_REASONS = {
+    "too long": "prompt and answer need more positions than the model has",
+    "out of memory": "the device had no memory left for it",
+}
+
+
+def require_reportable() -> None:
+    """Raise before a run starts if its page could not be made when it ends.
+
+    Raises:
+        MissingDependencyError: jinja2 or matplotlib is not installed.
+    """
+    if importlib.util.find_spec("jinja2") is None:
+        raise missing_package("report: writing a page", "jinja2")
+    figures.require_drawable()
+
+
+def write_report(results: Results, folder: str) -> Path:
+    """Write the files of a page into a folder, made where it does not exist; the page's path.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    target = Path(folder)
+    contents = (as_page(results), as_csv(results), as_markdown(results))
+    with naming(target):
+        target.mkdir(parents=True, exist_ok=True)
+    for name, content in zip(FILES, contents, strict=True):
+        replace_file(target / name, content)
+    return target / FILES[0]
+
+
+def as_page(results: Results) -> str:
+    """The page: everything that is not markup is escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        task=results.task,
+        model=results.run["model"],
+        samples=results.run["samples"],
+        table=method_table(results),
+        figures=list(_pictures(results)),
+        cells=_cells(results),
+        failures=_failures(results),
+        facts=_facts(results),
+    )
+
+
+def _pictures(results: Results) -> Iterator[dict[str, str]]:
+    """Every figure with its text for those who do not see it."""
+    lines = score_lines(results.rows, results.task.axes[0])
+    means = "; ".join(f"{line.method} ({line.question}) {shown_score(line.mean)}" for line in lines)
+    titles = {
+        "scores": f"{results.task.metric} by {' and '.join(results.task.axes[:2])}",
+        "budgets": f"{results.task.metric} by budget",
+    }
+    for name, figure in figures.draw(results).items():
+        data = base64.b64encode(figures.encoded(figure, ".svg")).decode()
+        yield {
+            "title": titles[name],
+            "alt": f"{titles[name]} of every method. Means: {means}.",
+            "source": f"data:image/svg+xml;base64,{data}",
+        }
+
+
+def _cells(results: Results) -> dict[str, Any]:
+    """The table of cells as texts."""
+    axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
+    costs = ("prompt tokens", "kept tokens", "cache", "first token", "ms/token")
+    return {
+        "headings": ["method", "question", *axes, "score", "samples", *costs],
+        "rows": [
+            [
+                row["method"],
+                row["question"],
+                *(str(row["cell"].get(axis, "")) for axis in axes),
+                row["status"] if row["score"] is None else shown_score(row["score"]),
+                str(row["samples"]),
+                _counted(row["prompt_tokens"]),
+                _counted(row["kept_tokens"]),
+                "-" if row["held_bytes"] is None else format_bytes(round(row["held_bytes"])),
+                f"{_counted(row['first_token_ms'])} ms",
+                _counted(row["token_ms"]),
+            ]
+            for row in results.rows
+        ],
+    }
+
+
+def _failures(results: Results) -> list[list[str]]:
+    """By method, question and reason: how many samples have no answer, and in which columns."""
+    axis = results.task.axes[0]
+    found: dict[tuple[str, str, str], dict[Any, int]] = {}
+    for row in results.rows:
+        for reason, count in row["failed"].items():
+            columns = found.setdefault((row["method"], row["question"], reason), {})
+            columns[row["cell"][axis]] = columns.get(row["cell"][axis], 0) + count
+    return [
+        [
+            method,
+            question,
+            f"{reason}: {_REASONS[reason]}" if reason in _REASONS else reason,
+            str(sum(columns.values())),
+            f"{axis} {', '.join(map(str, columns))}",
+        ]
+        for (method, question, reason), columns in found.items()
+    ]
+
+
+def _facts(results: Results) -> list[tuple[str, str]]:
+    """What must be known to make the results again: the run's block, and every method."""
+    policies = {f"method {row['method']}": row["policy"] for row in results.rows}
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        for name, value in _flat(results.run | policies)
+    ]
+
+
+def _flat(block: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in block.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}: ")
+        else:
+            yield f"{before}{name}", value
+
+
+def _counted(number: float | None) -> str:
+    return "-" if number is None else f"{number:,.0f}"

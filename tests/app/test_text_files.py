@@ -1,0 +1,379 @@
+"""Reading documents: every format as text, every bad file refused in one line."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from pypdf import PdfWriter
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+from snapkv.app import text_files
+from snapkv.errors import DocumentError, MissingDependencyError
+
+
+def write_pdf(path, pages, password=None):
+    writer = PdfWriter()
+    for text in pages:
+        page = writer.add_blank_page(width=300, height=300)
+        font = DictionaryObject(
+            {
+                NameObject("/Type"): NameObject("/Font"),
+                NameObject("/Subtype"): NameObject("/Type1"),
+                NameObject("/BaseFont"): NameObject("/Helvetica"),
+            }
+        )
+        fonts = DictionaryObject({NameObject("/F1"): font})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        content = DecodedStreamObject()
+        content.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
+        page[NameObject("/Contents")] = writer._add_object(content)
+    if password:
+        writer.encrypt(password, algorithm="RC4-128")
+    writer.write(path)
+    return path
+
+
+def text_of(path):
+    (document,) = text_files.read([str(path)])
+    return document.text
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "README.md", "main.py", "no_suffix"])
+def test_text_is_read_as_it_is(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("# Title\n\n    indented *line*\n", encoding="utf-8")
+    assert text_of(path) == "# Title\n\n    indented *line*"
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"], ids=lambda encoding: encoding
+)
+def test_unicode_encodings_are_told_apart(tmp_path, encoding):
+    path = tmp_path / "notes.txt"
+    path.write_bytes("Zoë owes 12 €".encode(encoding))
+    assert text_of(path) == "Zoë owes 12 €"
+
+
+def test_line_ends_are_unified(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(b"one\r\ntwo\rthree\n")
+    assert text_of(path) == "one\ntwo\nthree"
+
+
+def test_html_gives_what_a_browser_shows(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(
+        "<html><head><title>News</title><style>p {}</style><script>alert(1)</script></head><body>"
+        "<h1>Head</h1><p>One\n   <b>bold</b> word.</p><!-- no --><p hidden>no</p>"
+        "<ul><li>first</li><li>second</li></ul><pre>a\n  b</pre></body></html>",
+        encoding="utf-8",
+    )
+    lines = [line for line in text_of(path).splitlines() if line.strip()]
+    assert lines == ["News", "Head", "One bold word.", "first", "second", "a", "  b"]
+
+
+def test_html_is_decoded_as_it_declares(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_bytes('<meta charset="latin-1"><p>Zoë</p>'.encode("latin-1"))
+    assert text_of(path) == "Zoë"
+
+
+def test_pdf_gives_the_text_of_every_page(tmp_path):
+    path = write_pdf(tmp_path / "paper.pdf", ["First page.", "Second page."])
+    assert text_of(path) == "First page.\n\nSecond page."
+
+
+def test_pdf_without_its_suffix_is_recognised(tmp_path):
+    path = write_pdf(tmp_path / "download", ["First page."])
+    assert text_of(path) == "First page."
+
+
+def test_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped text\n")))
+    assert text_files.read(["-"]) == [text_files.TextFile(name="standard input", text="piped text")]
+
+
+def test_several_documents_are_joined_under_their_names(tmp_path):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    read = text_files.read([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
+    joined = text_files.join(read)
+    assert joined == (
+        f"===== {tmp_path}/b.txt =====\nsecond\n\n===== {tmp_path}/a.txt =====\nfirst"
+    )
+    assert text_files.join(read[:1]) == "second"
+
+
+def test_a_folder_gives_its_text_files_in_order(tmp_path):
+    kept = ["a.py", "b/c.md", "b/d.txt", "e.html"]
+    skipped = [".env", ".git/config", "b/.hidden/x.py", "node_modules/x.js", "b/__pycache__/x.py"]
+    for name in kept + skipped:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}")
+    (tmp_path / "__init__.py").touch()
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    read = text_files.read([str(tmp_path)])
+    assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
+
+
+def bad_file(name, data):
+    def make(folder):
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+def locked_pdf(folder):
+    return write_pdf(folder / "locked.pdf", ["secret"], password="open sesame")
+
+
+def write_unreadable(folder):
+    """Files that should have text and cannot be read; their names in order."""
+    (folder / "blank.html").write_text("<html><body><p> </p></body></html>")
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.7\ngarbage")
+    (folder / "old.txt").write_bytes("Zoë".encode("latin-1"))
+    write_pdf(folder / "scan.pdf", [""])
+    return ["blank.html", "broken.pdf", "old.txt", "scan.pdf"]
+
+
+def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
+    names = write_unreadable(tmp_path)
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    read = text_files.read([str(tmp_path), str(tmp_path)])
+    assert [document.name for document in read] == [str(tmp_path / "notes.txt")] * 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["skipped", str(tmp_path / name)] for name in names
+    ]
+    assert "got byte 0xeb at offset 2" in lines[2]
+
+
+def test_what_was_skipped_can_be_had_instead_of_shown(tmp_path, capsys):
+    names = write_unreadable(tmp_path)
+    (tmp_path / "notes.txt").write_text("text")
+    lines = []
+    text_files.read([str(tmp_path)], on_notice=lines.append)
+    assert len(lines) == len(names)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_of_a_folder_may_be_locked(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text")
+    read_bytes = Path.read_bytes
+
+    def refuse(self):
+        if self.name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return read_bytes(self)
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    (document,) = text_files.read([str(tmp_path)])
+    assert document.name == str(tmp_path / "b.txt")
+    assert "a.txt: Permission denied" in capsys.readouterr().err
+
+
+def unreadable_folder(folder):
+    write_unreadable(folder)
+    (folder / "reports.txt").unlink()
+    return folder
+
+
+def empty_folder(folder):
+    (folder / "empty").mkdir()
+    (folder / "empty" / "image.png").write_bytes(b"\0")
+    return folder / "empty"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
+        (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
+        (lambda folder: "", "got an empty name"),
+        (lambda folder: "/dev/null", "got the device /dev/null"),
+        (bad_file("empty.txt", b""), "got nothing"),
+        (bad_file("blank.txt", b" \n\t"), "got nothing"),
+        (bad_file("image.png", b"\x89PNG\0\0"), "got binary data"),
+        (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
+        (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
+        (bad_file("broken.pdf", b"%PDF-1.7\ngarbage"), "expected a complete PDF"),
+        (bad_file("no.pdf", b"not a pdf"), "expected a complete PDF"),
+        (lambda folder: write_pdf(folder / "scan.pdf", [""]), "with images only"),
+        (locked_pdf, "got the encrypted"),
+        (empty_folder, "expected a folder with text files"),
+        (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
+    ],
+    ids=[
+        "missing", "missing-folder", "no-name", "device", "empty", "blank", "binary", "latin-1",
+        "unknown-encoding", "damaged-pdf", "not-a-pdf", "scanned-pdf", "encrypted-pdf",
+        "folder-without-text", "folder-without-readable-text",
+    ],
+)  # fmt: skip
+def test_bad_files_are_refused(tmp_path, make, message):
+    (tmp_path / "reports.txt").write_text("text")
+    with pytest.raises(DocumentError) as error:
+        text_files.read([str(make(tmp_path))])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unreadable_file_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "locked.txt"
+    path.write_text("text")
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(DocumentError, match=r"locked\.txt: Permission denied"):
+        text_files.read([str(path)])
+
+
+@pytest.mark.parametrize("sources", [[], ["-", "-"]], ids=["none", "stdin-twice"])
+def test_bad_lists_of_sources_are_refused(sources):
+    with pytest.raises(DocumentError, match="expected"):
+        text_files.read(sources)
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.pdf", "pypdf"), ("a.html", "bs4")])
+def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch, name, module):
+    (tmp_path / name).write_text("<p>text</p>")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=r"pip install '(pypdf|beautifulsoup4)"):
+        text_files.read([str(tmp_path / name)])
+
+
+# What was read in part.
+
+
+def noted(path):
+    """The text of a document, and the notices."""
+    lines = []
+    (document,) = text_files.read([str(path)], on_notice=lines.append)
+    return document.text, lines
+
+
+def revised_pdf(folder):
+    """A PDF of two pages that were appended to one of a single page, and where the first ended."""
+    first = write_pdf(folder / "first.pdf", ["First page."]).read_bytes()
+    writer = PdfWriter(io.BytesIO(first), incremental=True)
+    writer.append(write_pdf(folder / "other.pdf", ["Second page.", "Third page."]))
+    writer.write(folder / "revised.pdf")
+    return folder / "revised.pdf", len(first)
+
+
+def test_a_pdf_that_is_cut_off_is_refused_or_said_to_be(tmp_path):
+    """At every byte behind which pypdf finds an earlier revision; there the rest is silently gone.
+
+    Cut exactly where the earlier one ends, the file is that one.
+    """
+    path, first = revised_pdf(tmp_path)
+    whole, lines = noted(path)
+    assert (whole, lines) == ("First page.\n\nSecond page.\n\nThird page.", [])
+    data, outcomes = path.read_bytes(), set()
+    for kept_bytes in {*range(60, len(data) - 1, 41), *range(len(data) - 60, len(data) - 1)}:
+        if kept_bytes in (first - 1, first):
+            continue
+        path.write_bytes(data[:kept_bytes])
+        try:
+            text, lines = noted(path)
+        except DocumentError:
+            outcomes.add("refused")
+        else:
+            assert len(lines) == 1
+            assert lines[0].startswith(f"partly read: {path}: it does not end as a PDF does")
+            assert "\n" not in lines[0]
+            outcomes.add("whole" if text == whole else "less")
+    assert outcomes == {"refused", "less", "whole"}
+
+
+def damaged(change):
+    """A PDF of two pages with some of its bytes replaced."""
+
+    def make(folder):
+        path = write_pdf(folder / "notes.pdf", ["First page.", "Second page."])
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        assert path.read_bytes() != before
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        damaged(lambda data: data.replace(b"startxref\n", b"startxref\n1")),
+        damaged(lambda data: data.replace(b"0000000015", b"0000000016", 1)),
+        damaged(lambda data: data.removesuffix(b"F\n")),
+        damaged(lambda data: data[:9] + b"\n\n\n" + data[9:]),
+    ],
+    ids=["wrong start", "wrong offset", "cut off", "moved"],
+)
+def test_a_pdf_that_had_to_be_repaired_is_said_to_be(tmp_path, caplog, make):
+    path = make(tmp_path)
+    text, lines = noted(path)
+    assert text == "First page.\n\nSecond page."
+    (line,) = lines
+    assert line.startswith(f"partly read: {path}: ")
+    assert "as far as pypdf could repair it (" in line
+    assert caplog.text == "", "what pypdf says is said once"
+
+
+def test_pages_that_show_something_without_text_are_counted(tmp_path):
+    path = write_pdf(tmp_path / "notes.pdf", ["First page.", "", "Third page."])
+    assert noted(path) == (
+        "First page.\n\n\n\nThird page.",
+        [
+            f"partly read: {path}: 1 of 3 pages have images or drawings and no text; run it "
+            "through OCR, for instance ocrmypdf"
+        ],
+    )
+
+
+def test_empty_pages_lack_nothing(tmp_path):
+    writer = PdfWriter(write_pdf(tmp_path / "notes.pdf", ["First page."]))
+    writer.add_blank_page(width=300, height=300)
+    writer.write(tmp_path / "with-blank.pdf")
+    assert noted(tmp_path / "with-blank.pdf")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "whole"),
+    [
+        ("<html><body><p>Text</p></body></html>", True),
+        ("<!DOCTYPE html><HTML lang=en><p>Text</HTML >\n", True),
+        ("<!DOCTYPE html><title>T</title><p>Text", True),  # both ends of html may be left out
+        ("<html><body><p>Text</p><p>Mor", False),
+        ("<html lang='en'><body><p>Text</p><!-- a comment that never", False),
+        ("<HTML><p>Text<script>var x = 1;", False),
+    ],
+)
+def test_html_without_its_end_is_said_to_be(tmp_path, page, whole):
+    path = tmp_path / "page.html"
+    path.write_text(page)
+    text, lines = noted(path)
+    assert "Text" in text
+    assert [line.startswith(f"partly read: {path}: it begins with <html>") for line in lines] == (
+        [] if whole else [True]
+    )
+
+
+def test_every_notice_is_given_once_and_by_file(tmp_path, capsys, monkeypatch):
+    path, _ = revised_pdf(tmp_path)
+    path.write_bytes(path.read_bytes()[:-9])
+    (tmp_path / "old.txt").write_bytes("Zoë".encode("latin-1"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    found, lines = text_files.read_noting([str(path), str(tmp_path), str(path), "-"])
+    assert len(found) == 6
+    assert [line.partition(": it ")[0].partition(": exp")[0] for line in lines] == [
+        f"partly read: {path}",
+        f"skipped: {tmp_path / 'old.txt'}",
+        "partly read: standard input",
+    ]
+    assert capsys.readouterr().err.splitlines() == lines

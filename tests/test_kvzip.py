@@ -1,0 +1,113 @@
+"""KVzip: the scores are those of plain attention while the text is read again."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from snapkv import (
+    AdaKV,
+    CacheMismatchError,
+    CompressedCache,
+    InvalidArgumentError,
+    KVzip,
+    PromptTooLongError,
+    PyramidKV,
+    SnapKV,
+    UnsupportedModelError,
+)
+from snapkv.kvzip import read_context, read_twice
+from tests.families import random_ids, tiny_config, tiny_model
+from tests.oracle import masked_decode_logits, unwrapped
+
+TOKENS, BUDGET, WINDOW, CHUNK, SINKS = 70, 30, 4, 32, 4
+POLICY = KVzip(BUDGET, window_size=WINDOW, chunk_tokens=CHUNK)
+INSTRUCTION = (5, 6, 7)
+
+
+def plain_scores(model, ids):
+    """The highest attention per layer, out of transformers' own attention weights."""
+    reference, best = unwrapped(model, "eager"), None
+    for piece in ids.split(CHUNK, dim=1):
+        before = torch.tensor([INSTRUCTION]).expand(ids.shape[0], -1)
+        whole = torch.cat([ids, before, piece], dim=1)
+        with torch.no_grad():
+            weights = reference(
+                whole, past_key_values=DynamicCache(config=reference.config), output_attentions=True
+            ).attentions
+        found = [w[:, :, TOKENS:, :TOKENS].amax(dim=2) for w in weights]
+        best = found if best is None else list(map(torch.maximum, best, found))
+    return best
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "phi3"])
+def test_what_is_kept_received_most_attention_while_the_text_was_repeated(family):
+    model, ids = tiny_model(family, "eager"), random_ids(2, TOKENS)
+    cache = read_context(model, ids, POLICY, instruction_ids=INSTRUCTION)
+    assert cache.get_seq_length() == TOKENS
+    for index, scores in enumerate(plain_scores(model, ids)):
+        kept = cache.kept_positions(index)
+        assert kept.shape[-1] == BUDGET
+        heads = kept.shape[1]
+        assert (kept[..., :SINKS] == torch.arange(SINKS)).all()
+        grouped = scores.view(2, heads, -1, TOKENS).amax(dim=2)[..., : TOKENS - WINDOW]
+        least = grouped[..., SINKS:].topk(BUDGET - SINKS - WINDOW).values[..., -1:]
+        assert (grouped.gather(2, kept[..., SINKS:-WINDOW]) >= least - 1e-5).all()
+
+
+def test_the_cache_goes_on_as_any_compressed_one():
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
+    cache, later = read_context(model, ids, POLICY), random_ids(1, 4, 1)
+    with torch.no_grad():
+        got = model(later, past_key_values=cache).logits
+    expected = masked_decode_logits(model, cache, ids, later)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert cache.report().kept_tokens == BUDGET + 4
+
+
+def short_model(positions):
+    config = tiny_config("llama", max_position_embeddings=positions)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_pieces_are_as_short_as_the_positions_left():
+    torch.manual_seed(0)
+    model, ids, seen = short_model(TOKENS + 13), random_ids(1, TOKENS), []
+    hook = model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, inputs, named: seen.append(int(named["position_ids"].max())), with_kwargs=True
+    )
+    with hook:
+        cache = read_context(model, ids, POLICY, instruction_ids=INSTRUCTION)
+    assert max(seen) == TOKENS + 13 - 1
+    assert cache.report().kept_tokens == BUDGET
+
+
+def test_heads_may_keep_different_numbers():
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
+    cache = read_context(model, ids, AdaKV(POLICY))
+    assert cache.report().kept_tokens == BUDGET
+    counts = [(cache.kept_positions(i) >= 0).sum(-1).tolist() for i in range(4)]
+    assert any(len(set(row[0])) > 1 for row in counts)
+
+
+def test_a_budget_of_everything_keeps_everything():
+    cache = read_context(tiny_model("llama"), random_ids(1, TOKENS), KVzip(100, window_size=4))
+    assert cache.report().held_bytes == cache.report().full_bytes
+
+
+def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS)
+    for policy in (SnapKV(BUDGET, window_size=4), PyramidKV(BUDGET, window_size=4)):
+        with pytest.raises(InvalidArgumentError, match="policy: expected KVzip"):
+            read_context(model, ids, policy)
+    begun = CompressedCache(model, POLICY)
+    begun.layers[0].update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
+    with pytest.raises(CacheMismatchError, match="cache: expected an empty one where a text"):
+        read_twice(model, ids, begun)
+    with pytest.raises(PromptTooLongError, match="positions left to repeat the text at"):
+        read_context(short_model(TOKENS + 3), ids, POLICY, instruction_ids=INSTRUCTION)
+    with pytest.raises(UnsupportedModelError, match="model: expected full attention in every"):
+        read_context(tiny_model("gemma3_text"), ids, POLICY)
+    with pytest.raises(InvalidArgumentError, match="policy: expected one that chooses when"):
+        model(ids, past_key_values=CompressedCache(model, POLICY))
+    with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected at least 1"):
+        KVzip(chunk_tokens=0)
