@@ -1,9 +1,11 @@
 """How long functions are, and what the seam touches of a layer."""
 
 import ast
+import re
 from dataclasses import dataclass
 
 SEAM_FILES = ("attention.py", "attend.py")
+LAYER_CLASS = re.compile(r"(Compressed|Cache)Layer\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ def layer_members(source, files=SEAM_FILES):
     """The distinct members of a layer that the files of these names touch.
 
     A layer is what is called `layer`, alone or behind a dot, or is annotated with a class whose
-    name ends in `CacheLayer` or `CompressedLayer`; also what such a thing is assigned to.
+    name ends in `CompressedLayer` or `CacheLayer`; also what such a thing is assigned to.
     """
     members = set()
     for module in source.modules.values():
@@ -55,7 +57,9 @@ def _members(tree):
     names = {"layer"} | {
         node.arg
         for node in ast.walk(tree)
-        if isinstance(node, ast.arg) and node.annotation and _is_layer_class(node.annotation)
+        if isinstance(node, ast.arg)
+        and node.annotation
+        and LAYER_CLASS.search(ast.unparse(node.annotation))
     }
     members = set()
     for _ in range(2):  # a second time with the names that the first has found
@@ -82,12 +86,3 @@ def _is_layer(node, names):
         case ast.Attribute(attr="layer"):
             return True
     return False
-
-
-def _is_layer_class(annotation):
-    return any(
-        name.endswith(("CompressedLayer", "CacheLayer"))
-        for part in ast.walk(annotation)
-        for name in [getattr(part, "id", getattr(part, "attr", getattr(part, "value", "")))]
-        if isinstance(name, str)
-    )
