@@ -54,10 +54,11 @@ test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV among the caches 
 test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
 
-check: $(INSTALLED) ## Lint, formatting and types
+check: $(INSTALLED) ## Lint, formatting, types and the numbers of the structure
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m tests.structure
 
 format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix

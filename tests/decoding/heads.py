@@ -3,7 +3,7 @@
 import torch
 
 from snapkv.decoding import MedusaHeads
-from snapkv.decoding.tree import TOP_K
+from snapkv.decoding.tree import HEAD_RANKS
 from tests.families import VOCABULARY
 
 
@@ -26,7 +26,7 @@ class KnowingHeads(MedusaHeads):
         return heads
 
     def guesses(self, hidden):
-        shape = (self.num_heads, TOP_K)
+        shape = (self.num_heads, HEAD_RANKS)
         guesses = torch.randint(3, VOCABULARY, shape, generator=self._generator)
         ranks = torch.randint(0, 3, (self.num_heads,), generator=self._generator)
         seen = self._cache.get_seq_length()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from snapkv import InvalidArgumentError
 from snapkv.decoding import CandidateTree
-from snapkv.decoding.tree import NO_NODE, TOP_K
+from snapkv.decoding.tree import HEAD_RANKS, NO_NODE
 
 
 def test_worked_example():
@@ -40,7 +40,7 @@ def test_a_tree_deeper_than_the_heads_is_pruned():
     pruned = deep.pruned(3)
     assert pruned.depth == 3
     assert set(pruned.choices) == {path for path in deep.choices if len(path) <= 3}
-    assert int(pruned.picks.max()) < 1 + 3 * TOP_K
+    assert int(pruned.picks.max()) < 1 + 3 * HEAD_RANKS
 
 
 def test_likeliest_takes_the_best_products():
@@ -65,7 +65,9 @@ def test_what_is_no_tree_is_refused(choices, fault):
 
 
 @given(
-    st.lists(st.lists(st.floats(0.01, 0.9), min_size=1, max_size=TOP_K), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.floats(0.01, 0.9), min_size=1, max_size=HEAD_RANKS), min_size=1, max_size=4
+    ),
     st.integers(1, 40),
 )
 def test_every_path_leads_from_the_root_to_a_leaf(accuracies, nodes):

@@ -212,7 +212,7 @@ def test_layer_budgets_rise_and_keep_their_mean():
         budgets = layer_budgets(101, gamma, 7)
         assert sum(budgets) == 707
         assert list(budgets) == sorted(budgets)
-        assert budgets[0] >= Scissorhands(101, gamma=gamma).room_tokens
+        assert budgets[0] >= Scissorhands(101, gamma=gamma).max_decode_tokens
 
 
 def test_the_default_drop_is_half_a_layers_budget_as_far_as_the_recent_allow():

@@ -1,11 +1,9 @@
 """`snapkv eval TASK`: the paper's experiments, every method in one run."""
 
 import json as json_format
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -13,7 +11,7 @@ import typer
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.lm_eval import lm_eval
 from snapkv.cli.options import SweepOptions, with_options
-from snapkv.cli.outputs import RESULTS, Output, WritingOptions
+from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.lab.evaluate.sample import Setting, Template
 from snapkv.lab.evaluate.tasks import TASKS
 from snapkv.validation import require_at_least
@@ -134,14 +132,6 @@ def _evaluate(task: "Task", options: EvalOptions) -> None:
             typer.echo(f"figure: {path}", err=True)
     if options.report is not None:
         typer.echo(f"page: {page.write_report(results, options.report)}", err=True)
-
-
-def results_folder(output: str | None, kind: str, model: str, fingerprint: str) -> Path:
-    """Where results go: where the user says, or a folder for what was run and how."""
-    if output is not None:
-        return Path(output)
-    name = re.sub(r"[^\w.-]+", "-", model).strip("-")
-    return Path("snapkv-results") / f"{kind}-{name}-{fingerprint}"
 
 
 def _show(results: "Results", options: EvalOptions) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from snapkv.cli.options import SweepOptions, with_options
-from snapkv.cli.outputs import RESULTS
+from snapkv.cli.outputs import RESULTS, results_folder
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
 from snapkv.validation import require_at_least
 
@@ -63,7 +63,6 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     _require(tasks, options)
     from rich.console import Console  # torch and the model come with what follows
 
-    from snapkv.cli.evaluate import results_folder  # where this command is offered
     from snapkv.cli.grid import show
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress

@@ -7,6 +7,7 @@ called, before anything takes time.
 import contextlib
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -98,6 +99,14 @@ class WritingOptions:
         bool,
         typer.Option("--force", help="Replace files that are there", rich_help_panel="Output"),
     ] = False
+
+
+def results_folder(output: str | None, kind: str, model: str, fingerprint: str) -> Path:
+    """Where results go: where the user says, or a folder for what was run and how."""
+    if output is not None:
+        return Path(output)
+    name = re.sub(r"[^\w.-]+", "-", model).strip("-")
+    return Path("snapkv-results") / f"{kind}-{name}-{fingerprint}"
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from snapkv.cli.evaluate import results_folder
 from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.options import ModelOptions, with_options
-from snapkv.cli.outputs import RESULTS, Output, WritingOptions
+from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.lab.study import STUDIES
 from snapkv.lab.study.base import ReadingStudy
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from snapkv.decoding.hidden import output_projection
-from snapkv.decoding.tree import TOP_K
+from snapkv.decoding.tree import HEAD_RANKS
 
 ACCURACIES = (
     (0.42, 0.13, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01),
@@ -86,6 +86,6 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def guesses(self, hidden: Tensor) -> Tensor:
-        """(heads, `TOP_K`) int64: the likeliest tokens of every head behind a state (d,)."""
-        best: Tensor = self(hidden).topk(TOP_K, dim=-1).indices
+        """(heads, `HEAD_RANKS`) int64: the likeliest tokens of every head behind a state (d,)."""
+        best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best

@@ -1,4 +1,4 @@
-"""The loop that all drafting shares: propose, verify, accept, roll back.
+"""The speculative loop that all drafting shares: propose, verify, accept, roll back.
 
 It runs inside transformers' `generate`, as its `custom_generate`, so prompts, limits, stopping,
 logits processors and streaming are those of `generate`. What is drafted, and by whom it is

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError
 
-TOP_K = 10
+HEAD_RANKS = 10
 """How many tokens of each head a tree can try."""
 
 NO_NODE = -1
@@ -49,12 +49,12 @@ class CandidateTree:
                 fault = fault or "it twice"
             elif path[:-1] not in known:
                 fault = f"no path {path[:-1]} above it"
-            elif not 0 <= path[-1] < TOP_K:
-                fault = f"a rank that is not 0 to {TOP_K - 1}"
+            elif not 0 <= path[-1] < HEAD_RANKS:
+                fault = f"a rank that is not 0 to {HEAD_RANKS - 1}"
             if fault:
                 raise InvalidArgumentError(
                     f"choices: expected every path once, below its parent, of ranks from 0 to "
-                    f"{TOP_K - 1}, got {path} with {fault}; correct it"
+                    f"{HEAD_RANKS - 1}, got {path} with {fault}; correct it"
                 )
             known.add(path)
         object.__setattr__(self, "choices", tuple(paths))
@@ -74,14 +74,14 @@ class CandidateTree:
         """
         chosen: list[Path] = []
         waiting: list[tuple[float, Path]] = [
-            (-share, (rank,)) for rank, share in enumerate(accuracies[0][:TOP_K])
+            (-share, (rank,)) for rank, share in enumerate(accuracies[0][:HEAD_RANKS])
         ]
         heapq.heapify(waiting)
         while waiting and len(chosen) < nodes:
             negative, path = heapq.heappop(waiting)
             chosen.append(path)
             if len(path) < len(accuracies):
-                for rank, share in enumerate(accuracies[len(path)][:TOP_K]):
+                for rank, share in enumerate(accuracies[len(path)][:HEAD_RANKS]):
                     heapq.heappush(waiting, (negative * share, (*path, rank)))
         return cls(tuple(chosen))
 
@@ -115,8 +115,10 @@ class CandidateTree:
 
     @functools.cached_property
     def picks(self) -> Tensor:
-        """(1 + N,) int64: places in [root, the `TOP_K` of head 1, the `TOP_K` of head 2, ...]."""
-        return torch.tensor([0, *(path[-1] + TOP_K * (len(path) - 1) + 1 for path in self.choices)])
+        """(1 + N,) int64: places in [root, `HEAD_RANKS` of head 1, as many of head 2, ...]."""
+        return torch.tensor(
+            [0, *(path[-1] + HEAD_RANKS * (len(path) - 1) + 1 for path in self.choices)]
+        )
 
     @functools.cached_property
     def paths(self) -> Tensor:

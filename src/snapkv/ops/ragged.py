@@ -1,4 +1,4 @@
-"""Attention to heads that hold different numbers of tokens: which implementation runs."""
+"""Attention to heads that hold different numbers of tokens (varlen): what runs where."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -36,15 +36,15 @@ def ragged_attention(
     own_visible: Tensor | None = None,
     impl: RaggedImplementation = "auto",
 ) -> Tensor:
-    """Attention of the last Q tokens to what their head keeps and to the common tail.
+    """Varlen attention of the last Q tokens: to what their head keeps and to the common tail.
 
     Args:
         queries: (B, Hq, Q, D).
         keys: (N, D), what the heads keep, all of it in the past; rows first, then heads.
         values: (N, Dv).
         layout: how many of the N belong to each row's each head.
-        tail_keys: (B, H, S, D), of the tokens behind; the last Q are the queries' own, each of
-            which sees itself and what came before.
+        tail_keys: (B, H, S, D), the append buffer: the tokens behind; the last Q are the queries'
+            own, each of which sees itself and what came before.
         tail_values: (B, H, S, Dv).
         scaling: factor on the scores.
         softcap: cap on the scaled scores, or None.

@@ -1,4 +1,4 @@
-"""Where the tokens of each head stand in states that lie one head behind the other."""
+"""Where the tokens of each head stand in ragged (varlen) states, one head behind the other."""
 
 import functools
 from dataclasses import dataclass

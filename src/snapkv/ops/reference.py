@@ -327,7 +327,7 @@ def keep_best(
     *,
     first_tokens: int = 0,
 ) -> Tensor:
-    """The best positions of every head, ascending; of equal scores the lower position wins.
+    """Top-k of every head, ascending: a pad never wins, of equal scores the lower position does.
 
     Every head returns as many entries as the one that keeps most. A head that keeps fewer begins
     with -1, so that what must be hidden later is always a leading run.

@@ -1,4 +1,4 @@
-"""What to keep: one file per method."""
+"""What to keep: one file per method; a new policy is a file here and a name in this list."""
 
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy

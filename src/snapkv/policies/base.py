@@ -103,7 +103,7 @@ class EvictingPolicy(Policy):
 
     @property
     @abstractmethod
-    def room_tokens(self) -> int | None:
+    def max_decode_tokens(self) -> int | None:
         """Tokens that every layer may hold while generating; None where heads hold their own."""
 
     @property
@@ -124,13 +124,13 @@ class EvictingPolicy(Policy):
 
     @abstractmethod
     def evict(self, step: DecodeStep) -> Eviction:
-        """Choose the slots to keep after tokens behind the prompt were attended to and stored."""
+        """Choose the KV cache slots to keep after a step of decoding was attended to and stored."""
 
 
 def keep_best_and_recent(
     scores: Tensor, best_tokens: int | Tensor, recent_tokens: int, filler_tokens: Tensor | None
 ) -> Tensor:
-    """The best of the older slots and all of the most recent ones; fillers go first.
+    """Top-k of the older slots and all of the most recent ones; fillers go first.
 
     Args:
         scores: (B, H, S) float32 over all slots; those of the recent ones are not looked at.
@@ -195,7 +195,7 @@ class PrefixPolicy(Policy):
 
     @property
     def sink_tokens(self) -> int:
-        """First tokens of every row that each head keeps, whatever their scores.
+        """Attention sinks: first tokens of every row that each head keeps, whatever their scores.
 
         They count towards the budget; where it has less room beside the window, the first of them
         are kept. None here: methods that have some declare a parameter of this name.

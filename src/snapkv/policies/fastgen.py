@@ -101,7 +101,7 @@ class FastGen(EvictingPolicy):
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
 
     @property
-    def room_tokens(self) -> int | None:
+    def max_decode_tokens(self) -> int | None:
         """None: heads keep different numbers of tokens."""
         return None
 

@@ -50,7 +50,7 @@ class H2O(EvictingPolicy):
         return ALL_QUERIES
 
     @property
-    def room_tokens(self) -> int:
+    def max_decode_tokens(self) -> int:
         """The budget."""
         assert self.budget is not None
         return self.budget

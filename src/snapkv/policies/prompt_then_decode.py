@@ -54,7 +54,7 @@ class PromptThenDecode(EvictingPolicy):
                 f"decode: expected a method that leaves positions as they are, since what the "
                 f"prompt's method keeps has gaps, got {self.decode!r}; pass positions='original'"
             )
-        most, room = self.prompt.most_tokens, self.decode.room_tokens
+        most, room = self.prompt.most_tokens, self.decode.max_decode_tokens
         if room is None:
             raise InvalidArgumentError(
                 f"decode: expected a method with a budget that is the same for all heads, got "
@@ -85,9 +85,9 @@ class PromptThenDecode(EvictingPolicy):
         return self.prompt.needs | self.decode.needs
 
     @property
-    def room_tokens(self) -> int | None:
+    def max_decode_tokens(self) -> int | None:
         """What `decode` allows."""
-        return self.decode.room_tokens
+        return self.decode.max_decode_tokens
 
     @property
     def history_tokens(self) -> int:

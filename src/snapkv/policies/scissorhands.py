@@ -78,12 +78,12 @@ class Scissorhands(EvictingPolicy):
                 f"budget: expected room for {parts}, got {self.budget}; a budget of at least "
                 f"{least} would do"
             )
-        if self.room_tokens < least:
+        if self.max_decode_tokens < least:
             most = math.floor((1 - least / self.budget) * 1000) / 1000
             raise InvalidArgumentError(
                 f"gamma: expected room in the lowest layer for {parts}, got gamma={self.gamma}, "
-                f"which leaves it {self.room_tokens} of budget={self.budget}; gamma up to {most}, "
-                f"or a budget of at least {math.ceil(least / (1 - self.gamma))}, would do"
+                f"which leaves it {self.max_decode_tokens} of budget={self.budget}; gamma up to "
+                f"{most}, or a budget of at least {math.ceil(least / (1 - self.gamma))}, would do"
             )
 
     @property
@@ -97,7 +97,7 @@ class Scissorhands(EvictingPolicy):
         return self.history
 
     @property
-    def room_tokens(self) -> int:
+    def max_decode_tokens(self) -> int:
         """The budget of the lowest layer."""
         return math.floor(self.budget * (1 - self.gamma) + 1e-9)
 

@@ -1,4 +1,4 @@
-"""SnapKV (Li et al., NeurIPS 2024): the end of the prompt votes on what came before it."""
+"""SnapKV (Li et al., NeurIPS 2024): an observation window votes on the prompt before it."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal

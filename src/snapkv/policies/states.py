@@ -164,7 +164,7 @@ class DecodeStep(LayerStates):
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """What a step of decoding leaves in a layer.
+    """Which KV cache slots a step of decoding leaves in a layer.
 
     Attributes:
         keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None

@@ -63,7 +63,7 @@ class StreamingLLM(EvictingPolicy):
         return self.start if self.positions == "cache" else 0
 
     @property
-    def room_tokens(self) -> int:
+    def max_decode_tokens(self) -> int:
         """The budget."""
         assert self.budget is not None
         return self.budget

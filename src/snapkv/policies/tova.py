@@ -38,7 +38,7 @@ class TOVA(EvictingPolicy):
         return 1
 
     @property
-    def room_tokens(self) -> int:
+    def max_decode_tokens(self) -> int:
         """The budget."""
         return self.budget
 

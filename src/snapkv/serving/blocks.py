@@ -1,4 +1,4 @@
-"""Blocks of compressed requests: vLLM's manager for full attention, with fewer tokens to hold."""
+"""Frees blocks of compressed requests: vLLM's manager for full attention, with fewer tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class CompressedManager(FullAttentionManager):
     def compress(
         self, request_id: str, *, prompt_tokens: int, kept_tokens: int
     ) -> Compressed | None:
-        """Let go of the blocks that the kept tokens of a prompt do not need.
+        """Free the blocks that the kept tokens of a prompt do not need.
 
         Without prefix caching the kept tokens move to the front of the request's own blocks. With
         it those blocks may be shared and can be found by their content, so they are released as

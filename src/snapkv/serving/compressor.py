@@ -16,7 +16,7 @@ from snapkv.serving.orders import Order, slots
 
 @dataclass
 class QueryRecorder:
-    """Puts the queries that will vote aside while the model runs, chunk by chunk.
+    """Captures the queries that will vote while vLLM's model runs, chunk by chunk.
 
     Attributes:
         wanted: per request, which rows of the batch of this step.
@@ -27,7 +27,7 @@ class QueryRecorder:
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def listen(self, name: str, layer: Any) -> None:
-        """Look at the queries of one of vLLM's attention layers from now on."""
+        """Capture queries of one of vLLM's attention layers from now on."""
         forward = layer.impl.forward
 
         def forward_and_record(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:

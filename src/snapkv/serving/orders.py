@@ -90,7 +90,7 @@ def reusable_tokens(
 
 
 def slots(blocks: Sequence[int], tokens: int, block_tokens: int) -> list[int]:
-    """The slots of the first tokens that lie in these blocks."""
+    """The KV cache slots of the first tokens that lie in these blocks."""
     return [
         blocks[token // block_tokens] * block_tokens + token % block_tokens
         for token in range(tokens)

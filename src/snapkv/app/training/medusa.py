@@ -22,7 +22,7 @@ from snapkv.app.training.answers import AnswerWriter, Exchange, Progress
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.heads_files import save_heads, write_tensors
 from snapkv.decoding.hidden import last_states, output_projection
-from snapkv.decoding.tree import TOP_K
+from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError
 from snapkv.writing import naming, replace_file
 
@@ -237,13 +237,13 @@ def _place(key: str, parameter: Tensor) -> torch.device:
 def measure(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
-    """For each head, how often its choice of each rank up to `TOP_K` is right."""
-    hits = torch.zeros(heads.num_heads, TOP_K, device=heads.weights.device)
+    """For each head, how often its choice of each rank up to `HEAD_RANKS` is right."""
+    hits = torch.zeros(heads.num_heads, HEAD_RANKS, device=heads.weights.device)
     counted = torch.zeros(heads.num_heads, 1, device=heads.weights.device)
     for number, place in enumerate(places):
         progress("measuring", number, len(places))
         hidden, labels = states.pairs([place], heads.num_heads)
-        best = heads(hidden).topk(TOP_K, dim=-1).indices
+        best = heads(hidden).topk(HEAD_RANKS, dim=-1).indices
         hits += (best == labels[..., None]).sum(dim=0)
         counted += (labels >= 0).sum(dim=0)[:, None]
     shares = (hits / counted.clamp(min=1)).tolist()

@@ -27,7 +27,7 @@ class Layout(Protocol):
         """
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put (1, Hkv, K, D) keys and values into these slots, the same for all heads."""
+        """Put (1, Hkv, K, D) keys and values into KV cache slots, the same for all heads."""
 
 
 def layout_of(layer: Any) -> Layout:
