@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from snapkv.cache.keeping import keep_tokens
 from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks.reading import read_prompt
 from benchmarks.records import Row
-from snapkv.cache.keeping import keep_tokens
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.policies import Policy, PromptLayer
 

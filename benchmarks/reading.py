@@ -2,8 +2,8 @@
 
 Reading takes almost all the time, and every method starts from the same full cache. So a policy
 that keeps everything records what policies are shown at the end of the prompt, and each method is
-then asked as `snapkv.attention` would ask it. `tests/quality` checks that the result equals a real
-compressed prefill bit for bit.
+then asked as `snapkv.hf.attention` would ask it. `tests/quality` checks that the result equals a
+real compressed prefill bit for bit.
 """
 
 from dataclasses import dataclass, field, replace

@@ -16,7 +16,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.cache.growing import ROOM_TOKENS
+from snapkv.storage.append_buffer import ROOM_TOKENS
 from tests.families import VOCABULARY, random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 

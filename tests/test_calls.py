@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from snapkv.cache.candidates import Candidates
-from snapkv.calls import FEW_QUERIES, AttentionCall
+from snapkv.hf.attend import FEW_QUERIES, AttentionCall
+from snapkv.hf.candidates import Candidates
 
 B, HKV, G, S, D = 2, 2, 3, 90, 8
 PAST = torch.ones(S, S, dtype=torch.bool).tril()

@@ -5,7 +5,7 @@ import json
 import pytest
 from benchmarks import gpu
 
-from snapkv.cache.growing import ROOM_TOKENS
+from snapkv.storage.append_buffer import ROOM_TOKENS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
 

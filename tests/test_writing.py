@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from snapkv import writing
+from snapkv.cache.saving.writing import append_line, open_for_lines, replace_file, replacing
 from snapkv.errors import OutputError
-from snapkv.writing import append_line, open_for_lines, replace_file, replacing
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

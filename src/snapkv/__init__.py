@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from snapkv.cache import CacheReport, CompressedCache
+    from snapkv.cache.report import CacheReport
     from snapkv.document import Document
     from snapkv.errors import (
         CacheFileError,
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         SnapKVError,
         UnsupportedModelError,
     )
-    from snapkv.installation import install, uninstall
+    from snapkv.hf.cache import CompressedCache
+    from snapkv.hf.install import install, uninstall
     from snapkv.policies import (
         H2O,
         TOVA,
@@ -76,8 +77,9 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "snapkv.cache": ("CacheReport", "CompressedCache"),
-    "snapkv.installation": ("install", "uninstall"),
+    "snapkv.cache.report": ("CacheReport",),
+    "snapkv.hf.cache": ("CompressedCache",),
+    "snapkv.hf.install": ("install", "uninstall"),
     "snapkv.policies": (
         "AdaKV",
         "CriticalKV",

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache import CompressedCache, CompressedLayer
+from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.validation import require_int
@@ -117,7 +118,7 @@ class Document:
         and as much of it as the window reaches back, since only its own queries tell what to keep.
         """
         cache = copy.deepcopy(self._cache)
-        cache.prompt_end = None
+        cache.reading.prompt_end = None
         hybrid = len(cache.compressed_layers) < len(cache.layers)
         if hybrid and bool(pads.any()):
             raise InvalidArgumentError(

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv import ops
-from snapkv.cache import CompressedCache
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
     PromptTooLongError,
     UnsupportedModelError,
 )
+from snapkv.hf.cache import CompressedCache
 from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer
 
@@ -115,7 +115,7 @@ def repeat_context(
         for layer in cache.layers:
             layer.crop(-repeated.shape[1])
     _observe(cache, [None] * len(cache.layers))
-    cache.prompt_end = tokens
+    cache.reading.prompt_end = tokens
     return [observer.prompt() for observer in observers]
 
 

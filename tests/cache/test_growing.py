@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.cache.growing import ROOM_TOKENS, Growing
 from snapkv.lab.inspect.leave_out import _branch
+from snapkv.storage.append_buffer import ROOM_TOKENS, Growing
 from tests.families import random_ids, tiny_model
 
 B, H, D = 2, 3, 4

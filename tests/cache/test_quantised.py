@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapkv import H2O, AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV
-from snapkv.cache.codes import quantise
+from snapkv.storage.codes import quantise
 from tests.families import CASES, random_ids, tiny_model
 
 PROMPT, BUDGET = 90, 40

@@ -33,7 +33,7 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.cache.files import read_sealed, write_sealed
+from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.kvzip import read_twice
 from tests.cache.saver import filled
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
@@ -373,7 +373,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")
     before = (tmp_path / "one").read_bytes()
-    monkeypatch.setattr("snapkv.cache.files._seal", _full_disk)
+    monkeypatch.setattr("snapkv.cache.saving.files._seal", _full_disk)
     with pytest.raises(CacheFileError, match="No space left"):
         filled(model, 70).save(tmp_path / "one")
     assert (tmp_path / "one").read_bytes() == before

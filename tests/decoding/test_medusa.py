@@ -17,9 +17,9 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.cache.candidates import current_candidates
 from snapkv.decoding import CandidateTree, Medusa
-from snapkv.masks import tree_mask
+from snapkv.hf.candidates import current_candidates
+from snapkv.hf.masks import tree_mask
 from tests.decoding.heads import KnowingHeads, random_heads
 from tests.families import CASES, SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from snapkv import CacheMismatchError, CompressedCache, SnapKV, attention
 from snapkv.errors import SnapKVError, UnsupportedModelError
-from snapkv.faithfulness import doubt_scores, require_faithful
+from snapkv.hf.fidelity import doubt_scores, require_faithful
 from snapkv.policies import PromptLayer
 from tests.families import random_ids, tiny_model
 

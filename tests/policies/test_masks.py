@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from snapkv.errors import SnapKVError, UnsupportedModelError
-from snapkv.masks import leading_pads, prompt_mask, stored_mask
+from snapkv.hf.masks import leading_pads, prompt_mask, stored_mask
 
 T, WINDOW = 7, 3
 PADS = [2, 0, 5]

@@ -15,8 +15,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import AttentionInterface
 
 from snapkv import CompressedCache, UnsupportedModelError
+from snapkv.hf.model_parts import rotations_of
 from snapkv.policies import StreamingLLM
-from snapkv.rotary import rotations_of
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 from tests.oracle import unwrapped
 

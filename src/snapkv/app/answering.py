@@ -17,8 +17,9 @@ from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.cache import CacheReport, CompressedCache
+from snapkv.cache.report import CacheReport
 from snapkv.errors import PromptTooLongError
+from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import INSTRUCTION, read_twice, require_one_reading
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import Policy

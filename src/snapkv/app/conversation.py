@@ -10,8 +10,10 @@ from snapkv.app.answering import Answer, TextSink, answer_ids, ends_answer, requ
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import next_turn, question_prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.cache import CacheReport, CompressedCache, Turns
+from snapkv.cache.report import CacheReport
+from snapkv.cache.turns import Turns
 from snapkv.errors import CacheFileError, InvalidArgumentError
+from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 

@@ -20,7 +20,6 @@ from snapkv.app.checkpoint import load_complete
 from snapkv.app.conversion import convert_once
 from snapkv.app.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
 from snapkv.app.text_files import link_fault
-from snapkv.cache import CompressedCache
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -28,6 +27,7 @@ from snapkv.errors import (
     SnapKVError,
     UnsupportedModelError,
 )
+from snapkv.hf.cache import CompressedCache
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache

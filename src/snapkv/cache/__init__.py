@@ -1,1 +1,1 @@
-"""The bookkeeping of a compressed cache: layers, slots, notes, what is read and saved; no attention."""
+"""The bookkeeping of a compressed cache: layers, slots, notes, reading, files; no attention."""

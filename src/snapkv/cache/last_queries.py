@@ -1,4 +1,4 @@
-"""The last queries that a layer holds: the observation window may begin before the pass that ends it."""
+"""The last queries that a layer holds: the observation window may begin before its last pass."""
 
 from dataclasses import replace
 

@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from snapkv.cache.identity import LayerIdentity, TurnRule
 from snapkv.cache.notes import DecodeNotes
 from snapkv.cache.sinks import move_sinks
 from snapkv.cache.slots import SlotMap, columns_of, pads_first
@@ -17,52 +18,19 @@ from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selec
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage
-from snapkv.storage.dense import Dynamic
+from snapkv.storage.dense import DenseStore, Dynamic
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
-
-Rotation = Callable[[Tensor, Tensor], Tensor]
-"""Turns (B, H, N, D) states on by (B, N) positions, float32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerIdentity:
-    """Which layer of the model it is, and the parts of that layer that the policy needs.
-
-    Attributes:
-        layer_idx: index of the layer in the model.
-        depth: how many compressed layers come before it.
-        num_layers: how many compressed layers the model has.
-        rotation: turns keys on by positions; None where the policy does not need it.
-        output_projection: the module behind attention; None where the policy does not need it.
-    """
-
-    layer_idx: int
-    depth: int = 0
-    num_layers: int = 1
-    rotation: Rotation | None = None
-    output_projection: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnRule:
-    """Every later prompt brings the layer back to its budget.
-
-    Attributes:
-        refresh_every: choose again after as many tokens behind the prompt; None for never.
-    """
-
-    refresh_every: int | None = None
 
 
 class CompressedLayer(DynamicLayer):
     """Keys and values of the tokens that were kept, in ascending order of position.
 
     The layer reports every token it has seen and stores only some, the contract of transformers'
-    own sliding layers, so positions and masks stay true. It is made of parts: a store holds keys and
-    values, a map says which token stands in which slot, notes hold what else is known of them, and
-    what was dropped may be offloaded. Which tokens to keep is the policy's business, when to ask it
-    is `snapkv.hf.attention`'s.
+    own sliding layers, so positions and masks stay true. It is made of parts: a store holds keys
+    and values, a map says which token stands in which slot, notes hold what else is known of them,
+    and what was dropped may be offloaded. Which tokens to keep is the policy's business, when to
+    ask it is `snapkv.hf.attention`'s.
 
     Attributes:
         policy: what to keep.
@@ -95,27 +63,27 @@ class CompressedLayer(DynamicLayer):
     # What transformers asks of a layer.
 
     @property
-    def keys(self) -> Any:  # type: ignore[override] # its attribute, which only a store assigns here
+    def keys(self) -> Any:
         """(B, H, S, D), what attention is handed; None while empty."""
         return self.store.keys
 
     @property
-    def values(self) -> Any:  # type: ignore[override] # the same
+    def values(self) -> Any:
         """(B, H, S, Dv), what attention is handed; None while empty."""
         return self.store.values
 
     @property
-    def is_initialized(self) -> bool:  # type: ignore[override] # the same
+    def is_initialized(self) -> bool:
         """Whether any token was ever appended."""
         return self.store.is_filled
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override] # a constant of its class there
+    def is_compileable(self) -> bool:
         """Whether transformers may compile the decoding step."""
         return self.storage.is_compileable
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override] # the same
+    def is_croppable(self) -> bool:
         """Whether the last tokens can be taken back without a trace."""
         return not isinstance(self.policy, EvictingPolicy)
 
@@ -232,7 +200,7 @@ class CompressedLayer(DynamicLayer):
     def __copy__(self) -> "CompressedLayer":
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
         copied = type(self)(self.policy, self.identity, self.storage)
-        vars(copied).update(vars(self))
+        copied.__dict__.update(self.__dict__)
         copied.offloaded = copy.copy(self.offloaded)
         copied.store = copy.copy(self.store)
         if self.storage.is_compileable:
@@ -448,7 +416,8 @@ class CompressedLayer(DynamicLayer):
         if not self.store.hands_over:
             self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by
         keys, values = self.offloaded.with_tail(*tail)
-        self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
+        whole = {"keys": keys, "values": values, "num_kv_heads": self.store.num_kv_heads}
+        self.store = self.storage.restored(DenseStore.kind, whole)
         self.slots = self.slots.whole()
 
 

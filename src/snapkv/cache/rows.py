@@ -27,7 +27,7 @@ def per_row(
 
 @dataclass(frozen=True, kw_only=True)
 class RowRecord:
-    """An immutable record; fields made by `per_row` follow the rows, the others stay as they are."""
+    """An immutable record; fields made by `per_row` follow the rows, the others stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The rows in another order."""

@@ -6,7 +6,7 @@ pads of its row out.
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -200,7 +200,7 @@ class SlotMap(RowRecord):
             return self
         return replace(self, gaps=self._gaps_of(seen_tokens) if gaps is None else gaps)
 
-    def chosen(self, kept: Tensor, seen_tokens: int, **changes: object) -> Self:
+    def chosen(self, kept: Tensor, seen_tokens: int, **changes: Any) -> Self:
         """Of all tokens seen by then the slots hold what was kept, and those that come behind."""
         return replace(self, kept=kept.to(torch.int32), start=seen_tokens, **changes)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from snapkv.cache.layer import CompressedLayer, TurnRule
+from snapkv.cache.identity import TurnRule
+from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.base import ALL_QUERIES

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from snapkv.cache.saving.writing import append_line, open_for_lines
 from snapkv.cli import interrupts
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import Output, RowsFile, WritingOptions
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_at_least, require_each_at_least, require_int
-from snapkv.writing import append_line, open_for_lines
 
 _MOST_GB = 10**9
 _compare, _work, _output = "What to compare", "Work", "Output"

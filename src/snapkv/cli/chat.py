@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapkv.app import text_files
+from snapkv.cache.saving.writing import replacing
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
 from snapkv.validation import nearest
-from snapkv.writing import replacing
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation

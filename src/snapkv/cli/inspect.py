@@ -67,12 +67,12 @@ def inspect(
 
     from snapkv import __version__
     from snapkv.app.prompts import question_prompt
+    from snapkv.cache.saving.writing import replace_file
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.session import write
     from snapkv.cli.sweep import methods
     from snapkv.lab.inspect import as_page, inspect_prompt
-    from snapkv.writing import replace_file
 
     beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
     policies = [(policy.name, policy), *[(method.label, method.policy) for method in beside]]

@@ -17,8 +17,8 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from snapkv.cache.saving.writing import is_stream
 from snapkv.errors import InvalidArgumentError
-from snapkv.writing import is_stream
 
 
 @dataclass(frozen=True, kw_only=True)

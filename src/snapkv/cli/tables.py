@@ -6,7 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from snapkv.app.answering import Answer
-from snapkv.cache import CacheReport
+from snapkv.cache.report import CacheReport
 from snapkv.cli.grid import Grid
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.report.score_tables import method_table

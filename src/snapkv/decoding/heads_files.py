@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from snapkv.cache.saving.writing import replace_file, replacing
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.hidden import output_projection
 from snapkv.errors import InvalidArgumentError
-from snapkv.writing import replace_file, replacing
 
 FILE = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"

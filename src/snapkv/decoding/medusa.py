@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache import keep_path, verifying
 from snapkv.decoding.acceptance import DELTA, EPSILON, accept_greedily, accept_typically
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.hidden import LastStates, last_states
@@ -24,7 +23,9 @@ from snapkv.decoding.speculation import (
     begin_verifying,
 )
 from snapkv.decoding.tree import CandidateTree
+from snapkv.decoding.tree_cache import keep_path
 from snapkv.errors import InvalidTypeError
+from snapkv.hf.candidates import verifying
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
 """Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
@@ -114,7 +115,7 @@ class _Candidates(Drafting):
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        self.request.cache.require_room(
+        self.request.cache.reading.require_room(
             self.request.limit - self.request.ids.shape[1] + len(self._medusa.tree.choices)
         )
         logits = self.request.read_prompt(self.request.cache)

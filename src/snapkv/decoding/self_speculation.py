@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from snapkv.cache import CompressedCache, CompressedLayer
+from snapkv.cache.layer import CompressedLayer
 from snapkv.decoding.acceptance import accept_sampled
 from snapkv.decoding.speculation import (
     Drafting,
@@ -22,6 +22,7 @@ from snapkv.decoding.speculation import (
     begin_verifying,
 )
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
+from snapkv.hf.cache import CompressedCache
 from snapkv.validation import require_int
 
 
@@ -99,7 +100,7 @@ class _Drafts(Drafting):
                 "cache.reset()"
             )
         self._require_small_steps()
-        cache.require_room(
+        cache.reading.require_room(
             self.request.limit - self.request.ids.shape[1] + self._owner.draft_tokens
         )
         logits = self.request.read_prompt(_Beside(cache, self._full))

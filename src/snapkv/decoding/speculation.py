@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
 from transformers.cache_utils import Cache
 
-from snapkv.cache import CompressedCache
 from snapkv.decoding.few_rows import fast_few_rows
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from snapkv.cache.layer import CompressedLayer, LayerIdentity
+from snapkv.cache.identity import LayerIdentity
+from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.policies import EvictingPolicy, Policy
@@ -75,9 +76,7 @@ def layers_for(
     return layers
 
 
-def _identities(
-    model: PreTrainedModel, policy: Policy, full: Sequence[int]
-) -> list[LayerIdentity]:
+def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> list[LayerIdentity]:
     """Which layers these are, with the parts of the model that the policy needs."""
     rotations = rotations_of(model, full) if "rotation" in policy.needs else {}
     projections = output_projections(model, full) if "output_weight" in policy.needs else {}

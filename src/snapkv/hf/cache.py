@@ -232,7 +232,7 @@ class CompressedCache(Cache):
         """Where the next query stands; a tensor where static storage counts on the device."""
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and not layer.store.hands_over:
-            return layer.store.filled + layer.slots.dropped
+            return layer.store.slot_count + layer.slots.dropped
         return super().get_query_offset(layer_idx)
 
     # What users tell and ask a cache.
@@ -357,7 +357,7 @@ class CompressedCache(Cache):
 
     def _copied(self, layers: list[Any]) -> Self:
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
+        copied.__dict__.update(self.__dict__)
         compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
         copied.layers, copied.options = layers, dict(self.options)
         copied.reading = self.reading.of(compressed)

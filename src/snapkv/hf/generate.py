@@ -206,8 +206,8 @@ def _require_ids(reading: Reading, kwargs: dict[str, Any]) -> None:
     """Refuse a prompt of embeddings where the policy looks at tokens."""
     if reading.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise InvalidArgumentError(
-            f"inputs_embeds: expected the prompt as token ids, since {reading.policy.name} looks at "
-            "tokens, got embeddings; pass input_ids"
+            f"inputs_embeds: expected the prompt as token ids, since {reading.policy.name} looks "
+            "at tokens, got embeddings; pass input_ids"
         )
 
 

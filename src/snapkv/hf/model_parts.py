@@ -195,9 +195,9 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
         if len(parts) != 1 or not _is_plain(parts[0]):
             raise UnsupportedModelError(
                 f"model: expected attention with an output projection of plain weights called "
-                f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, got {type(model).__name__} with "
-                f"{', '.join(type(part).__name__ for part in parts) or 'none'} in layer {index}; "
-                "use a method that does not weigh values by it"
+                f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, got {type(model).__name__} "
+                f"with {', '.join(type(part).__name__ for part in parts) or 'none'} in layer "
+                f"{index}; use a method that does not weigh values by it"
             )
     return {index: parts[0] for index, parts in found.items()}
 

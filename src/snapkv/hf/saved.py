@@ -1,4 +1,4 @@
-"""A saved cache: which policy and model it is of, and its layers; `CompressedCache.save`, `load`."""
+"""A saved cache: whose it is, by which policy, and its layers; `CompressedCache.save`, `load`."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -21,9 +21,7 @@ _BESIDE = "beside."
 _OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize")
 
 
-def write(
-    cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[str, Tensor]
-) -> None:
+def write(cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[str, Tensor]) -> None:
     """Write a `CompressedCache` that was made with these options, and tensors beside it."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
     notes = {
@@ -158,5 +156,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-

@@ -134,11 +134,13 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
     new_tokens = call.query.shape[2]
     layer.absorb_tail()
     store, slots, notes = layer.store, layer.slots, layer.notes
-    is_ragged = isinstance(store, RaggedStore)
+    keys, scores = call.key, notes.scores_with(new_tokens)
+    if isinstance(store, RaggedStore):
+        keys, scores = store.states.padded_keys(), notes.slot_scores
     step = DecodeStep(
         queries=look_back(layer, call.query),
-        keys=store.states.padded_keys() if is_ragged else call.key,
-        scores=notes.slot_scores if is_ragged else notes.scores_with(new_tokens),
+        keys=keys,
+        scores=scores,
         head_notes=notes.head_notes,
         token_ids=notes.token_ids,
         filler_tokens=slots.fillers,

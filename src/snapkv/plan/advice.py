@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from snapkv.cache.growing import ROOM_TOKENS
 from snapkv.errors import UnsupportedModelError
 from snapkv.plan.footprint import (
     Footprint,
@@ -16,6 +15,7 @@ from snapkv.plan.footprint import (
 )
 from snapkv.plan.search import largest
 from snapkv.plan.weights import weights_bytes
+from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv.validation import format_bytes
 
 

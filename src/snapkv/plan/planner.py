@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from snapkv.cache.growing import slots_behind
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint
 from snapkv.plan.search import largest
+from snapkv.storage.append_buffer import slots_behind
 from snapkv.validation import require_int, require_ratio
 
 PIECE_TOKENS = 4096
@@ -214,7 +214,8 @@ class Plan:
         """Bytes that one request's cache takes of memory when its answer is complete.
 
         A compressed layer has room for tokens to come behind those it stores, see
-        `snapkv.cache.growing`; one that slides still holds the token that has just left its window.
+        `snapkv.storage.append_buffer`; one that slides still holds the token that has just left its
+        window.
         """
         model, new = self.footprint, self.request.new_tokens
         kept = self.request.kept_tokens(tokens) if compressed else tokens

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
 from snapkv.plan import chunked_advice
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
@@ -72,12 +72,12 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
     @functools.wraps(forward)  # generate looks at its parameters
     def read(*args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, CompressedCache) or not cache.is_reading:
+        if not isinstance(cache, CompressedCache) or not cache.reading.is_open:
             return forward(*args, **kwargs)
         kwargs = _named(args, kwargs)
         tokens = _require_plain_prompt(kwargs, cache)
         reading.note(cache, tokens)
-        with cache.held_to(cap_tokens, tokens):
+        with cache.reading.held_to(cap_tokens, tokens):
             return _read(forward, kwargs, tokens, chunk_tokens, cache)
 
     def advice() -> str:
@@ -107,9 +107,9 @@ def _read(
     for start in range(0, tokens, chunk_tokens):
         stop = min(start + chunk_tokens, tokens)
         given = kwargs if stop == tokens else earlier
-        if window and stop <= tokens - window and cache.is_over_cap(stop - start):
+        if window and stop <= tokens - window and cache.reading.is_over_cap(stop - start):
             places = torch.cat([every[start:stop], every[-window:]])
-            with cache.looking_ahead(window):
+            with cache.reading.looking_ahead(window):
                 forward(**_parts({"position_ids": None, **given}, places, seen))
         else:
             output = forward(**_parts(given, every[start:stop], seen))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.cache import CompressedCache
 from snapkv.errors import UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
 from snapkv.plan import layerwise_advice
 from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
 from snapkv.validation import require_int
@@ -113,7 +113,7 @@ def _read_layer(
         return forward(hidden_states, *args, **kwargs)
     _require_splittable(args, kwargs, tokens)
     reading.note(cache, tokens)
-    with cache.reading_in_pieces(layer_idx, tokens):
+    with cache.reading.in_pieces(cache.layers[layer_idx], tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
             part = {name: _part(value, start, stop) for name, value in kwargs.items()}

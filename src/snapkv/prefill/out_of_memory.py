@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 from transformers import PreTrainedModel
 
-from snapkv.cache import CompressedCache
 from snapkv.errors import OutOfMemoryError
+from snapkv.hf.cache import CompressedCache
 from snapkv.plan import free_bytes, out_of_memory_explained
 
 

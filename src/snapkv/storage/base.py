@@ -47,6 +47,11 @@ class TokenStore(ABC):
         return int(self.keys.shape[2]) if self.is_filled else 0
 
     @property
+    def slot_count(self) -> int | Tensor:
+        """`slots`, on the device where a step counts them there."""
+        return self.slots
+
+    @property
     def unmasked_slots(self) -> int:
         """How many of the slots are no columns of the model's mask."""
         return 0
@@ -98,9 +103,11 @@ class TokenStore(ABC):
 
     def rest(self) -> None:
         """Called behind every step: go back to what is held between steps."""
+        return
 
     def room_for(self, tokens: int) -> None:
         """Raise unless that many tokens more can be appended."""
+        del tokens
 
     def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the last tokens, (B, num_kv_heads, tokens, D)."""
@@ -125,7 +132,7 @@ class TokenStore(ABC):
     def __copy__(self) -> Self:
         """One that goes on by itself; no tensor is copied."""
         copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
+        copied.__dict__.update(self.__dict__)
         return copied
 
 

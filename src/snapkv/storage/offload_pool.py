@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.validation import format_bytes, require_int
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
+from snapkv.validation import format_bytes, require_int
 
 
 class OffloadPool:

@@ -146,4 +146,6 @@ class Quantized:
         """
         if kind not in (QuantizedStore.kind, DenseStore.kind):
             raise ValueError(f"a {kind} store in quantised storage")
-        return QuantizedStore(**state) if kind == QuantizedStore.kind else self.empty().fill(**state)
+        return (
+            QuantizedStore(**state) if kind == QuantizedStore.kind else self.empty().fill(**state)
+        )

@@ -31,7 +31,7 @@ class RaggedStates:
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
-        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states, bit for bit; -1 is none."""
+        """Copy the tokens of (B, H, K) slots out of (B, Hkv, T, D) states; -1 is none."""
         heads = torch.arange(index.shape[1], device=index.device) * keys.shape[1] // index.shape[1]
         rows = torch.arange(index.shape[0], device=index.device)
         kept = index >= 0

@@ -35,6 +35,11 @@ class StaticStore(TokenStore):
         """Slots that are filled; reads the device."""
         return int(self.filled)
 
+    @property
+    def slot_count(self) -> int | Tensor:
+        """Slots that are filled, on the device."""
+        return self.filled
+
     def mask_columns(self, new_tokens: int) -> int:
         """All slots, filled or not."""
         del new_tokens
@@ -74,7 +79,9 @@ class StaticStore(TokenStore):
     def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
         """The last tokens that are stored."""
         filled = self.slots
-        return self.keys[:, :, filled - tokens : filled], self.values[:, :, filled - tokens : filled]
+        return self.keys[:, :, filled - tokens : filled], self.values[
+            :, :, filled - tokens : filled
+        ]
 
     def state(self) -> dict[str, Any]:
         """The slots that are filled."""

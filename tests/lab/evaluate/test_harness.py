@@ -9,9 +9,9 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from snapkv.cache import CompressedCache
 from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate import harness
 from snapkv.lab.evaluate.harness import CompressedLM, HarnessRun, log_likelihood
 from snapkv.lab.evaluate.runner import Method
@@ -405,7 +405,7 @@ def test_a_disk_without_room_is_not_taken_for_missing_data(evaluate, folder, mon
         if len(synced) > 2:  # the run's settings and one answer
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("snapkv.writing.os.fsync", full)
+    monkeypatch.setattr("snapkv.cache.saving.writing.os.fsync", full)
     status, _, err = evaluate("local_gate", "--output", "run")
     assert status == 1
     assert "output: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]

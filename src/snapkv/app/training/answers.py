@@ -17,8 +17,8 @@ from transformers import DynamicCache
 
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
+from snapkv.cache.saving.writing import append_line, open_for_lines, replace_file
 from snapkv.errors import InvalidArgumentError
-from snapkv.writing import append_line, open_for_lines, replace_file
 
 QUESTIONS = (
     "What is this text about? Answer in a few sentences.",

@@ -19,12 +19,12 @@ from torch import Tensor
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import MedusaTraining
 from snapkv.app.training.answers import AnswerWriter, Exchange, Progress
+from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.heads_files import save_heads, write_tensors
 from snapkv.decoding.hidden import last_states, output_projection
 from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError
-from snapkv.writing import naming, replace_file
 
 ANSWERS, STATE = "answers.jsonl", "training.safetensors"
 

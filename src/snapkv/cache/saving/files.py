@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from snapkv.errors import CacheFileError, OutputError
 from snapkv.cache.saving.writing import is_stream, replacing
+from snapkv.errors import CacheFileError, OutputError
 
 _FORMAT = "snapkv cache "
 _VERSION = 2
@@ -80,7 +80,7 @@ def _is_free_or_saved(path: Path) -> bool:
 
 
 def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """What `write_sealed` has written: tensors in the host's memory, notes, and the format's version.
+    """What `write_sealed` has written: tensors on the host, notes, and the format's version.
 
     Args:
         path: the file.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from snapkv.app.models import LoadedModel
-from snapkv.cache import CompressedCache
+from snapkv.hf.cache import CompressedCache
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import EvictingPolicy, Policy
 

@@ -14,8 +14,8 @@ import transformers
 from snapkv import __version__
 from snapkv.app.answering import Answer, answer
 from snapkv.app.models import LoadedModel
-from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
+from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
 from snapkv.lab.evaluate.store import LOST, Record, Store, short_hash

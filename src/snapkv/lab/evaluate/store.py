@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from snapkv.cache.saving.writing import append_line, replace_file
 from snapkv.errors import InvalidArgumentError, OutputError
-from snapkv.writing import append_line, replace_file
 
 Record = dict[str, Any]
 

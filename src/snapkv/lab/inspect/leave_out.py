@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache import CompressedCache
+from snapkv.hf.cache import CompressedCache
 
 SINK_TOKENS = 4
 """Never hidden: heads with nothing to say look at the first tokens, whatever these are."""
@@ -78,15 +78,15 @@ def leave_out(
         end_ids: tokens that end an answer.
     """
     prompt_tokens = cache.get_seq_length()
-    answer = _greedy(model, _branch(cache), last_logits, answer_tokens, end_ids)
+    answer = _greedy(model, copy.copy(cache), last_logits, answer_tokens, end_ids)
     first, last = SINK_TOKENS, prompt_tokens - keep_last_tokens
     if checks < 1 or len(answer) < 2 or last - first < _SMALLEST_SPAN:
         return LeaveOut(answer_ids=tuple(answer), spans=())
     ids = torch.tensor([answer], device=model.device)
-    baseline, _ = _read_again(model, _branch(cache), ids, prompt_tokens, None)
+    baseline, _ = _read_again(model, copy.copy(cache), ids, prompt_tokens, None)
 
     def hide(start: int, stop: int) -> Span:
-        score, changed = _read_again(model, _branch(cache), ids, prompt_tokens, (start, stop))
+        score, changed = _read_again(model, copy.copy(cache), ids, prompt_tokens, (start, stop))
         return Span(start=start, stop=stop, loss=baseline - score, changed=changed)
 
     beginnings = _split(first, last, min(_FIRST_SPANS, checks))
@@ -115,20 +115,6 @@ def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     parts = max(1, min(parts, (stop - start) // _SMALLEST_SPAN))
     edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(edges))
-
-
-def _branch(cache: CompressedCache) -> CompressedCache:
-    """A cache that can be fed while the one that it starts from stays as it is.
-
-    What a layer has stored it never overwrites (`snapkv.cache.growing`), so that is shared; states
-    that are overwritten in place are copied.
-    """
-    branch = copy.copy(cache)
-    branch.layers = [
-        copy.deepcopy(layer) if hasattr(layer, "recurrent_states") else copy.copy(layer)
-        for layer in cache.layers
-    ]
-    return branch
 
 
 def _greedy(

@@ -10,7 +10,7 @@ from snapkv.app.answering import Answer, answer, end_token_ids, prompt_ids
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.cache.keeping import last_tokens
+from snapkv.cache.last_queries import last_tokens
 from snapkv.lab.inspect.leave_out import LeaveOut, leave_out
 from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, packed_scores
 from snapkv.lab.inspect.pieces import token_texts
@@ -205,7 +205,7 @@ class _Seen:
 
 
 def _record(policy: Policy, states: PromptLayer) -> _Seen:
-    """Ask a policy about a layer, as `snapkv.attention` would."""
+    """Ask a policy about a layer, as `snapkv.hf.attention` would."""
     layer = replace(states, queries=last_tokens(states.queries, policy.query_tokens))
     selection = policy.select(layer)
     kept = kept_mask(selection, layer)

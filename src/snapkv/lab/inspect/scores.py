@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.cache.keeping import last_tokens
+from snapkv.cache.last_queries import last_tokens
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.base import PrefixPolicy
 

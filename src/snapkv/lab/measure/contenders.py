@@ -9,11 +9,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-from snapkv.cache import CompressedCache, CompressedLayer
+from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.installation import install, uninstall
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.install import install, uninstall
+from snapkv.hf.model_parts import output_weight
 from snapkv.policies import Policy, PromptLayer
-from snapkv.projections import output_weight
 from snapkv.validation import nearest
 
 ROOM_TOKENS = 512
@@ -119,11 +120,11 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         keys=layer.keys,
         values=layer.values,
         scaling=queries.shape[-1] ** -0.5,
-        layer_idx=layer.layer_idx,
-        depth=layer.depth,
-        num_layers=layer.num_layers,
-        rotation=layer.rotation,
-        output_weight=output_weight(layer.output_projection),
+        layer_idx=layer.identity.layer_idx,
+        depth=layer.identity.depth,
+        num_layers=layer.identity.num_layers,
+        rotation=layer.identity.rotation,
+        output_weight=output_weight(layer.identity.output_projection),
     )
     layer.end_prompt(layer.policy.select(prompt), prompt)
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from snapkv.cache import CompressedCache
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.hf.cache import CompressedCache
 from snapkv.lab.measure.bandwidth import least_ms_per_token
 from snapkv.lab.measure.contenders import ROOM_TOKENS, Contender, filled
 from snapkv.lab.measure.held_bytes import cache_bytes

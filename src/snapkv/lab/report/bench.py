@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.report.figures import STYLE, encoded, line_style, shown_tokens
-from snapkv.writing import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

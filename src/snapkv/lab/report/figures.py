@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError, missing_package
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
-from snapkv.writing import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.summary import score_lines, shown_score
 from snapkv.lab.report import figures
 from snapkv.lab.report.score_tables import as_csv, as_markdown, method_table
 from snapkv.validation import format_bytes
-from snapkv.writing import naming, replace_file
 
 FILES = ("index.html", "results.csv", "results.md")
 """What `write_report` writes; the page comes first."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError, missing_package
 from snapkv.lab.evaluate.store import Record
-from snapkv.writing import replace_file
 
 FORMATS = (".png", ".svg", ".pdf")
 

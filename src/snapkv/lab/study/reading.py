@@ -9,7 +9,7 @@ from torch import Tensor
 
 from snapkv.app.answering import continue_ids, prompt_ids
 from snapkv.app.models import LoadedModel
-from snapkv.cache import CompressedCache
+from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate.sample import Sample, Template
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection
 from snapkv.policies.base import Need
