@@ -116,20 +116,34 @@ class Case:
         return "/".join(getattr(self, axis) for axis in AXES)
 
     @property
+    def special(self) -> tuple[tuple[str, str], ...]:
+        """The axes whose choice is not the default, and the choice."""
+        chosen = ((axis, getattr(self, axis)) for axis in AXES)
+        return tuple((axis, choice) for axis, choice in chosen if choice != AXES[axis][0])
+
+    @property
     def pairs(self) -> frozenset[tuple[str, str, str, str]]:
         """Every two choices that meet here."""
         choices = [(axis, getattr(self, axis)) for axis in AXES]
         return frozenset((*one, *other) for one, other in itertools.combinations(choices, 2))
 
     @property
+    def suspects(self) -> list[tuple[str, str, str, str]]:
+        """The two choices of one of `two_choices` that make it what it is."""
+        special = dict(self.special)
+        if special.keys() <= {"policy", "reading"}:
+            return [("policy", self.policy, "reading", self.reading)]
+        if self.policy in TWICE_READERS and len(special) == 3:
+            special.pop("reading")
+        one, *other = special.items()
+        return [(*one, *other[0])] if len(other) == 1 else []
+
+    @property
     def makes_sense(self) -> bool:
         """Whether every choice has an effect that no other one takes away."""
         choices = [getattr(self, axis) for axis in AXES]
         if _ALONE.intersection(choices):
-            return (
-                sum(choice != AXES[axis][0] for axis, choice in zip(AXES, choices, strict=True))
-                == 1
-            )
+            return len(self.special) == 1
         if self.then == "document":
             own = self.turns in ("append", "recall", "folder") and self.reading != "twice"
             plain = self.storage == "dynamic" and self.rows == "one"
@@ -159,7 +173,7 @@ def parse(text: str) -> Case:
 
 
 def two_choices() -> list[Case]:
-    """Any two choices, all else being the default: what refuses what shows here without disguise."""
+    """Any two choices, all else being the default: what refuses what shows here undisguised."""
     found = {str(Case()): Case()}
     for one, other in itertools.combinations(AXES, 2):
         for first, second in itertools.product(AXES[one], AXES[other]):

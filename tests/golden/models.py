@@ -1,4 +1,4 @@
-"""Tiny models whose weights are the same bits on every machine: small integers, scaled by powers of two."""
+"""Tiny models whose weights are the same bits everywhere: integers, scaled by powers of two."""
 
 import functools
 import math
@@ -32,19 +32,16 @@ _LATENT = {
     "moe_intermediate_size": 16,
     "n_routed_experts": 2,
 }
+_UNTIED = {"query_pre_attn_scalar": 8, "tie_word_embeddings": False}  # tied, it would stammer
 _MODELS = {
     "llama": ("llama", "sdpa", {}),
     "llama-eager": ("llama", "eager", {}),
-    "gemma3": (
-        "gemma3_text",
-        "sdpa",
-        {"query_pre_attn_scalar": 8, "tie_word_embeddings": False, **_WINDOWED},
-    ),
+    "gemma3": ("gemma3_text", "sdpa", {**_UNTIED, **_WINDOWED}),
     "deepseek": ("deepseek_v3", "sdpa", _LATENT),
     "gpt-oss": ("gpt_oss", "eager", {"num_local_experts": 2, **_WINDOWED}),
 }
 MODELS = tuple(_MODELS)
-"""Plain attention in two implementations; sliding layers beside full ones; latent attention; sinks."""
+"""Plain attention by two implementations; sliding layers beside full ones; latents; sinks."""
 
 _SPREAD = 148.0  # standard deviation of the sum of four bytes
 _MODULUS = 2**31 - 1

@@ -1,4 +1,4 @@
-"""Records: what was seen in every case, as JSON in a compressed file, and in what two of them differ."""
+"""Records: what was seen in every case, as compressed JSON, and in what two of them differ."""
 
 import hashlib
 import json
@@ -89,7 +89,7 @@ def numbers(bits: str) -> Tensor:
 
 @torch.no_grad()
 def arithmetic() -> str:
-    """How this machine rounds: a digest of fixed products, and of the models without the library."""
+    """How numbers are rounded here: a digest of fixed products, and of the models by themselves."""
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     digest = hashlib.sha256()
