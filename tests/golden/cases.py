@@ -217,6 +217,11 @@ def covering(refused: frozenset[tuple[str, str, str, str]], tries: int = 60) -> 
     return cases
 
 
+def _readable(case: Case) -> Case:
+    """The case, read twice where its policy needs that."""
+    return replace(case, reading="twice", rows="one") if case.policy in TWICE_READERS else case
+
+
 def _towards(
     wanted: set[tuple[str, str, str, str]],
     draws: Iterator[Case],
@@ -229,9 +234,13 @@ def _towards(
             continue
         axis, choice, other, second = goal
         candidates = [
-            replace(case, **{axis: choice, other: second})
+            _readable(replace(case, **{axis: choice, other: second}))
             for case in itertools.islice(draws, 20 * tries)
         ]
-        fit = [case for case in candidates if case.makes_sense and not case.pairs & refused]
+        fit = [
+            case
+            for case in candidates
+            if goal in case.pairs and case.makes_sense and not case.pairs & refused
+        ]
         if fit:
             yield max(fit[:tries], key=lambda case: len(case.pairs & wanted))

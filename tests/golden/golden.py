@@ -22,12 +22,22 @@ def renew() -> Record:
     refusing = [parse(name) for name, found in alone.items() if "error" in found]
     refused = frozenset(pair for case in refusing for pair in case.suspects)
     made = record.made([*refusing, *covering(refused)])
+    covered = _pairs_without_error(made)
+    for name, found in alone.items():
+        if "error" not in found and not parse(name).pairs <= covered:
+            made["cases"][name] = found
+            covered |= parse(name).pairs
     for name, found in made["cases"].items():
         found["close"] = _closeness(parse(name))
         found["hold"] = _alike(found, record.seen_in(parse(name), nudged=True))
         for stage in found["stages"]:
             stage["logits"] = [bits[: 8 * LOGITS] for bits in stage["logits"]]
     return made
+
+
+def _pairs_without_error(made: Record) -> set[tuple[str, str, str, str]]:
+    names = [name for name, found in made["cases"].items() if "error" not in found]
+    return set().union(*(parse(name).pairs for name in names))
 
 
 def _closeness(case: Case) -> float:
