@@ -10,7 +10,7 @@ from pathlib import Path
 
 import transformers
 
-from tests.golden import record
+from tests.golden import record, saved
 from tests.golden.cases import Case, drawn, parse, two_choices
 from tests.golden.golden import FILE, renew
 
@@ -64,11 +64,14 @@ def main() -> int:
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a record")
     parser.add_argument("--checkout", type=Path, metavar="FOLDER", help="compare with its source")
     parser.add_argument("--renew", action="store_true", help="choose and record the committed file")
+    parser.add_argument("--renew-saved", action="store_true", help="write the saved caches anew")
     parser.add_argument("--set", default="default", choices=["default", "pairs", "all"])
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if given.renew:
         record.write(renew(), FILE)
+    elif given.renew_saved:
+        saved.write()
     elif given.write:
         record.write(record.made(cases_of(given.set)), given.write)
     elif given.against:

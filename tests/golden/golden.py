@@ -28,7 +28,7 @@ def renew() -> Record:
             made["cases"][name] = found
             covered |= parse(name).pairs
     for name, found in made["cases"].items():
-        found["close"] = _closeness(parse(name))
+        found["close"] = closeness(parse(name))
         found["hold"] = _alike(found, record.seen_in(parse(name), nudged=True))
         for stage in found["stages"]:
             stage["logits"] = [bits[: 8 * LOGITS] for bits in stage["logits"]]
@@ -40,7 +40,7 @@ def _pairs_without_error(made: Record) -> set[tuple[str, str, str, str]]:
     return set().union(*(parse(name).pairs for name in names))
 
 
-def _closeness(case: Case) -> float:
+def closeness(case: Case) -> float:
     """How far logits may be apart: where rounding flips a code of few bits, by some hundredths."""
     return 0.25 if "quantize" in STORAGES[case.storage] else 1e-3
 

@@ -292,12 +292,17 @@ def _save(talk: Talk) -> Iterator[Stage]:
     talk.ask(6, 5)
     yield talk.answer("second answer", 3)
     talk.cache.save(talk.folder / "saved.safetensors")
-    # A policy that was made with token ids is not written down with them.
-    given = {"policy": POLICIES["fastgen"]()} if talk.case.policy == "fastgen" else {}
-    talk.cache = CompressedCache.load(talk.folder / "saved.safetensors", talk.model, **given)
+    talk.cache, _ = load(talk.folder / "saved.safetensors", talk.model, talk.case)
     yield talk.feed("loaded", 3, 2)
     talk.ask(6, 3)
     yield talk.answer("third answer", 3)
+
+
+def load(path: Path, model: PreTrainedModel, case: Case) -> Any:
+    """The cache of a file, and the tensors that lie beside it."""
+    # A policy that was made with token ids is not written down with them.
+    given = {"policy": POLICIES["fastgen"]()} if case.policy == "fastgen" else {}
+    return CompressedCache.load_with(path, model, **given)
 
 
 def _copy(talk: Talk) -> Iterator[Stage]:
@@ -320,15 +325,15 @@ def _document(model: PreTrainedModel, case: Case, folder: Path) -> Iterator[Stag
     policy = POLICIES[case.policy]()
     document = Document(model, drawn_ids(1, PROMPT, 1), policy, **options, **pieces)
     questions = [drawn_ids(1, tokens, tokens)[0] for tokens in (7, 11)]
-    yield _asked(model, document, "one question", questions[:1])
-    yield _asked(model, document, "two questions of a length", [questions[0], questions[0] + 1])
+    yield asked(model, document, "one question", questions[:1])
+    yield asked(model, document, "two questions of a length", [questions[0], questions[0] + 1])
     document.save(folder / "document.safetensors")
     loaded = Document.load(folder / "document.safetensors", model)
-    yield _asked(model, loaded, "another of the loaded", questions[1:])
-    yield _asked(model, document, "two questions", questions)
+    yield asked(model, loaded, "another of the loaded", questions[1:])
+    yield asked(model, document, "two questions", questions)
 
 
-def _asked(model: PreTrainedModel, document: Any, name: str, questions: list[Tensor]) -> Stage:
+def asked(model: PreTrainedModel, document: Any, name: str, questions: list[Tensor]) -> Stage:
     inputs = document.inputs(questions)
     output = model.generate(
         **inputs,

@@ -6,7 +6,7 @@ import lzma
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,19 @@ _OF_LAYERS = ("kind", "seen_tokens", "kept_tokens", "held_bytes", "full_bytes")
 
 
 def seen_in(case: Case, *, nudged: bool = False) -> Record:
-    """What is seen in a case: its stages, and the error that ended it, if one did."""
+    """What is seen in a case."""
+    return noted(stages(golden_model(case.model, nudged=nudged), case))
+
+
+def noted(seen: Iterator[Stage]) -> Record:
+    """What is seen: stages, and the error that ended them, if one did."""
     threads, found = torch.get_num_threads(), []
     record: Record = {"stages": found}
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for stage in stages(golden_model(case.model, nudged=nudged), case):
+            for stage in seen:
                 found.append(_told(stage))
     except Exception as error:
         record["error"] = [type(error).__name__, _plain(str(error))]
