@@ -277,12 +277,15 @@ def _take_back(talk: Talk, tokens: int) -> None:
 
 
 def _reset(talk: Talk) -> Iterator[Stage]:
+    """Emptied for a prompt that fits the budget, then for a long one, of other numbers of rows."""
     yield talk.answer("answer")
-    talk.cache.reset()
-    talk.rows = 3 - talk.rows
-    talk.forget()
-    talk.ask(PROMPT - 9, 2)
-    yield talk.answer("answer to another prompt")
+    for tokens, name in ((18, "answer to a short prompt"), (PROMPT - 9, "answer to a long one")):
+        talk.cache.reset()
+        yield talk.stage("emptied", torch.empty(talk.rows, 0), torch.zeros(1, 1))
+        talk.rows = 3 - talk.rows
+        talk.forget()
+        talk.ask(tokens, 2)
+        yield talk.answer(name)
     talk.ask(7, 3)
     yield talk.answer("second answer", 3)
 
