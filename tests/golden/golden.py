@@ -1,0 +1,80 @@
+"""The committed record: which cases are in it, and what holds where numbers round otherwise."""
+
+from pathlib import Path
+
+from tests.golden import record
+from tests.golden.cases import STORAGES, Case, covering, parse, two_choices
+from tests.golden.record import Record
+
+FILE = Path(__file__).parent / "golden.json.xz"
+LOGITS = 4
+"""How many logits of each row are written down; the digest is of all of them."""
+
+
+def renew() -> Record:
+    """Choose the cases of the committed file and record them.
+
+    They are all pairs of choices that are refused, and few cases in which any two others meet. Of
+    each case it is written down how many stages `hold`: they have the same tokens and positions if
+    the weights are off by one part in a million, so no other way of rounding will change them.
+    """
+    alone = record.made(two_choices())["cases"]
+    refusing = [parse(name) for name, found in alone.items() if "error" in found]
+    refused = frozenset(pair for case in refusing for pair in case.suspects)
+    made = record.made([*refusing, *covering(refused)])
+    covered = _pairs_without_error(made)
+    for name, found in alone.items():
+        if "error" not in found and not parse(name).pairs <= covered:
+            made["cases"][name] = found
+            covered |= parse(name).pairs
+    for name, found in made["cases"].items():
+        found["close"] = closeness(parse(name))
+        found["hold"] = _alike(found, record.seen_in(parse(name), nudged=True))
+        for stage in found["stages"]:
+            stage["logits"] = [bits[: 8 * LOGITS] for bits in stage["logits"]]
+    return made
+
+
+def _pairs_without_error(made: Record) -> set[tuple[str, str, str, str]]:
+    names = [name for name, found in made["cases"].items() if "error" not in found]
+    return set().union(*(parse(name).pairs for name in names))
+
+
+def closeness(case: Case) -> float:
+    """How far logits may be apart: where rounding flips a code of few bits, by some hundredths."""
+    return 0.25 if "quantize" in STORAGES[case.storage] else 1e-3
+
+
+def _alike(found: Record, other: Record) -> int:
+    """How many stages from the first on have the same tokens and positions in both."""
+    for count, (one, two) in enumerate(zip(found["stages"], other["stages"], strict=False)):
+        if (one["tokens"], one["positions"]) != (two["tokens"], two["positions"]):
+            return count
+    return min(len(found["stages"]), len(other["stages"]))
+
+
+def beyond_rounding(found: Record, recorded: Record) -> list[str]:
+    """In what a case differs from its record by more than another way of rounding could explain.
+
+    The error, the stages, and the reports of what was seen are the same whatever the rounding; so
+    are tokens and positions in the stages that `hold`, and their logits are `close`.
+    """
+    told = [
+        f"{part}: {found.get(part)}, recorded {recorded.get(part)}"
+        for part in ("error",)
+        if found.get(part) != recorded.get(part)
+    ]
+    names = [[stage["name"] for stage in case["stages"]] for case in (found, recorded)]
+    if names[0] != names[1]:
+        return [*told, f"stages: {names[0]}, recorded {names[1]}"]
+    held = recorded["hold"]
+    for own, other in zip(found["stages"][:held], recorded["stages"][:held], strict=True):
+        told += [
+            f"{other['name']}: {part} {own[part]}, recorded {other[part]}"
+            for part in ("tokens", "positions", "report", "layers")
+            if own[part] != other[part]
+        ]
+        apart = record.distance(own, other)
+        if not apart <= recorded["close"]:
+            told.append(f"{other['name']}: logits, by up to {apart:.2g}")
+    return told

@@ -1,0 +1,92 @@
+"""Tiny models whose weights are the same bits everywhere: integers, scaled by powers of two."""
+
+import functools
+import math
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.families import tiny_config
+
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+_WINDOWED = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+_LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 2,
+}
+_UNTIED = {"query_pre_attn_scalar": 8, "tie_word_embeddings": False}  # tied, it would stammer
+_MODELS = {
+    "llama": ("llama", "sdpa", {}),
+    "llama-eager": ("llama", "eager", {}),
+    "gemma3": ("gemma3_text", "sdpa", {**_UNTIED, **_WINDOWED}),
+    "deepseek": ("deepseek_v3", "sdpa", _LATENT),
+    "least": ("llama", "sdpa", {"num_hidden_layers": 2, "head_dim": 4}),
+    "gpt-oss": ("gpt_oss", "eager", {"num_local_experts": 2, **_WINDOWED}),
+}
+MODELS = tuple(name for name in _MODELS if name != "least")
+"""Plain attention by two implementations; sliding layers beside full ones; latents; sinks."""
+
+_SPREAD = 148.0  # standard deviation of the sum of four bytes
+_MODULUS = 2**31 - 1
+
+
+@functools.cache
+def golden_model(name: str, *, nudged: bool = False) -> PreTrainedModel:
+    """A model of `MODELS`, in evaluation; nudged, its weights are off by one part in a million."""
+    family, implementation, changes = _MODELS[name]
+    settings = {key: value for key, value in {**_SMALL, **changes}.items() if value is not None}
+    model = AutoModelForCausalLM.from_config(
+        tiny_config(family, **settings), attn_implementation=implementation
+    )
+    with torch.no_grad():
+        for number, (label, weight) in enumerate(sorted(model.named_parameters())):
+            if "norm" not in label:
+                weight.copy_(_filling(label, weight.shape, number))
+            if nudged:
+                weight.mul_(1 + _bytes(weight.numel(), 7919 + number).view(weight.shape) * 2.0**-28)
+    return model.float().eval()
+
+
+def _filling(label: str, shape: torch.Size, number: int) -> torch.Tensor:
+    """Integers between -510 and 510, about normal, scaled so that a product keeps its size."""
+    count = shape.numel()
+    drawn = sum(_bytes(count, 4 * number + part) for part in range(4)) - 510
+    inputs = shape[-1] if len(shape) > 1 else 16
+    gain = 1.0 if "embed" in label else 1.5 / math.sqrt(inputs)
+    return drawn.view(shape).float() * 2.0 ** round(math.log2(gain / _SPREAD))
+
+
+def _bytes(count: int, seed: int) -> torch.Tensor:
+    """Whole numbers from 0 to 255, by two rounds of a multiplicative generator."""
+    state = (torch.arange(count, dtype=torch.int64) + 1) * 48271 + (seed + 1) * 69621
+    for _ in range(2):
+        state = (state % _MODULUS) * 1_664_525 % _MODULUS
+        state = state ^ (state >> 13)
+    return (state >> 9) & 255
+
+
+def drawn_ids(rows: int, tokens: int, seed: int) -> torch.Tensor:
+    """(rows, tokens) int64 from 3 to 63; of a prompt, the middle stands there twice."""
+    ids = 3 + _bytes(rows * tokens, 1000 + seed).view(rows, tokens) % 61
+    third = tokens // 3
+    if third > 8:
+        ids[:, -third:] = ids[:, third : 2 * third]
+    return ids

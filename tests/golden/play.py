@@ -1,0 +1,371 @@
+"""What happens in a case: a prompt is read, an answer given, and something done with the cache."""
+
+import contextlib
+import copy
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv import CompressedCache, Document
+from snapkv.decoding import Medusa, MedusaHeads, SelfSpeculation
+from snapkv.prefill import chunked, layer_by_layer
+from tests.golden.cases import POLICIES, STORAGES, TURNS, Case
+from tests.golden.models import drawn_ids
+
+PROMPT, PADS, CAP, PIECE, ANSWER = 70, 23, 40, 20, 8
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is seen of a cache from outside at one moment.
+
+    Attributes:
+        name: of the moment.
+        tokens: (B, N), those that were generated since the last one.
+        logits: (B, V) float32, of the last forward pass.
+        positions: per compressed layer, (B, heads, kept).
+        report: as `cache.report()` gives it.
+    """
+
+    name: str
+    tokens: list[list[int]]
+    logits: Tensor
+    positions: dict[int, Tensor]
+    report: dict[str, Any]
+
+
+class Talk:
+    """A cache and all that was said to it, turn by turn.
+
+    Args:
+        model: who answers.
+        case: how.
+        folder: where files may lie.
+    """
+
+    def __init__(self, model: PreTrainedModel, case: Case, folder: Path) -> None:
+        self.model, self.case, self.folder = model, case, folder
+        self.rows = 1 if case.rows == "one" else 2
+        self.cache = self._new_cache()
+        self.forget()
+
+    def _new_cache(self) -> Any:
+        options = {**STORAGES[self.case.storage], **TURNS[self.case.turns]}
+        if options.get("recall") == "folder":
+            options["recall"] = self.folder / "recall"
+        return CompressedCache(self.model, POLICIES[self.case.policy](), **options)
+
+    def forget(self) -> None:
+        """Nothing was said yet."""
+        self.ids = torch.empty(self.rows, 0, dtype=torch.int64)
+        self.mask = torch.empty(self.rows, 0, dtype=torch.int64)
+
+    def ask(self, tokens: int, seed: int) -> None:
+        """The next prompt; in a batch the first row's is shorter, of a later turn the last's."""
+        ids = drawn_ids(self.rows, tokens, seed)
+        mask = torch.ones_like(ids)
+        if self.rows == 2 and not self.mask.shape[1]:
+            mask[0, : min(PADS, tokens // 3)] = 0
+        elif self.rows > 1 and self.case.rows == "gaps":
+            mask[-1, : tokens // 2] = 0
+        self._hear(ids * mask, mask)
+
+    def _hear(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        mask = torch.ones_like(ids) if mask is None else mask
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+
+    def answer(self, name: str, new_tokens: int = ANSWER, **options: Any) -> Stage:
+        """Generate, greedily."""
+        if self.case.reading == "told":
+            return self._answer_by_hand(name, new_tokens)
+        if self.case.reading == "pieces":
+            options["prefill_chunk_size"] = PIECE
+        with self._read_as_asked():
+            output = self.model.generate(
+                self.ids,
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **options,
+            )
+        new = output.sequences[:, self.ids.shape[1] :]
+        if len(new) == self.rows:
+            self._hear(new)
+        return self.stage(name, new, output.logits[-1])
+
+    def draft(self, name: str, decoding: Any) -> Stage:
+        """Generate with a drafting method of the library, then read the last token."""
+        piece = {"prefill_chunk_size": PIECE} if self.case.reading == "pieces" else {}
+        with self._read_as_asked():
+            output = self.model.generate(
+                self.ids,
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+                max_new_tokens=ANSWER,
+                do_sample=False,
+                pad_token_id=0,
+                custom_generate=decoding,
+                **piece,
+            )
+        new = output[:, self.ids.shape[1] :]
+        self._hear(new)
+        return self.stage(name, new, self.read(self.ids.shape[1]))
+
+    def _read_as_asked(self) -> contextlib.AbstractContextManager[None]:
+        if self.case.reading == "capped":
+            return chunked(self.model, cap_tokens=CAP, chunk_tokens=PIECE)
+        if self.case.reading == "layerwise":
+            return layer_by_layer(self.model, chunk_tokens=PIECE)
+        return contextlib.nullcontext()
+
+    def _answer_by_hand(self, name: str, new_tokens: int) -> Stage:
+        """Plain calls: the prompt in announced pieces, then token by token."""
+        end, seen = self.ids.shape[1], self.cache.get_seq_length()
+        self.cache.expect_prompt(end)
+        for stop in (*range(seen + PIECE, end, PIECE), end):
+            logits = self.read(stop)
+        said = []
+        for _ in range(new_tokens):
+            said.append(logits.argmax(-1, keepdim=True))
+            self._hear(said[-1])
+            logits = self.read(self.ids.shape[1])
+        return self.stage(name, torch.cat(said, 1), logits)
+
+    def read(self, stop: int) -> Tensor:
+        """The logits behind token `stop`, all that was said read up to there in one plain call."""
+        seen, mask = self.cache.get_seq_length(), self.mask[:, :stop]
+        ids = self.ids[:, seen:stop]
+        self.cache.expect_tokens(ids)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, seen:]
+        output = self.model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache
+        )
+        return output.logits[:, -1]
+
+    def feed(self, name: str, tokens: int, seed: int) -> Stage:
+        """Plain text behind an answer, one token after the other."""
+        for token in drawn_ids(self.rows, tokens, seed).split(1, dim=1):
+            self._hear(token)
+            logits = self.read(self.ids.shape[1])
+        return self.stage(name, torch.empty(self.rows, 0), logits)
+
+    def stage(self, name: str, tokens: Tensor, logits: Tensor, cache: Any = None) -> Stage:
+        """The cache as it is now."""
+        cache = self.cache if cache is None else cache
+        return Stage(
+            name=name,
+            tokens=tokens.tolist(),
+            logits=logits.float(),
+            positions={layer: cache.kept_positions(layer) for layer in cache.compressed_layers},
+            report=dict(cache.report()),
+        )
+
+
+@torch.no_grad()
+def stages(model: PreTrainedModel, case: Case) -> Iterator[Stage]:
+    """All that is seen in a case, in order; raises what the library refuses it with."""
+    with tempfile.TemporaryDirectory() as folder:
+        if case.then == "document":
+            yield from _document(model, case, Path(folder))
+            return
+        talk = Talk(model, case, Path(folder))
+        talk.ask(PROMPT, 1)
+        if case.reading == "twice":
+            yield _read_twice(talk)
+            talk.ask(9, 5)
+        yield from _THEN[case.then](talk)
+
+
+def _read_twice(talk: Talk) -> Stage:
+    """KVzip's reading; into a cache of one's own where it has options."""
+    home, policy = _home_of_kvzip(), POLICIES[talk.case.policy]()
+    if talk.case.storage == "dynamic" and talk.case.turns == "append":
+        talk.cache = home.read_context(talk.model, talk.ids, policy, instruction_ids=(5, 6))
+    else:
+        home.read_twice(talk.model, talk.ids, talk.cache, instruction_ids=(5, 6))
+    return talk.stage("read twice", torch.empty(1, 0), torch.zeros(1, 1))
+
+
+def _home_of_kvzip() -> Any:
+    """The module of KVzip's reading, which has had two names."""
+    for name in ("snapkv.kvzip", "snapkv.reconstruction"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise ModuleNotFoundError("expected snapkv.kvzip, with read_context, got no such module")
+
+
+def _answer(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("answer", 2 * ANSWER)
+    yield talk.feed("text", 3, 2)
+
+
+def _turns(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("first answer")
+    talk.ask(12, 2)
+    yield talk.answer("second answer", 4)
+    talk.ask(5, 3)
+    yield talk.answer("third answer", 4)
+
+
+def _lookup(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("answer by lookup", 2 * ANSWER, prompt_lookup_num_tokens=3)
+    talk.ask(9, 2)
+    yield talk.answer("second answer", 4)
+
+
+def _speculation(talk: Talk) -> Iterator[Stage]:
+    yield talk.draft("speculated answer", SelfSpeculation(3))
+    yield talk.feed("text", 2, 2)
+
+
+def _medusa(talk: Talk) -> Iterator[Stage]:
+    yield talk.draft("answer of heads", Medusa(MedusaHeads.untrained(talk.model, 2)))
+    talk.ask(9, 2)
+    yield talk.draft("second answer", Medusa(MedusaHeads.untrained(talk.model, 2)))
+
+
+def _beams(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("best of beams", num_beams=3)
+
+
+def _rows(talk: Talk) -> Iterator[Stage]:
+    """Rows doubled, put in another order, chosen."""
+    yield talk.answer("answer", 4)
+    talk.ask(6, 4)
+    talk.answer("second answer", 2)
+    order = torch.arange(2 * talk.rows).flip(0)
+    talk.cache.batch_repeat_interleave(2)
+    _take_rows(talk, torch.arange(talk.rows).repeat_interleave(2))
+    yield talk.feed("doubled", 2, 2)
+    talk.cache.reorder_cache(order)
+    _take_rows(talk, order)
+    yield talk.feed("turned round", 2, 3)
+    talk.cache.batch_select_indices(order[1:])
+    _take_rows(talk, order[1:])
+    yield talk.feed("chosen", 2, 4)
+
+
+def _take_rows(talk: Talk, rows: Tensor) -> None:
+    talk.ids, talk.mask, talk.rows = talk.ids[rows], talk.mask[rows], len(rows)
+
+
+def _crop(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("answer")
+    talk.ask(6, 5)
+    yield talk.answer("second answer", 4)
+    for tokens, name in ((2, "cropped"), (4, "cropped into the turn"), (12, "cropped further")):
+        _take_back(talk, tokens)
+        yield talk.feed(name, 3, 2 + tokens)
+
+
+def _take_back(talk: Talk, tokens: int) -> None:
+    """Crop what was read; of what was said, its last token may not have been read."""
+    talk.cache.crop(-tokens)
+    seen = talk.cache.get_seq_length()
+    talk.ids, talk.mask = talk.ids[:, :seen], talk.mask[:, :seen]
+
+
+def _reset(talk: Talk) -> Iterator[Stage]:
+    """Emptied for a prompt that fits the budget, then for a long one, of other numbers of rows."""
+    yield talk.answer("answer")
+    for tokens, name in ((18, "answer to a short prompt"), (PROMPT - 9, "answer to a long one")):
+        talk.cache.reset()
+        yield talk.stage("emptied", torch.empty(talk.rows, 0), torch.zeros(1, 1))
+        talk.rows = 3 - talk.rows
+        talk.forget()
+        talk.ask(tokens, 2)
+        yield talk.answer(name)
+    talk.ask(7, 3)
+    yield talk.answer("second answer", 3)
+
+
+def _save(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("answer")
+    talk.ask(6, 5)
+    yield talk.answer("second answer", 3)
+    talk.cache.save(talk.folder / "saved.safetensors")
+    talk.cache, _ = load(talk.folder / "saved.safetensors", talk.model, talk.case)
+    yield talk.feed("loaded", 3, 2)
+    talk.ask(6, 3)
+    yield talk.answer("third answer", 3)
+
+
+def load(path: Path, model: PreTrainedModel, case: Case) -> Any:
+    """The cache of a file, and the tensors that lie beside it."""
+    # A policy that was made with token ids is not written down with them.
+    given = {"policy": POLICIES["fastgen"]()} if case.policy == "fastgen" else {}
+    return CompressedCache.load_with(path, model, **given)
+
+
+def _copy(talk: Talk) -> Iterator[Stage]:
+    yield talk.answer("answer", 4)
+    branch = copy.copy(talk)
+    branch.cache = copy.deepcopy(talk.cache)
+    branch.ask(8, 2)
+    yield branch.answer("a branch's answer", 4)
+    talk.ask(6, 3)
+    yield talk.answer("second answer", 4)
+    yield branch.feed("the branch goes on", 2, 4)
+
+
+def _document(model: PreTrainedModel, case: Case, folder: Path) -> Iterator[Stage]:
+    """One document, questions alone and in a batch, saved and loaded."""
+    options = dict(TURNS[case.turns])
+    if options.get("recall") == "folder":
+        options["recall"] = folder / "recall"
+    pieces = {"chunk_tokens": PIECE} if case.reading == "pieces" else {}
+    policy = POLICIES[case.policy]()
+    document = Document(model, drawn_ids(1, PROMPT, 1), policy, **options, **pieces)
+    questions = [drawn_ids(1, tokens, tokens)[0] for tokens in (7, 11)]
+    yield asked(model, document, "one question", questions[:1])
+    yield asked(model, document, "two questions of a length", [questions[0], questions[0] + 1])
+    document.save(folder / "document.safetensors")
+    loaded = Document.load(folder / "document.safetensors", model)
+    yield asked(model, loaded, "another of the loaded", questions[1:])
+    yield asked(model, document, "two questions", questions)
+
+
+def asked(model: PreTrainedModel, document: Any, name: str, questions: list[Tensor]) -> Stage:
+    inputs = document.inputs(questions)
+    output = model.generate(
+        **inputs,
+        max_new_tokens=ANSWER,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    cache = inputs["past_key_values"]
+    return Stage(
+        name=name,
+        tokens=output.sequences[:, inputs["input_ids"].shape[1] :].tolist(),
+        logits=output.logits[-1].float(),
+        positions={layer: cache.kept_positions(layer) for layer in cache.compressed_layers},
+        report=dict(cache.report()),
+    )
+
+
+_THEN: dict[str, Callable[[Talk], Iterator[Stage]]] = {
+    "answer": _answer,
+    "turns": _turns,
+    "lookup": _lookup,
+    "speculation": _speculation,
+    "medusa": _medusa,
+    "beams": _beams,
+    "rows": _rows,
+    "crop": _crop,
+    "reset": _reset,
+    "save": _save,
+    "copy": _copy,
+}

@@ -1,0 +1,84 @@
+"""Files that `cache.save` and `Document.save` wrote once, and what their caches go on with."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from snapkv import Document
+from tests.golden import golden, record
+from tests.golden.cases import POLICIES, TURNS, Case
+from tests.golden.models import drawn_ids, golden_model
+from tests.golden.play import PROMPT, Stage, Talk, asked, load
+from tests.golden.record import Record
+
+FOLDER = Path(__file__).parent / "saved"
+EXPECTED = FOLDER / "expected.json.xz"
+_PLAIN = Case(model="least")
+KINDS = {
+    "dense": _PLAIN,
+    "per-query-head": replace(_PLAIN, policy="snapkv-none"),
+    "ragged": replace(_PLAIN, policy="adakv"),
+    "int4": replace(_PLAIN, storage="int4"),
+    "fp8": replace(_PLAIN, storage="fp8", turns="compress"),
+    "static": replace(_PLAIN, storage="static"),
+    "recall": replace(_PLAIN, turns="recall"),
+    "sinks": replace(_PLAIN, policy="streaming-llm"),
+    "sums": replace(_PLAIN, policy="h2o"),
+    "counts": replace(_PLAIN, policy="scissorhands"),
+    "strategies": replace(_PLAIN, policy="fastgen"),
+    "gaps": replace(_PLAIN, rows="gaps"),
+    "latent": Case(model="deepseek"),
+    "sliding": Case(model="gemma3"),
+    "document": replace(_PLAIN, turns="recall", then="document"),
+}
+
+
+@torch.no_grad()
+def write() -> None:
+    """Write all files anew, and what they go on with; what is tested is that old ones load."""
+    FOLDER.mkdir(exist_ok=True)
+    for kind, case in KINDS.items():
+        path = FOLDER / f"{kind}.safetensors"
+        if case.then == "document":
+            ids, policy = drawn_ids(1, PROMPT // 2, 1), POLICIES[case.policy]()
+            Document(golden_model(case.model), ids, policy, **TURNS[case.turns]).save(path)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            talk = Talk(golden_model(case.model), case, Path(folder))
+            talk.ask(PROMPT // 2, 1)
+            talk.answer("answer", 4)
+            talk.ask(6, 2)
+            talk.answer("second answer", 3)
+            talk.cache.save(path, beside={"ids": talk.ids, "mask": talk.mask})
+    record.write({"arithmetic": record.arithmetic(), "cases": _expected()}, EXPECTED)
+
+
+def _expected() -> Record:
+    found = {kind: record.noted(loaded(kind)) for kind in KINDS}
+    for kind, seen in found.items():
+        if "error" in seen:
+            raise RuntimeError(f"{kind}: expected a file that is loaded, got {seen['error']}")
+        seen |= {"hold": len(seen["stages"]), "close": golden.closeness(KINDS[kind])}
+    return found
+
+
+@torch.no_grad()
+def loaded(kind: str) -> Iterator[Stage]:
+    """What is seen of a saved cache that goes on."""
+    case, path = KINDS[kind], FOLDER / f"{kind}.safetensors"
+    model = golden_model(case.model)
+    if case.then == "document":
+        document = Document.load(path, model)
+        for tokens in (7, 4):
+            yield asked(model, document, f"{tokens} tokens asked", [drawn_ids(1, tokens, 1)[0]])
+        return
+    talk = Talk(model, case, FOLDER)
+    talk.cache, beside = load(path, model, case)
+    talk.ids, talk.mask = beside["ids"], beside["mask"]
+    yield talk.stage("loaded", torch.empty(1, 0), torch.zeros(1, 1))
+    yield talk.feed("text", 3, 2)
+    talk.ask(6, 3)
+    yield talk.answer("answer", 4)

@@ -1,0 +1,87 @@
+"""Every case of the committed record, seen again; and that no difference would go unseen."""
+
+import copy
+
+import pytest
+
+from tests.golden import golden, record
+from tests.golden.cases import Case, parse
+
+RECORDED = record.read(golden.FILE)["cases"]
+BY_ROUNDING_ONLY = tuple(RECORDED)[::12]
+
+
+@pytest.fixture(scope="module")
+def rounds_as_recorded():
+    """Whether numbers are rounded here as they were where the record was made."""
+    return record.arithmetic() == record.read(golden.FILE)["arithmetic"]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_case_is_as_it_was_recorded(name, rounds_as_recorded):
+    """Bit for bit; where numbers are rounded in another way, in all that rounding cannot change."""
+    compare = record.differences if rounds_as_recorded else golden.beyond_rounding
+    assert not compare(record.seen_in(parse(name)), RECORDED[name])
+
+
+@pytest.mark.parametrize("name", BY_ROUNDING_ONLY)
+def test_another_way_of_rounding_passes_for_what_it_is(name):
+    """Weights that are off by one part in a million stand for another machine."""
+    assert not golden.beyond_rounding(record.seen_in(parse(name), nudged=True), RECORDED[name])
+
+
+def test_rounding_excuses_next_to_nothing():
+    stages = sum(len(case["stages"]) for case in RECORDED.values())
+    assert sum(case["hold"] for case in RECORDED.values()) >= 0.98 * stages
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return record.seen_in(Case())
+
+
+def changed(seen, part):
+    """The same record with one thing changed in its last stage."""
+    other = copy.deepcopy(seen)
+    stage = other["stages"][-1]
+    if part == "error":
+        other["error"] = ["InvalidArgumentError", "policy: expected another"]
+    elif part == "stage":
+        other["stages"].pop()
+    elif part == "tokens":
+        stage["tokens"][0][-1] += 1
+    elif part == "positions":
+        stage["positions"]["1"][0][1] = "0-3 " + stage["positions"]["1"][0][1]
+    elif part == "layer":
+        stage["positions"].pop("2")
+    elif part == "report":
+        stage["report"]["held_bytes"] += 1
+    elif part == "layers":
+        stage["layers"][0][1] += 1
+    return other
+
+
+PARTS = ("error", "stage", "tokens", "positions", "layer", "report", "layers")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_change_is_told_in_either_way(seen, part):
+    other = {**changed(seen, part), "hold": len(seen["stages"]), "close": 1e-3}
+    assert record.differences(seen, other)
+    assert golden.beyond_rounding(seen, other)
+
+
+def test_logits_are_compared_to_the_bit_or_to_what_rounding_can_do(seen):
+    nudged = {**record.seen_in(Case(), nudged=True), "hold": len(seen["stages"]), "close": 1e-3}
+    assert any("logits" in line for line in record.differences(seen, nudged))
+    assert not golden.beyond_rounding(seen, nudged)
+    further = copy.deepcopy(nudged)
+    bits = further["stages"][0]["logits"][0]
+    further["stages"][0]["logits"][0] = bits[8:16] + bits[8:]
+    assert golden.beyond_rounding(seen, further)
+
+
+def test_records_are_read_as_they_were_written(seen, tmp_path):
+    made = {"cases": {str(Case()): seen}}
+    record.write(made, tmp_path / "record")
+    assert record.read(tmp_path / "record") == made

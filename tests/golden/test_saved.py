@@ -1,0 +1,20 @@
+"""Files that were written once load, and their caches go on with the same tokens and positions."""
+
+import pytest
+
+from tests.golden import golden, record, saved
+
+RECORDED = record.read(saved.EXPECTED)
+
+
+@pytest.fixture(scope="module")
+def compare():
+    alike = record.arithmetic() == RECORDED["arithmetic"]
+    return record.differences if alike else golden.beyond_rounding
+
+
+@pytest.mark.parametrize("kind", saved.KINDS)
+def test_a_file_of_old_goes_on_as_it_did(kind, compare):
+    found = record.noted(saved.loaded(kind))
+    assert "error" not in found
+    assert not compare(found, RECORDED["cases"][kind])
