@@ -1,0 +1,124 @@
+"""A field of a layer's notes follows rows, crops, bytes, resets and files, whoever adds it."""
+
+import copy
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from snapkv import CompressedCache, SnapKV
+from snapkv.cache.notes import DecodeNotes
+from snapkv.cache.rows import RowRecord, per_row
+from snapkv.cache.slots import SlotMap
+from tests.families import random_ids, tiny_model
+
+BUDGET, PROMPT, ANSWER = 24, 60, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreNotes(DecodeNotes):
+    """Notes with a field of every kind that nothing in the package has heard of."""
+
+    of_rows: Tensor | None = per_row()
+    of_slots: Tensor | None = per_row(slot_axis=1)
+    of_tokens: Tensor | None = per_row(token_axis=2)
+    unsaved: Tensor | None = per_row(saved=False)
+
+
+NAMES = ("of_rows", "of_slots", "of_tokens", "unsaved")
+
+
+def noted(cache, rows=2):
+    """The cache's layers with such notes: numbers that say their row and their place."""
+    for layer in cache.layers:
+        row = torch.arange(rows) * 100
+        slots = layer.store.slots
+        layer.notes = MoreNotes(
+            **{field.name: getattr(layer.notes, field.name) for field in fields(DecodeNotes)},
+            of_rows=row[:, None],
+            of_slots=row[:, None] + torch.arange(slots),
+            of_tokens=row[:, None, None] + torch.arange(layer.seen_tokens),
+            unsaved=row,
+        )
+    return cache
+
+
+@pytest.fixture
+def cache():
+    model = tiny_model("llama")
+    made = CompressedCache(model, SnapKV(BUDGET, window_size=8))
+    with torch.no_grad():
+        model(random_ids(2, PROMPT), past_key_values=made)
+        model(random_ids(2, ANSWER, seed=1), past_key_values=made)
+    return noted(made)
+
+
+def values(cache):
+    return [{name: getattr(layer.notes, name) for name in NAMES} for layer in cache.layers]
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+    ],
+    ids=["reorder", "repeat", "select"],
+)
+def test_they_follow_the_rows(cache, change, rows):
+    before = values(cache)
+    change(cache)
+    for old, new in zip(before, values(cache), strict=True):
+        for name in NAMES:
+            assert torch.equal(new[name], old[name][rows]), name
+
+
+def test_they_are_cropped_with_the_tokens(cache):
+    before = values(cache)
+    cache.crop(-3)
+    for old, new in zip(before, values(cache), strict=True):
+        assert torch.equal(new["of_slots"], old["of_slots"][:, :-3])
+        assert torch.equal(new["of_tokens"], old["of_tokens"][..., :-3])
+        assert torch.equal(new["of_rows"], old["of_rows"])
+        assert torch.equal(new["unsaved"], old["unsaved"])
+
+
+def test_their_bytes_are_reported(cache):
+    with_them = cache.report()["index_bytes"]
+    added = sum(part.nbytes for each in values(cache) for part in each.values())
+    for layer in cache.layers:
+        layer.notes = replace(layer.notes, **dict.fromkeys(NAMES))
+    assert with_them - cache.report()["index_bytes"] == added > 0
+
+
+def test_they_are_emptied_with_the_cache(cache):
+    cache.reset()
+    assert values(cache) == [dict.fromkeys(NAMES)] * len(cache.layers)
+    assert all(isinstance(layer.notes, MoreNotes) for layer in cache.layers)
+
+
+def test_they_are_copied_with_the_cache(cache):
+    for copied in (copy.copy(cache), copy.deepcopy(cache)):
+        before = values(cache)
+        copied.crop(-2)
+        for old, new in zip(before, values(cache), strict=True):
+            assert all(torch.equal(old[name], new[name]) for name in NAMES)
+
+
+def test_they_are_saved_where_they_say_so(cache, tmp_path, monkeypatch):
+    cache.save(tmp_path / "cache")
+    monkeypatch.setattr("snapkv.cache.layer.DecodeNotes", MoreNotes)
+    loaded = CompressedCache.load(tmp_path / "cache", cache.model)
+    for old, new in zip(values(cache), values(loaded), strict=True):
+        assert new["unsaved"] is None
+        assert all(torch.equal(new[name], old[name]) for name in NAMES[:3])
+
+
+@pytest.mark.parametrize("record", [DecodeNotes, SlotMap])
+def test_every_tensor_of_a_record_declares_its_axes(record):
+    """A tensor that did not would stay behind when rows change."""
+    for field in fields(record):
+        assert ("per_row" in field.metadata) is ("Tensor" in str(field.type)), field.name
+    assert issubclass(record, RowRecord)
