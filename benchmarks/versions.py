@@ -31,7 +31,10 @@ class _Worker:
         import torch
 
         import snapkv
-        from snapkv.app.models import load
+        try:
+            from snapkv.app.models import load
+        except ImportError:  # the checkout is from before there was `app`
+            from snapkv.models import load
 
         torch.set_num_threads(THREADS)
         self.torch, self.snapkv, self.tokens = torch, snapkv, tokens
