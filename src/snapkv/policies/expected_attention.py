@@ -71,13 +71,13 @@ class ExpectedAttention(PrefixPolicy):
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
         """Logarithm of the expected unnormalised attention of every key: (B, Hq, T) float32."""
         mean, covariance = self._future_queries(layer)
-        group = mean.shape[1] // layer.keys.shape[1]
+        group, scaling = mean.shape[1] // layer.keys.shape[1], layer.score_options.scaling
         logits = []
         for head in range(mean.shape[1]):
             keys = layer.keys[:, head // group].float()
             linear = (keys @ mean[:, head, :, None])[..., 0]
             quadratic = ((keys @ covariance[:, head]) * keys).sum(dim=-1)
-            logits.append(linear * layer.scaling + quadratic * layer.scaling**2 / 2)
+            logits.append(linear * scaling + quadratic * scaling**2 / 2)
         return torch.stack(logits, dim=1)
 
     def _future_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:

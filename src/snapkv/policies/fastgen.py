@@ -118,7 +118,7 @@ class FastGen(EvictingPolicy):
                 layer.keys,
                 near_tokens=local_tokens,
                 pad_tokens=layer.pad_tokens,
-                **layer.score_options,
+                score_options=layer.score_options,
             )
         )
         columns = torch.arange(received.shape[-1], device=received.device).expand_as(received)
@@ -152,7 +152,7 @@ class FastGen(EvictingPolicy):
             columns=step.columns,
             seen_tokens=step.seen_tokens,
             pad_tokens=step.pad_tokens,
-            **step.score_options,
+            score_options=step.score_options,
         )
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
         kinds = self._kinds(step.token_ids)

@@ -61,7 +61,7 @@ class H2O(EvictingPolicy):
             layer.queries,
             layer.keys,
             pad_tokens=layer.pad_tokens,
-            **layer.score_options,
+            score_options=layer.score_options,
         )
         return ops.reduce_group(received, layer.num_kv_heads, "mean")
 
@@ -76,7 +76,7 @@ class H2O(EvictingPolicy):
             step.queries,
             step.keys,
             pad_tokens=step.filler_tokens,
-            **step.score_options,
+            score_options=step.score_options,
         )
         assert step.scores is not None
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")

@@ -144,7 +144,7 @@ class Scissorhands(EvictingPolicy):
             columns=columns,
             seen_tokens=seen_tokens,
             pad_tokens=states.pad_tokens,
-            **states.score_options,
+            score_options=states.score_options,
         )
         return ops.reduce_group(counts, states.num_kv_heads, "sum")
 

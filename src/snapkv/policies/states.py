@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv.ops import ScoreOptions
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStates:
@@ -16,9 +18,7 @@ class LayerStates:
     Attributes:
         queries: (B, Hq, N, D), after rotary embedding and query norm.
         keys: (B, Hkv, S, D), all stored keys as attention sees them.
-        scaling: the factor attention puts on its scores.
-        softcap: the cap attention puts on its scores, or None.
-        sinks: (Hq,) learned sink logits, or None.
+        score_options: what attention does to its scores, as the ops take it.
         pad_tokens: (B,) int64, leading pads of each row of the prompt, or None where none has any.
         stored_heads: heads of the cache where they differ from those of `keys`: models with latent
             attention (DeepSeek) store one latent that all heads share, so they share one set.
@@ -29,12 +29,10 @@ class LayerStates:
 
     queries: Tensor
     keys: Tensor
-    scaling: float
+    score_options: ScoreOptions
     layer_idx: int
     depth: int = 0
     num_layers: int = 1
-    softcap: float | None = None
-    sinks: Tensor | None = None
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
 
@@ -42,11 +40,6 @@ class LayerStates:
     def num_kv_heads(self) -> int:
         """How many heads the cache stores, each with a set of its own."""
         return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
-
-    @property
-    def score_options(self) -> dict[str, Any]:
-        """How attention turns products into weights, as the ops take it."""
-        return {"scaling": self.scaling, "softcap": self.softcap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, kw_only=True)

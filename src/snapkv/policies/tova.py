@@ -57,7 +57,7 @@ class TOVA(EvictingPolicy):
             states.queries[:, :, -1:],
             states.keys,
             pad_tokens=filler_tokens,
-            **states.score_options,
+            score_options=states.score_options,
         )
         shared = weights[:, :, -1].mean(dim=1, keepdim=True)
         return keep_best_and_recent(shared, self.budget, 0, filler_tokens)

@@ -137,9 +137,11 @@ class Compressor:
             queries=queries,
             keys=keys,
             values=torch.empty_like(keys, device="meta"),  # no served method looks at them
-            scaling=impl.scale,
-            softcap=getattr(impl, "logits_soft_cap", None) or None,
-            sinks=getattr(impl, "sinks", None),
+            score_options=ops.ScoreOptions(
+                scaling=impl.scale,
+                softcap=getattr(impl, "logits_soft_cap", None) or None,
+                sink_logits=getattr(impl, "sinks", None),
+            ),
             layer_idx=depth,
             depth=depth,
             num_layers=len(self._layers),
