@@ -30,8 +30,8 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 	$(BIN)/python -m pytest -m 'slow and not vllm'
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/test_cache.py \
-	    tests/test_generate.py tests/test_installation.py tests/app/test_models.py tests/app/test_training.py tests/decoding
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/hf \
+	    tests/app/test_models.py tests/app/test_training.py tests/decoding
 
 test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices tests/test_devices.py

@@ -17,6 +17,8 @@ from snapkv import (
     PyramidKV,
     SnapKV,
 )
+from snapkv.cache.last_queries import look_back
+from snapkv.hf import attention
 from tests.families import CASES, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
@@ -233,11 +235,11 @@ def test_a_turn_that_was_announced_and_not_read_is_taken_back():
 # Refresh.
 
 
-def test_a_refresh_chooses_as_the_last_queries_vote_on_everything():
+def test_a_refresh_chooses_as_the_last_queries_vote_on_everything(monkeypatch):
     model = tiny_model("llama")
     tokens = random_ids(1, 12, seed=3)
     cache, _ = read(model, document(), refresh_every=4)
-    record = _Record(cache)
+    record = _Record(cache, monkeypatch)
     for step, token in enumerate(tokens.split(1, dim=1), 1):
         call(model, cache, token)
         assert cache.report().kept_tokens == BUDGET + step % 4
@@ -250,21 +252,23 @@ def test_a_refresh_chooses_as_the_last_queries_vote_on_everything():
 class _Record:
     """Every key and query that a cache's layers have seen, noted beside them."""
 
-    def __init__(self, cache):
+    def __init__(self, cache, monkeypatch):
         self.cache, self.layer = cache, cache.layers[2]
-        self.keys = [self.layer.parked.with_tail(*self._none())[0]]
-        self.queries = [self.layer._query_tail.clone()]
-        update, look_back = self.layer.update, self.layer.look_back
+        self.keys = [self.layer.offloaded.with_tail(*self._none())[0]]
+        self.queries = [self.layer.notes.last_queries.clone()]
+        update = self.layer.update
 
         def noted_update(keys, values, *args, **kwargs):
             self.keys.append(keys)
             return update(keys, values, *args, **kwargs)
 
-        def noted_look_back(queries):
-            self.queries.append(queries)
-            return look_back(queries)
+        def noted_look_back(layer, queries):
+            if layer is self.layer:
+                self.queries.append(queries)
+            return look_back(layer, queries)
 
-        self.layer.update, self.layer.look_back = noted_update, noted_look_back
+        self.layer.update = noted_update
+        monkeypatch.setattr(attention, "look_back", noted_look_back)
 
     def _none(self):
         return self.layer.keys[:, :, :0], self.layer.values[:, :, :0]

@@ -260,9 +260,9 @@ def forged(notes, change):
     elif change == "a layer less":
         notes["layers"].pop()
     elif change == "a tensor that is not there":
-        notes["layers"][0]["state"]["keys"] = {"tensor": "elsewhere"}
+        notes["layers"][0]["store"]["keys"] = {"tensor": "elsewhere"}
     elif change == "a record that is none":
-        notes["layers"][0]["state"]["keys"] = {"record": "Path", "parts": {}}
+        notes["layers"][0]["store"]["keys"] = {"record": "Path", "parts": {}}
     elif change == "a parameter that the policy has not":
         notes["policy"]["speed"] = 1
     else:
@@ -284,7 +284,7 @@ def forged(notes, change):
 def test_sealed_nonsense_is_refused(tmp_path, change):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
-    tensors, notes = read_sealed(tmp_path / "cache")
+    tensors, notes, _ = read_sealed(tmp_path / "cache")
     write_sealed(tmp_path / "forged", tensors, forged(notes, change))
     with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
         CompressedCache.load(tmp_path / "forged", model)
@@ -316,7 +316,7 @@ def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
     else:
         generated(model, cache, ids)
     cache.save(tmp_path / "now")
-    tensors, notes = read_sealed(tmp_path / "now")
+    tensors, notes, _ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
     del described["sink_tokens"]
     described |= before
@@ -366,7 +366,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
         notes = json.loads(content.metadata()["notes"])
         assert notes["policy"]["name"] == "snapkv"
         assert notes["seen_tokens"] == 60
-        assert content.get_tensor("layers.0.keys").shape == (8, 2, 40, 8)
+        assert content.get_tensor("layers.0.store.keys").shape == (8, 2, 40, 8)
 
 
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

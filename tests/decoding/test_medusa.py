@@ -68,7 +68,7 @@ def generate(model, ids, cache, **options):
 def stored(cache):
     """What every layer holds behind the prompt's part, keys and values."""
     for layer in cache.layers:
-        filled = layer.stored_tokens if hasattr(layer, "stored_tokens") else layer.keys.shape[-2]
+        filled = layer.store.slots if hasattr(layer, "stored_tokens") else layer.keys.shape[-2]
         yield layer.keys[..., :filled, :], layer.values[..., :filled, :]
 
 
@@ -116,7 +116,7 @@ def test_slots_and_tokens_grow_alike():
     grown = []
 
     def watch(*_):
-        grown.append([layer.cumulative_length - layer.stored_tokens for layer in cache.layers])
+        grown.append([layer.seen_tokens - layer.store.slots for layer in cache.layers])
         return torch.tensor([False])
 
     generate(

@@ -37,9 +37,9 @@ class Watched(CompressedCache):
     def update(self, keys, values, layer_idx, *args, **kwargs):
         layers = [self.layers[index] for index in self.compressed_layers]
         if layer_idx == self.compressed_layers[0]:
-            self.between.append([layer.stored_tokens for layer in layers])
+            self.between.append([layer.store.slots for layer in layers])
         states = super().update(keys, values, layer_idx, *args, **kwargs)
-        stored = [layer.stored_tokens for layer in layers]
+        stored = [layer.store.slots for layer in layers]
         self.most = max(self.most, *stored)
         self.whole = max(self.whole, sum(tokens > CAP + self.voting for tokens in stored))
         return states
@@ -64,7 +64,7 @@ def test_no_layer_holds_more_than_the_cap_between_pieces(family, implementation,
     assert cache.whole == 1, "one layer at a time"
     for layer in cache.compressed_layers:
         positions = cache.kept_positions(layer)
-        assert positions.shape[-1] == cache.layers[layer].stored_tokens == 40
+        assert positions.shape[-1] == cache.layers[layer].store.slots == 40
         assert (positions.diff(dim=-1) > 0).all()
         assert (positions[..., -8:] == torch.arange(ids.shape[1] - 8, ids.shape[1])).all()
 
@@ -229,7 +229,7 @@ def test_other_caches_and_later_tokens_are_read_as_ever():
         plain = model(ids).logits
         model(ids, past_key_values=cache)
         model(ids[:, :60], past_key_values=cache)
-    assert cache.layers[0].stored_tokens == 40 + 60
+    assert cache.layers[0].store.slots == 40 + 60
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain)
     assert not any("forward" in vars(module) for module in model.modules())

@@ -65,7 +65,7 @@ def test_dropping_a_different_set_is_noticed(family, implementation):
     cache = CompressedCache(model, POLICY)
     got = feed(model, cache, ids, continuation)[:, 1:]
     for layer_idx in cache.compressed_layers:
-        kept = cache.layers[layer_idx].kept
+        kept = cache.layers[layer_idx].slots.kept
         kept[..., : BUDGET // 2] = torch.arange(BUDGET // 2, dtype=torch.int32)
     expected = masked_decode_logits(model, cache, ids, continuation)
     assert (expected - got).abs().max() > 1e-3

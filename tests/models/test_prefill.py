@@ -82,7 +82,7 @@ def test_only_the_layer_being_read_is_whole():
     class Watched(CompressedCache):
         def update(self, *args, **kwargs):
             states = super().update(*args, **kwargs)
-            whole.append(sum(layer.stored_tokens > 40 for layer in self.layers))
+            whole.append(sum(layer.store.slots > 40 for layer in self.layers))
             return states
 
     with torch.no_grad(), layer_by_layer(model, chunk_tokens=20):

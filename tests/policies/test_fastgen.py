@@ -21,6 +21,7 @@ from snapkv import (
     InvalidArgumentError,
     InvalidTypeError,
 )
+from snapkv.cache.reading import Reading
 from snapkv.ops import (
     ScoreOptions,
     attention_received,
@@ -374,9 +375,10 @@ def test_the_bytes_are_those_of_the_tokens_kept_at_every_step(policy):
     for piece in random_ids(2, PROMPT + 9).split([PROMPT] + [1] * 9, dim=1):
         call(model, cache, piece)
         for layer in cache.layers:
-            kept = int((cache.kept_positions(layer.layer_idx) >= 0).sum())
+            kept = int((cache.kept_positions(layer.identity.layer_idx) >= 0).sum())
             assert layer.held_bytes == kept * layer.keys.shape[-1] * 2 * layer.keys.element_size()
-            assert layer.ragged.keys.untyped_storage().nbytes() == layer.ragged.keys.nbytes
+            keys = layer.store.states.keys
+            assert keys.untyped_storage().nbytes() == keys.nbytes
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8], ids=["MQA", "GQA", "MHA"])
@@ -419,7 +421,7 @@ def test_reordered_rows_take_their_tokens_and_their_choices_along():
     call(model, plain, ids[:, 30:])
     call(model, swapped, ids[:, 30:].flip(0))
     swapped.reorder_cache(torch.tensor([1, 0]))
-    choices = plain.layers[0].head_notes[..., 0]
+    choices = plain.layers[0].notes.head_notes[..., 0]
     assert not torch.equal(choices[0], choices[1])
     for token in tokens.split(1, dim=1):
         call(model, plain, token)
@@ -467,13 +469,13 @@ MODES = {
 def test_generate_says_which_tokens_every_pass_reads(mode, monkeypatch):
     """In the order of the rows, as the model itself gets them."""
     model, announced, read = tiny_model("llama"), [], []
-    expect_tokens = CompressedCache.expect_tokens
+    expect_tokens = Reading.expect_tokens
 
     def spy(self, token_ids):
         announced.append(token_ids)
         expect_tokens(self, token_ids)
 
-    monkeypatch.setattr(CompressedCache, "expect_tokens", spy)
+    monkeypatch.setattr(Reading, "expect_tokens", spy)
     watch = model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["input_ids"]), with_kwargs=True
     )

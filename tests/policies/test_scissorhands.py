@@ -167,7 +167,7 @@ def test_what_it_looks_back_at_holds_on_to_no_graph():
     for ids in random_ids(1, 21).split((20, 1), dim=1):
         with torch.enable_grad():
             model(ids, past_key_values=cache)
-        assert not cache.layers[1]._query_tail.requires_grad
+        assert not cache.layers[1].notes.last_queries.requires_grad
 
 
 @pytest.mark.parametrize("history", [5, 100], ids=["short", "longer than the prompt"])
@@ -184,7 +184,7 @@ def test_a_step_sees_the_last_queries_in_order_whatever_was_dropped(monkeypatch,
     ids, tokens = random_ids(1, 20), random_ids(1, 9, seed=1)
     cache = CompressedCache(model, policy)
     model(ids, past_key_values=cache)
-    read = cache.layers[2]._query_tail.clone()
+    read = cache.layers[2].notes.last_queries.clone()
     for token in tokens.split(1, dim=1):
         model(token, past_key_values=cache)
     assert read.shape[2] == min(history, 20)
@@ -199,10 +199,12 @@ def test_what_it_looks_back_at_is_reported_and_never_more_than_the_history():
     cache = CompressedCache(model, Scissorhands(24, history=16, recent=4))
     model.generate(random_ids(1, 60), past_key_values=cache, max_new_tokens=20, pad_token_id=0)
     for layer in cache.layers:
-        assert layer._query_tail.shape == (1, 8, 16, 8)
-        assert layer._query_tail.untyped_storage().nbytes() == layer._query_tail.nbytes
+        assert layer.notes.last_queries.shape == (1, 8, 16, 8)
+        assert (
+            layer.notes.last_queries.untyped_storage().nbytes() == layer.notes.last_queries.nbytes
+        )
     queries = 4 * 8 * 16 * 8 * 4
-    positions = 4 * 2 * int(cache.layers[0].kept.shape[-1]) * 4
+    positions = 4 * 2 * int(cache.layers[0].slots.kept.shape[-1]) * 4
     assert cache.report()["index_bytes"] == queries + positions
 
 
@@ -214,7 +216,7 @@ def test_nothing_is_remembered_for_methods_that_do_not_look_back():
     ):
         cache = CompressedCache(model, policy)
         model(random_ids(1, 60), past_key_values=cache)
-        assert (cache.layers[0]._query_tail is not None) == remembers
+        assert (cache.layers[0].notes.last_queries is not None) == remembers
 
 
 def test_layer_budgets_rise_and_keep_their_mean():

@@ -168,9 +168,9 @@ def test_only_the_keys_of_the_sinks_are_turned(family):
         assert torch.equal(one.values, other.values)
         assert torch.equal(one.keys[:, :, START:], other.keys[:, :, START:])
         assert torch.equal(moved.kept_positions(index), still.kept_positions(index))
-        assert torch.equal(one.sinks.keys, other.keys[:, :, :START])
+        assert torch.equal(one.notes.sink_keys, other.keys[:, :, :START])
         turned = not torch.equal(one.keys, other.keys)
-        assert turned is (one.rotation.apply is not None)
+        assert turned is (one.identity.rotation.apply is not None)
         norms = [layer.keys[:, :, :START].norm(dim=-1) for layer in (one, other)]
         torch.testing.assert_close(*norms)
 
@@ -200,7 +200,7 @@ def test_layers_without_positions_are_left_as_they_are():
     got, cache = logits_of(model, POLICY, pieces_of())
     same, _ = logits_of(model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of())
     assert torch.equal(got, same)
-    assert all(cache.layers[i].rotation.apply is None for i in cache.compressed_layers)
+    assert all(cache.layers[i].identity.rotation.apply is None for i in cache.compressed_layers)
 
 
 def test_without_drops_it_is_the_full_cache_bit_for_bit():
@@ -214,7 +214,7 @@ def test_without_drops_it_is_the_full_cache_bit_for_bit():
             past = out.past_key_values
             expected.append(out.logits)
     assert torch.equal(got, torch.cat(expected, 1))
-    assert cache.layers[0].sinks is None
+    assert cache.layers[0].notes.sink_keys is None
 
 
 def test_rounding_does_not_add_up():
@@ -226,7 +226,7 @@ def test_rounding_does_not_add_up():
             model(token, past_key_values=cache)
     layer = cache.layers[2]
     by = torch.tensor([[300 - BUDGET]])
-    expected = layer.rotation(layer.sinks.keys, by.expand(1, START)).bfloat16()
+    expected = layer.identity.rotation(layer.notes.sink_keys, by.expand(1, START)).bfloat16()
     assert torch.equal(layer.keys[:, :, :START], expected)
 
 
@@ -247,7 +247,7 @@ def test_the_same_recent_tokens_are_read_alike_after_any_distance():
     _, cache = logits_of(model, POLICY, [prompt])
     far = copy.deepcopy(cache)
     for layer in far.layers:
-        layer.keys = layer.rotation(layer.keys, torch.full((1, BUDGET), 900))
+        layer.store.keys = layer.identity.rotation(layer.keys, torch.full((1, BUDGET), 900))
     logits = []
     with torch.no_grad():
         for past, position in ((cache, PROMPT), (far, PROMPT + 900)):
@@ -262,7 +262,7 @@ def test_the_copy_of_the_sinks_counts_as_held():
     _, still = logits_of(
         model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of(2)
     )
-    extra = sum(layer.sinks.keys.nbytes for layer in cache.layers)
+    extra = sum(layer.notes.sink_keys.nbytes for layer in cache.layers)
     assert cache.report().held_bytes == still.report().held_bytes + extra
 
 
@@ -323,5 +323,5 @@ def test_scaled_rotary_embeddings_are_moved_rightly(rope, slots_logits):
                 weight.mul_(4.0)
     pieces = pieces_of(1, 3)
     got, cache = logits_of(model, POLICY, pieces)
-    assert (cache.layers[0].rotation.factor > 1.0) is (rope["rope_type"] == "yarn")
+    assert (cache.layers[0].identity.rotation.factor > 1.0) is (rope["rope_type"] == "yarn")
     torch.testing.assert_close(got, slots_logits(model, pieces), atol=5e-4, rtol=5e-4)

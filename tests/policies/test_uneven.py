@@ -73,7 +73,7 @@ def test_bytes_held_are_those_of_the_tokens_kept(policy):
     model = tiny_model("llama")
     cache = read(model, policy, random_ids(2, PROMPT))
     for layer in cache.layers:
-        kept = int((cache.kept_positions(layer.layer_idx) >= 0).sum())
+        kept = int((cache.kept_positions(layer.identity.layer_idx) >= 0).sum())
         assert layer.held_bytes == kept * layer.keys.shape[-1] * 2 * layer.keys.element_size()
     storages = {layer.keys.untyped_storage().nbytes() for layer in cache.layers}
     assert max(storages) <= max(layer.held_bytes for layer in cache.layers), "no view of the prompt"
@@ -85,13 +85,15 @@ def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
     model = tiny_model("llama")
     cache = read(model, METHODS["adakv"], random_ids(2, PROMPT))
     noted = cache.report()["index_bytes"]
-    before = [(layer.ragged.keys.data_ptr(), layer.ragged.layout) for layer in cache.layers]
+    before = [
+        (layer.store.states.keys.data_ptr(), layer.store.states.layout) for layer in cache.layers
+    ]
     for step in range(3):
         call(model, cache, random_ids(2, 1, seed=step))
     for layer, (keys, layout) in zip(cache.layers, before, strict=True):
-        assert layer.ragged.keys.data_ptr() == keys
-        assert layer.ragged.layout is layout
-    pieces = sum(layer.ragged.layout.held_bytes for layer in cache.layers)
+        assert layer.store.states.keys.data_ptr() == keys
+        assert layer.store.states.layout is layout
+    pieces = sum(layer.store.states.layout.held_bytes for layer in cache.layers)
     assert cache.report()["index_bytes"] - noted == pieces > 0
 
 

@@ -82,14 +82,12 @@ class PaddingWatch:
             )
         for layer in self.layers:
             if not layer.store.hands_over:
-                gaps = None if found is None else found.gaps
-                layer.slots = layer.slots.with_gaps(gaps, layer.seen_tokens)
+                _tell(layer, None if found is None else found.gaps)
         return found
 
     def tell(self, layer: CompressedLayer) -> None:
         """Tell a layer that has just appended the tokens of the pass which of them are pads."""
-        gaps = None if self._last is None else self._last.gaps_of(layer)
-        layer.slots = layer.slots.with_gaps(gaps, layer.seen_tokens)
+        _tell(layer, None if self._last is None else self._last.gaps_of(layer))
 
     def has_own_mask(self, layer: CompressedLayer) -> bool:
         """Whether a mask that comes with the pass the layer has just read is the user's own."""
@@ -104,6 +102,12 @@ class PaddingWatch:
         copied = PaddingWatch(layers, self.recall)
         copied.masked_to, copied._last = self.masked_to, self._last
         return copied
+
+
+def _tell(layer: CompressedLayer, gaps: Tensor | None) -> None:
+    """Tell a layer the gaps of all tokens it has seen; None where those that came are none."""
+    if gaps is not None or layer.slots.gaps is not None:
+        layer.slots = layer.slots.with_gaps(gaps, layer.seen_tokens)
 
 
 def find_padding(

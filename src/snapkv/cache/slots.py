@@ -196,13 +196,13 @@ class SlotMap(RowRecord):
 
     def with_gaps(self, gaps: Tensor | None, seen_tokens: int) -> Self:
         """With the pads of all tokens seen by now; None where those that came are none."""
-        if gaps is None and self.gaps is None:
-            return self
         return replace(self, gaps=self._gaps_of(seen_tokens) if gaps is None else gaps)
 
     def chosen(self, kept: Tensor, seen_tokens: int, **changes: Any) -> Self:
         """Of all tokens seen by then the slots hold what was kept, and those that come behind."""
-        return replace(self, kept=kept.to(torch.int32), start=seen_tokens, **changes)
+        made = replace(self, kept=kept.to(torch.int32), start=seen_tokens, **changes)
+        assert made.needs_own_mask is not None  # asked of the device now, not by the next token
+        return made
 
     def whole(self) -> Self:
         """Nothing is dropped."""

@@ -31,7 +31,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv import installation as module
+from snapkv.hf import install as module
 from snapkv.prefill import chunked, layer_by_layer
 from tests.families import random_ids, tiny_config, tiny_model
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snapkv import H2O, CompressedCache, SnapKV, attention
+from snapkv import H2O, CompressedCache, SnapKV
+from snapkv.hf import fidelity
 from tests.families import random_ids, tiny_model
 
 ASKING = {"item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
@@ -32,7 +33,7 @@ class Asked(TorchDispatchMode):
 @pytest.fixture
 def asked(monkeypatch):
     """Runs a forward pass as on a GPU; how often it asked, in each layer and behind the last."""
-    monkeypatch.setattr(attention, "_is_behind", lambda states: True)
+    monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
     to_list, lists = torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or to_list(t))
 

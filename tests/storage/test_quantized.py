@@ -73,10 +73,10 @@ def test_fewer_bits_are_fewer_bytes_and_the_same_codes_all_along(demo):
         call(demo.model, cache, ids)
         held[bits] = cache.report().held_bytes
         if bits:
-            before = cache.layers[3].packed[0].codes.clone()
+            before = cache.layers[3].store.codes[0].codes.clone()
             for token in ids[:, :5].split(1, dim=1):
                 call(demo.model, cache, token)
-            assert torch.equal(cache.layers[3].packed[0].codes, before)
+            assert torch.equal(cache.layers[3].store.codes[0].codes, before)
             assert cache.layers[3].keys.shape[2] == 5
     assert held["int4"] < 0.16 * held[None]  # float32: 4 bits, and a byte of scales for eight
     assert held["int8"] < 0.29 * held[None]

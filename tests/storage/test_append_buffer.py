@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.lab.inspect.leave_out import _branch
-from snapkv.storage.append_buffer import ROOM_TOKENS, Growing
+from snapkv.storage.append_buffer import ROOM_TOKENS, AppendBuffer
+from snapkv.storage.dense import Dynamic
 from tests.families import random_ids, tiny_model
 
 B, H, D = 2, 3, 4
@@ -22,7 +22,7 @@ def no_grad(request):
         yield
 
 
-class OfKeys(Growing):
+class OfKeys(AppendBuffer):
     """Grows keys, and beside them values that are twice as wide and say the same."""
 
     def append(self, stored, new):
@@ -71,7 +71,7 @@ def test_what_was_handed_out_stays_as_it_is():
     "copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 )
 def test_a_copy_does_not_write_behind_what_the_original_handed_out(copied):
-    growing = Growing()
+    growing = AppendBuffer()
     pair = growing.append(*[states(5)] * 2, *[states(1, seed=1)] * 2)
     theirs = copied(growing).append(*pair, *[states(1, seed=2)] * 2)
     ours = growing.append(*pair, *[states(1, seed=3)] * 2)
@@ -127,7 +127,7 @@ def test_what_inference_mode_has_made_grows_outside_of_it():
     assert torch.equal(third, torch.cat([first, states(1, seed=2), states(1, seed=3)], dim=-2))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, _branch], ids=["deep", "sharing"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deep", "sharing"])
 def test_a_cache_branches_where_it_is_copied_and_where_it_is_cropped(copied):
     """Each branch says what it says alone, appended by concatenation."""
     model, ids, tokens = tiny_model("llama"), random_ids(2, 80), random_ids(2, 12, seed=1)
@@ -138,7 +138,8 @@ def test_a_cache_branches_where_it_is_copied_and_where_it_is_cropped(copied):
     def alone(*parts):
         cache = CompressedCache(model, SnapKV(24, window_size=8))
         for layer in cache.layers:
-            layer._grows_in_place = False
+            layer.storage = Dynamic(in_place=False)
+            layer.reset()
         model(ids, past_key_values=cache)
         return [read(cache, part) for part in parts][-1]
 

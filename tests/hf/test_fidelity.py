@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from snapkv import CacheMismatchError, CompressedCache, SnapKV, attention
+from snapkv import CacheMismatchError, CompressedCache, SnapKV
 from snapkv.errors import SnapKVError, UnsupportedModelError
+from snapkv.hf import fidelity
 from snapkv.hf.fidelity import doubt_scores, require_faithful
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
@@ -217,9 +218,9 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
         judged.append([doubt.layer_idx for doubt in doubts])
         require_faithful(doubts)
 
-    monkeypatch.setattr(attention, "_is_behind", lambda states: True)
-    monkeypatch.setattr(attention, "doubt_scores", doubtful)
-    monkeypatch.setattr(attention, "require_faithful", watched)
+    monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
+    monkeypatch.setattr(fidelity, "doubt_scores", doubtful)
+    monkeypatch.setattr(fidelity, "require_faithful", watched)
     cache = CompressedCache(model, SnapKV(budget=8, window_size=4))
     ids = random_ids(1, 32)
     with pytest.raises(UnsupportedModelError, match=f"in layer {wrong};"):
@@ -231,18 +232,18 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(wrong, 
     wrong = None
     model(ids, past_key_values=cache)
     assert judged[-2:] == [[0], [1, 2, 3]]
-    assert not cache.doubts
+    assert not cache._check.doubts
 
 
 @pytest.mark.parametrize("storage", ["dynamic", "static"])
 def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it(storage, monkeypatch):
     model, ids = tiny_model("llama"), random_ids(1, 32)
-    monkeypatch.setattr(attention, "_is_behind", lambda states: True)
+    monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
     cache = CompressedCache(model, SnapKV(budget=8, window_size=4), storage=storage)
     model(ids, past_key_values=cache)
-    cache.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))
+    cache._check.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))
     with pytest.raises(CacheMismatchError, match="reset"):
         model(ids[:, :1], past_key_values=cache)
     cache.reset()
     model(ids, past_key_values=cache)
-    assert not cache.doubts
+    assert not cache._check.doubts
