@@ -145,11 +145,9 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
     blocks = torch.split(layer.keys, _BLOCK_TOKENS, dim=2)  # a float32 copy of all keys may not fit
     scores = torch.cat([grouped @ block.float().transpose(-1, -2) for block in blocks], dim=-1)
     scores = layer.score_options.scores(scores)
-    if layer.pad_tokens is not None:
-        slots = torch.arange(scores.shape[-1], device=scores.device)
-        pads = slots < layer.pad_tokens[:, None, None, None]
-        scores = scores.masked_fill(pads, float("-inf"))
-    return scores
+    if layer.pads is None:
+        return scores
+    return scores.masked_fill(layer.pads[:, :, None], float("-inf"))
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:

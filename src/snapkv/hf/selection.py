@@ -34,7 +34,7 @@ def keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | N
         return
     read = prompt_layer(call, layer, call.query.shape[2], slots, None)
     with torch.no_grad():
-        layer.keep_part(layer.policy.hold(read, cap_tokens))
+        layer.keep_part(layer.policy.select_under_cap(read, cap_tokens))
 
 
 def select(

@@ -37,6 +37,17 @@ class LayerStates:
     stored_heads: int | None = None
 
     @property
+    def leading_fillers(self) -> Tensor | None:
+        """(B,) leading slots of each row that hold no token, or None: here the pads."""
+        return self.pad_tokens
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """(B,) int64: slots of each row that hold a token."""
+        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
+        return total if self.leading_fillers is None else total - self.leading_fillers
+
+    @property
     def num_kv_heads(self) -> int:
         """How many heads the cache stores, each with a set of its own."""
         return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
@@ -64,10 +75,12 @@ class PromptLayer(LayerStates):
     received: Tensor | None = None
 
     @property
-    def row_tokens(self) -> Tensor:
-        """(B,) int64: real tokens of each row, pads left out."""
-        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.pad_tokens is None else total - self.pad_tokens
+    def pads(self) -> Tensor | None:
+        """(B, 1, S) bool: which slots are leading pads of the prompt; None where none is."""
+        if self.pad_tokens is None:
+            return None
+        slots = torch.arange(self.keys.shape[2], device=self.keys.device)
+        return (slots < self.pad_tokens[:, None])[:, None]
 
     @functools.cached_property
     def row_lengths(self) -> list[int]:
@@ -149,10 +162,9 @@ class DecodeStep(LayerStates):
     filler_tokens: Tensor | None = None
 
     @property
-    def row_tokens(self) -> Tensor:
-        """(B,) int64: slots of each row that hold a token."""
-        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.filler_tokens is None else total - self.filler_tokens
+    def leading_fillers(self) -> Tensor | None:
+        """The fillers; those of the prompt's pads that are still stored are among them."""
+        return self.filler_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
