@@ -99,25 +99,3 @@ def _writes_states(node):
             called = getattr(function, "attr", getattr(function, "id", ""))
             return called in ("setattr", "__setattr__") and name in STATES
     return False
-
-
-def stores_told_apart(source, room="hf", home="storage"):
-    """Where the seam asks for the class of a store instead of asking the store."""
-    found = []
-    for module in source.modules.values():
-        if room_of(source, module) != room:
-            continue
-        names = source.imported_names(module)
-        stores = {
-            name
-            for name, (origin, _) in names.items()
-            if origin in source.modules and room_of(source, source.modules[origin]) == home
-        }
-        found += [
-            f"{source.label(module)}:{node.lineno}"
-            for node in ast.walk(module.tree)
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"
-            for part in ast.walk(node.args[1])
-            if isinstance(part, ast.Name) and part.id in stores
-        ]
-    return found

@@ -11,8 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv.cache.identity import LayerIdentity, TurnRule
 from snapkv.cache.notes import DecodeNotes
-from snapkv.cache.sinks import move_sinks
-from snapkv.cache.slots import SlotMap, columns_of, pads_first
+from snapkv.cache.slots import SlotMap, pads_first
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
@@ -21,6 +20,7 @@ from snapkv.storage.base import Storage
 from snapkv.storage.dense import DenseStore, Dynamic
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
+from snapkv.storage.sinks import move_sinks
 
 
 class CompressedLayer(DynamicLayer):
@@ -188,14 +188,7 @@ class CompressedLayer(DynamicLayer):
                 "the cache and read the shorter text again, or use a policy that only compresses "
                 "prompts"
             )
-        dropped = self.slots.kept is not None
-        whole = self.slots.whole_tail(self.store) if dropped else self.store.slots
-        if count > whole:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected at most {whole}, the tokens at the end of layer "
-                f"{self.identity.layer_idx} that are still whole, got {count}; reset the cache and "
-                "read the shorter prompt again"
-            )
+        self.slots.require_whole(count, self.store, self.identity.layer_idx)
 
     def __copy__(self) -> "CompressedLayer":
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -215,15 +208,6 @@ class CompressedLayer(DynamicLayer):
         return self.slots.seen(self.store.slots)
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes of every seen token's key and value, stored once per KV head."""
-        if not self.store.is_filled:
-            return 0
-        keys, values, heads = self.keys, self.values, self.store.num_kv_heads
-        per_token = keys.element_size() * (keys.shape[-1] + values.shape[-1])
-        return int(keys.shape[0] * heads * self.seen_tokens * per_token)
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of the stored keys and values, second copies included, measured on the tensors."""
         return self.store.held_bytes + self._sink_bytes
@@ -237,11 +221,6 @@ class CompressedLayer(DynamicLayer):
     @property
     def _sink_bytes(self) -> int:
         return 0 if self.notes.sink_keys is None else self.notes.sink_keys.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the keys and values that are off the device."""
-        return 0 if self.offloaded is None else self.offloaded.held_bytes
 
     def stored_positions(self) -> Tensor:
         """(B, H, S) int64: true position of every stored token, ascending; -1 for a pad."""
@@ -271,19 +250,9 @@ class CompressedLayer(DynamicLayer):
 
     def keep_part(self, selection: Selection) -> None:
         """Keep a part of a prompt that is still coming in."""
-        columns, seen = self._columns_of(selection.keep_indices), self.seen_tokens
+        columns, seen = self.slots.columns_of(selection.keep_indices, self.store), self.seen_tokens
         self.store = self.store.keep(selection.keep_indices, selection.prompt_tokens)
         self.slots = self.slots.chosen(columns, seen, is_partial=True)
-
-    def _columns_of(self, indices: Tensor) -> Tensor:
-        """(B, H, K): the columns of slots, -1 where of none."""
-        stored = self.store.keys.shape[1]
-        heads = max(indices.shape[1], stored)
-        indices = indices.expand(-1, heads, -1)
-        if self.slots.kept is None:
-            return indices
-        columns = self.slots.columns(self.store).repeat_interleave(heads // stored, dim=1)
-        return columns_of(indices, columns)
 
     def end_prompt(self, selection: Selection | None, prompt: PromptLayer) -> None:
         """Note that the prompt has been read, and keep of it what was selected; None for all.
@@ -305,7 +274,7 @@ class CompressedLayer(DynamicLayer):
     def _keep(self, selection: Selection, at: int) -> None:
         """Keep the selected slots of a prompt that ended after so many tokens."""
         tokens = selection.prompt_tokens
-        columns = self._columns_of(selection.keep_indices)
+        columns = self.slots.columns_of(selection.keep_indices, self.store)
         self.offload(tokens)
         if selection.head_tokens is None:
             self.store = self.store.keep(selection.keep_indices, tokens)
@@ -330,7 +299,7 @@ class CompressedLayer(DynamicLayer):
             return
         slots, seen, fillers = self.store.slots, self.seen_tokens, self.slots.fillers
         kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
-        columns = columns_of(kept, self.slots.columns(self.store))
+        columns = self.slots.columns_of(kept, self.store)
         if eviction.scores is not None:
             scores = _of_slots(eviction.scores, kept, kept.shape[1])
             self.notes = replace(self.notes, slot_scores=scores)

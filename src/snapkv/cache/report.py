@@ -41,7 +41,7 @@ class CacheReport(dict[str, Any]):
             kept_tokens=_whole_number(mean),
             held_bytes=sum(row["held_bytes"] for row in rows),
             index_bytes=sum(layer.index_bytes for layer in compressed),
-            host_bytes=sum(layer.host_bytes for layer in compressed),
+            host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
             full_bytes=sum(row["full_bytes"] for row in rows),
             layers=rows,
         )
@@ -99,7 +99,7 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "seen_tokens": layer.seen_tokens,
             "kept_tokens": _whole_number(layer.store.mean_tokens),
             "held_bytes": layer.held_bytes,
-            "full_bytes": layer.full_bytes,
+            "full_bytes": _full_bytes(layer),
         }
     held = tensor_bytes(layer)
     stored = getattr(layer, "keys", None)
@@ -111,6 +111,15 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         "held_bytes": held,
         "full_bytes": held,
     }
+
+
+def _full_bytes(layer: CompressedLayer) -> int:
+    """Bytes of every seen token's key and value, stored once per KV head."""
+    keys, values = layer.keys, layer.values
+    if keys is None:
+        return 0
+    per_token = keys.element_size() * (keys.shape[-1] + values.shape[-1])
+    return int(keys.shape[0] * layer.store.num_kv_heads * layer.seen_tokens * per_token)
 
 
 def _whole_number(tokens: float) -> float:

@@ -1,4 +1,4 @@
-"""Which token stands in which slot: positions are computed here, and nowhere else.
+"""Which token stands in which KV cache slot: positions are computed here, and nowhere else.
 
 A column is the place of a token in all that a layer has seen, pads counted. Its position leaves the
 pads of its row out.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.rows import RowRecord, per_row
+from snapkv.errors import InvalidArgumentError
 from snapkv.storage.base import TokenStore
 
 
@@ -102,6 +103,16 @@ class SlotMap(RowRecord):
         behind = torch.arange(self.start, end, device=store.keys.device).expand(B, H, -1)
         return behind.clone() if self.kept is None else torch.cat([self.kept.long(), behind], -1)
 
+    def columns_of(self, indices: Tensor, store: TokenStore) -> Tensor:
+        """(B, H or H', K): the columns of (B, H' or 1, K) slots; -1 stays."""
+        stored = store.keys.shape[1]
+        heads = max(indices.shape[1], stored)
+        indices = indices.expand(-1, heads, -1)
+        if self.kept is None:
+            return indices
+        columns = self.columns(store).repeat_interleave(heads // stored, dim=1)
+        return columns.gather(2, indices.clamp(min=0)).masked_fill(indices < 0, -1)
+
     def positions(self, store: TokenStore) -> Tensor:
         """(B, H, S) int64: the position of every slot's token, ascending; -1 for a pad."""
         columns = self.columns(store)
@@ -182,6 +193,20 @@ class SlotMap(RowRecord):
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         return min(int(whole.min()), store.croppable_tokens)
 
+    def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
+        """Refuse to take back more of the last tokens than are still whole.
+
+        Raises:
+            InvalidArgumentError: some head or row of that layer of the model has dropped one.
+        """
+        whole = store.slots if self.kept is None else self.whole_tail(store)
+        if tokens > whole:
+            raise InvalidArgumentError(
+                f"tokens_to_remove: expected at most {whole}, the tokens at the end of layer "
+                f"{layer_idx} that are still whole, got {tokens}; reset the cache and read the "
+                "shorter prompt again"
+            )
+
     def dropped_tokens(self, store: TokenStore) -> Tensor:
         """(B,) int64: tokens of each row that have been seen and are not stored; pads are none."""
         dropped = torch.full((store.keys.shape[0],), self.dropped, device=store.keys.device)
@@ -239,8 +264,3 @@ def slots_of(indices: Tensor, order: Tensor) -> Tensor:
     """(B, H, K): which slots indices into states in that order (B, N) mean; -1 stays."""
     slots = order[:, None].expand(-1, indices.shape[1], -1).gather(2, indices.clamp(min=0))
     return slots.masked_fill(indices < 0, -1)
-
-
-def columns_of(slots: Tensor, columns: Tensor) -> Tensor:
-    """The columns that slots stand for; -1 stays."""
-    return columns.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, -1)

@@ -1,4 +1,4 @@
-"""The one seam with transformers: an attention function around the model's own.
+"""Attention is intercepted here: the one seam with transformers, a function around the model's own.
 
 Registered through the official `AttentionInterface` under ``"snapkv|<name>"``, with the mask
 function of ``<name>``. It calls the wrapped function and, where a prompt ends in this forward

@@ -20,9 +20,9 @@ from snapkv.hf import handoff, saved
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
-from snapkv.hf.sliding import let_go_of_the_past
 from snapkv.policies import EvictingPolicy, Policy, SnapKV
 from snapkv.storage.codes import Bits
+from snapkv.storage.sliding import let_go_of_the_past
 
 
 class CompressedCache(Cache):

@@ -1,4 +1,4 @@
-"""Static storage: tensors that never change place or size, so that decoding can be compiled.
+"""Static storage: tensors stay where they are, so that a CUDA graph of decoding can be captured.
 
 A compiled decoding step, or a CUDA graph that was captured of one, replays for every later prompt.
 """
