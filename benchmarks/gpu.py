@@ -191,8 +191,8 @@ _KEY_READS = {"reference": 1, "blocked": 2, "triton": 2}
 
 
 def _vote(queries: torch.Tensor, keys: torch.Tensor, impl: Any) -> Callable[[], Any]:
-    options = {"scaling": queries.shape[-1] ** -0.5, "group_reduce": "mean", "impl": impl}
-    return lambda: ops.window_votes(queries, keys, **options)
+    scores = ops.ScoreOptions(scaling=queries.shape[-1] ** -0.5)
+    return lambda: ops.window_votes(queries, keys, scores, group_reduce="mean", impl=impl)
 
 
 def prefill(device: torch.device, sizes: Sizes) -> Iterator[Row]:

@@ -26,7 +26,7 @@ from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
-from snapkv.ops import RaggedLayout, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 
 ROWS = RESULTS / "ragged.jsonl"
 PAGE = RESULTS / "ragged.md"
@@ -126,7 +126,7 @@ def _layer(name: str, shape: Shape, batch: int, budget: int) -> Iterator[Row]:
         sdpa_attention_forward(module, queries, keys, values, None, scaling=D**-0.5)
 
     def attend_ragged(keys: Tensor, values: Tensor) -> None:
-        ragged_attention(queries, *states, layout, keys, values, scaling=D**-0.5)
+        ragged_attention(queries, *states, layout, keys, values, ScoreOptions(scaling=D**-0.5))
 
     new = torch.randn(2, batch, H, 1, D)
     contenders: dict[str, dict[str, Contender]] = {

@@ -136,7 +136,7 @@ def test_importing_the_package_and_its_command_line_loads_no_torch():
 
 
 def test_importing_the_cache_loads_nothing_optional():
-    kernels = ("snapkv.ops.triton_ragged", "snapkv.ops.triton_votes")
+    kernels = ("snapkv.ops.ragged.triton", "snapkv.ops.votes.triton")
     optional = ("pypdf", "bs4", "gguf", "matplotlib", "vllm", *kernels)
     code = (
         "import sys\nfrom snapkv import CompressedCache\n"

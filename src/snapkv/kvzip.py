@@ -198,8 +198,6 @@ class _Observer:
 def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
     """The most attention that any of the last queries pays to each of the first positions.
 
-    Computed in blocks of queries, so that no (queries x keys) matrix is ever held.
-
     Args:
         seen: a layer; its queries are those of the last keys.
         tokens: how many positions.
@@ -207,15 +205,10 @@ def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
     Returns:
         (B, heads of the cache, tokens) float32, the highest over the queries and the group.
     """
-    count, total = seen.queries.shape[2], seen.keys.shape[2]
     most: Tensor | None = None
-    for start in range(0, count, _QUERIES_AT_ONCE):
-        end = min(start + _QUERIES_AT_ONCE, count)
-        weights = ops.attention_weights(
-            seen.queries[:, :, start:end],
-            seen.keys[:, :, : total - count + end],
-            **seen.score_options,
-        )
+    for weights in ops.attention_weight_blocks(
+        seen.queries, seen.keys, seen.score_options, None, _QUERIES_AT_ONCE
+    ):
         block = weights[..., :tokens].amax(dim=2)
         most = block if most is None else most.maximum(block)
     assert most is not None

@@ -10,6 +10,7 @@ from snapkv import CacheMismatchError, CompressedCache, SnapKV
 from snapkv.errors import SnapKVError, UnsupportedModelError
 from snapkv.hf import fidelity
 from snapkv.hf.fidelity import doubt_scores, require_faithful
+from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from tests.families import random_ids, tiny_model
 
@@ -31,10 +32,14 @@ def states(dtype=torch.float32, **changes):
         queries=queries.to(dtype),
         keys=keys.to(dtype),
         values=values.to(dtype),
-        scaling=0.25,
+        score_options=ScoreOptions(scaling=0.25),
         layer_idx=7,
     )
     return replace(layer, **changes)
+
+
+def with_scores(layer, **changed):
+    return replace(layer, score_options=replace(layer.score_options, **changed))
 
 
 def attention_output(layer, *, scaling=0.25, bias=None, row=0):
@@ -75,7 +80,7 @@ def test_the_models_own_attention_is_accepted(dtype):
 @dtypes
 @pytest.mark.parametrize("scaling", [0.125, 0.5])
 def test_the_models_own_scaling_is_used(dtype, scaling):
-    layer = states(dtype, scaling=scaling)
+    layer = states(dtype, score_options=ScoreOptions(scaling=scaling))
     require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
 
 
@@ -143,22 +148,22 @@ def softmax_output(layer, change, *, sinks=None):
 def test_a_softcap_is_part_of_the_scores():
     layer = states()
     capped = softmax_output(layer, lambda scores: 2.0 * torch.tanh(scores / 2.0))
-    require_faithful_scores(replace(layer, softcap=2.0), capped, module())
+    require_faithful_scores(with_scores(layer, softcap=2.0), capped, module())
     with pytest.raises(UnsupportedModelError):
         require_faithful_scores(layer, capped, module())
     with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(replace(layer, softcap=2.0), whole_output(layer), module())
+        require_faithful_scores(with_scores(layer, softcap=2.0), whole_output(layer), module())
 
 
 def test_sinks_are_part_of_the_softmax():
     layer = states()
     sinks = torch.tensor([2.0, -1.0, 0.5, 3.0])
     output = softmax_output(layer, lambda scores: scores, sinks=sinks)
-    require_faithful_scores(replace(layer, sinks=sinks), output, module())
+    require_faithful_scores(with_scores(layer, sink_logits=sinks), output, module())
     with pytest.raises(UnsupportedModelError):
         require_faithful_scores(layer, output, module())
     with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(replace(layer, sinks=sinks.flip(0)), output, module())
+        require_faithful_scores(with_scores(layer, sink_logits=sinks.flip(0)), output, module())
 
 
 @dtypes
@@ -186,10 +191,16 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
     output = F.scaled_dot_product_attention(
         queries, keys, values, scale=128**-0.5, enable_gqa=True
     )[:, :, 0]
-    layer = PromptLayer(queries=queries, keys=keys, values=values, scaling=scaling, layer_idx=0)
+    layer = PromptLayer(
+        queries=queries,
+        keys=keys,
+        values=values,
+        score_options=ScoreOptions(scaling=scaling),
+        layer_idx=0,
+    )
     with pytest.raises(UnsupportedModelError):
         require_faithful_scores(layer, output, module())
-    require_faithful_scores(replace(layer, scaling=128**-0.5), output, module())
+    require_faithful_scores(with_scores(layer, scaling=128**-0.5), output, module())
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])

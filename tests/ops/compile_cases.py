@@ -64,35 +64,35 @@ def resources(cubin):
 
 def run_all(dtype):
     """Ask for every kernel; on this device each is compiled and none runs."""
-    from snapkv.ops import triton_votes
+    from snapkv.ops import ScoreOptions
+    from snapkv.ops.votes import triton
 
     for shape, extras in itertools.product(SHAPES.values(), (False, True)):
         B, Hq, Hkv, W, T, D = shape
         queries = torch.empty(B, Hq, W, D, dtype=dtype)
         keys = torch.empty(B, Hkv, T, D, dtype=dtype)
-        options, pads = {}, None
+        options, pads = ScoreOptions(scaling=1.0), None
         if extras:
-            options = {"softcap": 50.0, "sinks": torch.zeros(Hq)}
+            options = ScoreOptions(scaling=1.0, softcap=50.0, sink_logits=torch.zeros(Hq))
             pads = torch.zeros(B, dtype=torch.int64)
         for reduce in ("mean", "max", "none"):
-            triton_votes.window_votes(
-                queries, keys, scaling=1.0, group_reduce=reduce, pad_tokens=pads, **options
-            )
-        triton_votes.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
+            triton.window_votes(queries, keys, options, group_reduce=reduce, pad_tokens=pads)
+        triton.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)
     for kernel_size, pooling in ((7, "avg"), (13, "max")):
-        triton_votes.pool_votes(torch.empty(1, 8, 32768), kernel_size, pooling)
+        triton.pool_votes(torch.empty(1, 8, 32768), kernel_size, pooling)
 
 
 def run_ragged(queries, kv_heads, options):
-    from snapkv.ops import RaggedLayout, triton_ragged
+    from snapkv.ops import RaggedLayout
+    from snapkv.ops.ragged import triton
 
     B, D = queries.shape[0], queries.shape[-1]
     layout = RaggedLayout(((700,) * kv_heads,) * B, queries.device)
     kept = queries.new_empty(700 * kv_heads * B, D)
     tail = queries.new_empty(B, kv_heads, 64, D)
-    triton_ragged.ragged_attention(queries, kept, kept, layout, tail, tail, scaling=1.0, **options)
+    triton.ragged_attention(queries, kept, kept, layout, tail, tail, options)
 
 
 def compiled(capability, dtype):

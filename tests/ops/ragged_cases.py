@@ -2,10 +2,11 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import torch
 
-from snapkv.ops import RaggedLayout, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 
 LENGTHS = {
     "tiny": ((5, 2), (0, 7)),
@@ -18,8 +19,8 @@ QUERIES = (1, 3, 40)
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "both": {"softcap": 1.5, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "sinks": {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "both": {"softcap": 1.5, "sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
 }
 
 
@@ -38,8 +39,14 @@ def states(lengths, queries, *, tail=None, dim=20, dim_v=6, device="cpu", dtype=
         "layout": RaggedLayout(lengths, torch.device(device)),
         "tail_keys": random(2, 2, S, dim),
         "tail_values": random(2, 2, S, dim_v),
-        "scaling": dim**-0.5,
+        "score_options": ScoreOptions(scaling=dim**-0.5),
     }
+
+
+def with_options(arguments, options, device="cpu"):
+    """The arguments with what is in `OPTIONS`."""
+    options = {k: v.to(device) if k == "sink_logits" else v for k, v in options.items()}
+    return arguments | {"score_options": replace(arguments["score_options"], **options)}
 
 
 def eager(arguments):
@@ -55,7 +62,7 @@ def eager(arguments):
             )
             start = stop
             for member in (2 * head, 2 * head + 1):
-                scores = queries[row, member] @ keys.T * arguments["scaling"]
+                scores = queries[row, member] @ keys.T * arguments["score_options"].scaling
                 ahead = torch.ones_like(scores, dtype=torch.bool).triu(len(keys) - Q + 1)
                 weights = scores.masked_fill(ahead, -math.inf).softmax(
                     dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
@@ -78,9 +85,9 @@ def require_reference(impl, device="cpu", *, cases=tuple(LENGTHS), query_counts=
         for queries in query_counts:
             arguments = states(lengths, queries, device=device)
             for options in OPTIONS.values():
-                options = {k: v.to(device) if k == "sinks" else v for k, v in options.items()}
-                got = ragged_attention(**arguments, **options, impl=impl)
-                expected = ragged_attention(**arguments, **options, impl="reference")
+                given = with_options(arguments, options, device)
+                got = ragged_attention(**given, impl=impl)
+                expected = ragged_attention(**given, impl="reference")
                 torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

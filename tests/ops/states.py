@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 
 
@@ -25,16 +26,16 @@ def random_layer(
     tokens = min(query_tokens, prompt_tokens)
     queries = torch.randn(batch, query_heads, tokens, head_dim, generator=source) * sharpness
     keys = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
-    sinks = torch.randn(query_heads, generator=source) * 2 if with_sinks else None
+    sink_logits = torch.randn(query_heads, generator=source) * 2 if with_sinks else None
     values = torch.randn(batch, kv_heads, prompt_tokens, head_dim, generator=source)
     received = torch.rand(batch, kv_heads, prompt_tokens, generator=source)
     return PromptLayer(
         queries=queries.to(dtype),
         keys=keys.to(dtype),
         values=values.to(dtype),
-        scaling=head_dim**-0.5,
-        softcap=softcap,
-        sinks=sinks,
+        score_options=ScoreOptions(
+            scaling=head_dim**-0.5, softcap=softcap, sink_logits=sink_logits
+        ),
         rotation=rotate,
         output_weight=output_weight(query_heads * head_dim),
         layer_idx=0,
@@ -55,9 +56,7 @@ def pad_left(rows: list[PromptLayer], *, query_tokens: int, extra: int = 0) -> P
         queries=_stack([row.queries for row in rows], min(query_tokens, longest)),
         keys=_stack([row.keys for row in rows], longest),
         values=_stack([row.values for row in rows], longest),
-        scaling=rows[0].scaling,
-        softcap=rows[0].softcap,
-        sinks=rows[0].sinks,
+        score_options=rows[0].score_options,
         rotation=rows[0].rotation,
         output_weight=rows[0].output_weight,
         pad_tokens=torch.tensor([longest - row.keys.shape[2] for row in rows]),

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError, ops
-from snapkv.ops import blocked, reference
+from snapkv.ops import ScoreOptions
+from snapkv.ops.votes import api, blocked, reference
 
 SHAPES = [  # B, Hq, Hkv, W, T, D
     pytest.param(2, 4, 2, 8, 63, 16, id="gqa-63"),
@@ -26,11 +27,12 @@ def states(B, Hq, Hkv, W, T, D, dtype=torch.float32):
 @pytest.mark.parametrize("extras", ["", "softcap", "sinks", "pads", "all"])
 def test_blocked_votes_equal_the_reference(B, Hq, Hkv, W, T, D, block_tokens, extras):
     queries, keys = states(B, Hq, Hkv, W, T, D)
-    options = {"scaling": D**-0.5}
+    scores = {"scaling": D**-0.5}
     if extras in ("softcap", "all"):
-        options["softcap"] = 5.0
+        scores["softcap"] = 5.0
     if extras in ("sinks", "all"):
-        options["sinks"] = torch.linspace(-1, 2, Hq)
+        scores["sink_logits"] = torch.linspace(-1, 2, Hq)
+    options = {"score_options": ScoreOptions(**scores)}
     if extras in ("pads", "all"):
         options["pad_tokens"] = torch.arange(B) * (T - 3)  # the second row is nearly all pads
     expected = reference.window_votes(queries, keys, **options)
@@ -42,8 +44,8 @@ def test_blocked_votes_equal_the_reference(B, Hq, Hkv, W, T, D, block_tokens, ex
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_low_precision_states_are_scored_in_float32(dtype):
     queries, keys = states(1, 4, 2, 8, 90, 32, dtype)
-    votes = blocked.window_votes(queries, keys, scaling=0.2, block_tokens=16)
-    expected = reference.window_votes(queries.double(), keys.double(), scaling=0.2)
+    votes = blocked.window_votes(queries, keys, ScoreOptions(scaling=0.2), block_tokens=16)
+    expected = reference.window_votes(queries.double(), keys.double(), ScoreOptions(scaling=0.2))
     torch.testing.assert_close(votes, expected.float(), atol=1e-5, rtol=1e-4)
 
 
@@ -52,7 +54,7 @@ def test_memory_is_bounded_by_the_block():
 
     def peak(vote, **options):
         with torch.profiler.profile(profile_memory=True) as profile:
-            vote(queries, keys, scaling=0.1, **options)
+            vote(queries, keys, ScoreOptions(scaling=0.1), **options)
         held = most = 0
         for event in profile.profiler.kineto_results.events():
             if event.name() == "[memory]":
@@ -71,12 +73,12 @@ def test_the_implementation_goes_by_name(monkeypatch):
     for name, module in (("reference", reference), ("blocked", blocked)):
         vote = module.window_votes
         monkeypatch.setitem(
-            ops.api._VOTES,
+            api._VOTES,
             name,
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )
     for impl in ("auto", "reference", "blocked"):
-        ops.window_votes(queries, keys, scaling=0.2, impl=impl)
+        ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl=impl)
     assert ran == ["blocked", "reference", "blocked"]
     with pytest.raises(InvalidArgumentError, match="impl: expected auto or one of"):
-        ops.window_votes(queries, keys, scaling=0.2, impl="cuda")
+        ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl="cuda")

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from snapkv import CompressedCache
+from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer, SnapKV
 from tests.ops import oracle
 
@@ -22,7 +23,13 @@ LAYERS = 4
 
 def layer_of(queries, keys, scaling=1.0):
     queries, keys = torch.tensor([queries]), torch.tensor([keys])
-    return PromptLayer(queries=queries, keys=keys, values=keys, scaling=scaling, layer_idx=0)
+    return PromptLayer(
+        queries=queries,
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=scaling),
+        layer_idx=0,
+    )
 
 
 def best_of(layer, window_size, **parameters):

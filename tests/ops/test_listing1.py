@@ -119,7 +119,7 @@ def test_listing_scores_equal_the_loops(pooling):
     looped = oracle.pooled_scores(
         layer.queries[0].tolist(),
         layer.keys[0].tolist(),
-        scaling=layer.scaling,
+        scaling=layer.score_options.scaling,
         kernel_size=5,
         pooling=pooling,
         group_reduce="none",

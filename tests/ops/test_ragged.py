@@ -1,12 +1,14 @@
 """Attention to heads of different length: the reference by hand, the others by the reference."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import RaggedLayout, attention_weights, ragged, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, attention_weights, ragged_attention
+from snapkv.ops.ragged import api as ragged
 from tests.ops.ragged_cases import (
     LENGTHS,
     OPTIONS,
@@ -16,6 +18,7 @@ from tests.ops.ragged_cases import (
     require_reference,
     states,
     wide,
+    with_options,
 )
 
 FAST = ("grouped", "blocked")
@@ -31,7 +34,7 @@ def test_two_heads_by_hand():
         RaggedLayout(((1, 0),), keys.device),
         torch.zeros(1, 2, 1, 1),
         torch.full((1, 2, 1, 1), 4.0),
-        scaling=1.0,
+        ScoreOptions(scaling=1.0),
         impl="reference",
     )
     torch.testing.assert_close(got.flatten(), torch.tensor([0.75 * 8 + 0.25 * 4, 4.0]))
@@ -41,8 +44,9 @@ def test_two_heads_by_hand():
 @pytest.mark.parametrize("queries", QUERIES)
 def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
     lengths = LENGTHS["tiny"]
-    arguments = states(lengths, queries)
-    got, start = ragged_attention(**arguments, **options, impl="reference"), 0
+    arguments = with_options(states(lengths, queries), options)
+    scores = arguments["score_options"]
+    got, start = ragged_attention(**arguments, impl="reference"), 0
     for row in range(2):
         for head in range(2):
             stop = start + lengths[row][head]
@@ -54,8 +58,9 @@ def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
             weights = attention_weights(
                 arguments["queries"][row, mine][None],
                 keys[None, None],
-                scaling=arguments["scaling"],
-                **{k: v[mine] if k == "sinks" else v for k, v in options.items()},
+                scores
+                if scores.sink_logits is None
+                else replace(scores, sink_logits=scores.sink_logits[mine]),
             )[0]
             torch.testing.assert_close(got[row, mine], weights @ values, atol=1e-5, rtol=1e-5)
 
@@ -145,12 +150,12 @@ def test_the_kernel_on_a_device_equals_the_reference(impl):
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
 def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device):
     arguments = states(LENGTHS["tiny"], 1, device=device)
-    assert ragged._fitting(arguments["queries"], arguments["keys"]) == "triton"
+    assert ragged._obstacle(arguments["queries"], None) is None
     with pytest.raises(InvalidArgumentError, match="gradients"):
         ragged_attention(
             **{**arguments, "queries": arguments["queries"].requires_grad_()}, impl="triton"
         )
-    assert ragged._fitting(arguments["queries"], arguments["keys"]) == "blocked"
+    assert "gradients" in ragged._obstacle(arguments["queries"], None)
 
 
 @pytest.mark.parametrize("queries", [3, 40])

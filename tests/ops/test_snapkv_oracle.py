@@ -20,12 +20,13 @@ ROUNDING = 1e-6
 
 
 def oracle_scores(layer, policy, row=0):
+    options = layer.score_options
     return oracle.pooled_scores(
         layer.queries[row].tolist(),
         layer.keys[row].tolist(),
-        scaling=layer.scaling,
-        softcap=layer.softcap,
-        sinks=None if layer.sinks is None else layer.sinks.tolist(),
+        scaling=options.scaling,
+        softcap=options.softcap,
+        sinks=None if options.sink_logits is None else options.sink_logits.tolist(),
         kernel_size=policy.kernel_size,
         pooling=policy.pooling,
         group_reduce=policy.group_reduce,
@@ -69,16 +70,15 @@ def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
         softcap=softcap,
         with_sinks=with_sinks,
     )
-    votes = ops.window_votes(
-        layer.queries, layer.keys, scaling=layer.scaling, softcap=softcap, sinks=layer.sinks
-    )
+    options = layer.score_options
+    votes = ops.window_votes(layer.queries, layer.keys, options)
     for head in range(2 * group_size):
         looped = oracle.head_votes(
             layer.queries[0, head].tolist(),
             layer.keys[0, head // group_size].tolist(),
-            layer.scaling,
+            options.scaling,
             softcap,
-            float(layer.sinks[head]) if with_sinks else None,
+            float(options.sink_logits[head]) if with_sinks else None,
         )
         assert votes[0, head].tolist() == pytest.approx(looped, abs=ROUNDING * window_size)
 
@@ -86,8 +86,8 @@ def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_votes_of_low_precision_states_are_those_of_the_same_numbers_in_float32(dtype):
     layer = random_layer(2, prompt_tokens=40, query_tokens=8, dtype=dtype)
-    votes = ops.window_votes(layer.queries, layer.keys, scaling=layer.scaling)
-    wide = ops.window_votes(layer.queries.float(), layer.keys.float(), scaling=layer.scaling)
+    votes = ops.window_votes(layer.queries, layer.keys, layer.score_options)
+    wide = ops.window_votes(layer.queries.float(), layer.keys.float(), layer.score_options)
     assert votes.dtype == torch.float32
     assert torch.equal(votes, wide)
 
@@ -216,8 +216,11 @@ def test_a_padded_row_keeps_what_it_keeps_alone(group_reduce, limit, pooling, wi
         **limit, window_size=6, kernel_size=5, pooling=pooling, group_reduce=group_reduce
     )
     sinks = torch.tensor([1.0, -2.0, 3.0, 0.0]) if with_sinks else None
+    options = ops.ScoreOptions(scaling=8**-0.5, sink_logits=sinks)
     rows = [
-        replace(random_layer(100 + tokens, prompt_tokens=tokens, query_tokens=6), sinks=sinks)
+        replace(
+            random_layer(100 + tokens, prompt_tokens=tokens, query_tokens=6), score_options=options
+        )
         for tokens in (7, 40, 1, 14, 5, 23, 13, 6, 15, 8)
     ]
     layer = pad_left(rows, query_tokens=6, extra=extra)
@@ -240,7 +243,7 @@ def test_heads_that_share_one_stored_latent_vote_together(group_reduce):
     policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
     layer = random_layer(4, query_heads=4, kv_heads=4, prompt_tokens=45, query_tokens=6)
     votes = [
-        oracle.head_votes(queries, keys, layer.scaling)
+        oracle.head_votes(queries, keys, layer.score_options.scaling)
         for queries, keys in zip(layer.queries[0].tolist(), layer.keys[0].tolist(), strict=True)
     ]
     scores = oracle.pool(oracle.reduce_group(votes, group_reduce), 3, "max")
@@ -265,7 +268,7 @@ def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
     looped = oracle.pooled_scores(
         layer.queries[0].tolist(),
         layer.keys[0].tolist(),
-        scaling=layer.scaling,
+        scaling=layer.score_options.scaling,
         kernel_size=1,
         pooling="max",
         group_reduce=group_reduce,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, InvalidArgumentError, SnapKV, ops
-from snapkv.ops import api, triton_support
+from snapkv.ops import ScoreOptions, choice
+from snapkv.ops.votes import api
 from tests.families import random_ids, tiny_model
 from tests.ops.vote_cases import (
     REDUCES,
@@ -27,7 +28,7 @@ def test_what_runs_in_torch_meets_the_rule_that_kernels_are_held_to(impl, dtype)
 
 OPERATIONS = {
     "window_votes": lambda impl: ops.window_votes(
-        *states(SHAPES["gqa-63"]), scaling=0.2, impl=impl
+        *states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2), impl=impl
     ),
     "pool_votes": lambda impl: ops.pool_votes(torch.rand(1, 2, 9), 3, "max", impl=impl),
     "gather_tokens": lambda impl: ops.gather_tokens(
@@ -54,7 +55,7 @@ def test_an_unknown_implementation_is_refused(run):
 
 
 def test_what_the_kernels_do_not_know_is_named(monkeypatch):
-    monkeypatch.setattr(triton_support, "INTERPRETED", True)
+    monkeypatch.setattr(choice, "INTERPRETED", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     wide = torch.zeros(1, 1, 4, 264)
     assert "head_dim of 264" in api._obstacle("window_votes", wide)
@@ -69,13 +70,13 @@ def test_gpus_of_older_generations_are_named(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     states = torch.zeros(1, 1, 4, 64)
     for capability, obstacle in (((7, 5), "older generation than compute"), ((8, 0), None)):
-        monkeypatch.setattr(triton_support, "_capability", lambda _, found=capability: found)
-        named = triton_support.obstacle(states)
+        monkeypatch.setattr(choice, "_capability", lambda _, found=capability: found)
+        named = choice.triton_obstacle(states)
         assert named is None if obstacle is None else obstacle in named
 
 
 def test_auto_says_once_what_it_chose(caplog):
-    triton_support.say_once.cache_clear()
+    choice.say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="snapkv.ops"):
         for _ in range(3):
             OPERATIONS["pool_votes"]("auto")
@@ -116,4 +117,4 @@ def test_reading_a_prompt_on_a_device_runs_the_kernels(device, monkeypatch):
             model(random_ids(1, 100).to(device), past_key_values=cache)
     finally:
         model.to("cpu")
-    assert set(ran) == {(name, "snapkv.ops.triton_votes") for name in OPERATIONS}
+    assert set(ran) == {(name, "snapkv.ops.votes.triton") for name in OPERATIONS}

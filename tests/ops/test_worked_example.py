@@ -41,12 +41,18 @@ def worked_layer(query_heads=1):
     heads = [column(1.0, 0.0), column(-1.0, 0.0)][:query_heads]
     keys = column(*KEYS)
     return PromptLayer(
-        queries=torch.cat(heads, dim=1), keys=keys, values=keys, scaling=LN2, layer_idx=0
+        queries=torch.cat(heads, dim=1),
+        keys=keys,
+        values=keys,
+        score_options=ops.ScoreOptions(scaling=LN2),
+        layer_idx=0,
     )
 
 
 def test_votes_of_the_worked_example():
-    votes = ops.window_votes(column(1.0, 0.0), column(*KEYS), scaling=LN2)
+    votes = ops.window_votes(
+        column(1.0, 0.0), column(*KEYS), score_options=ops.ScoreOptions(scaling=LN2)
+    )
     assert votes.shape == (1, 1, 4)
     assert votes.dtype == torch.float32
     assert votes[0, 0].tolist() == close(VOTES)
@@ -64,7 +70,9 @@ def test_the_oracle_agrees_with_the_paper_example():
 
 def test_votes_do_not_see_the_future_of_the_window():
     # Position 5 attracts query 4 by 2**20; in the future it takes nothing from query 4.
-    votes = ops.window_votes(column(1.0, 0.0), column(*KEYS[:-1], 20.0), scaling=LN2)
+    votes = ops.window_votes(
+        column(1.0, 0.0), column(*KEYS[:-1], 20.0), score_options=ops.ScoreOptions(scaling=LN2)
+    )
     assert votes[0, 0].tolist() == close(VOTES)
 
 
@@ -72,7 +80,9 @@ def test_votes_with_a_sink_lose_its_share():
     # A sink logit of ln 3 adds 3 to both totals: of 12 and of 9.
     expected = [1 / 12 + 1 / 9, 2 / 12 + 1 / 9, 1 / 12 + 1 / 9, 4 / 12 + 1 / 9]
     votes = ops.window_votes(
-        column(1.0, 0.0), column(*KEYS), scaling=LN2, sinks=torch.tensor([math.log(3)])
+        column(1.0, 0.0),
+        column(*KEYS),
+        score_options=ops.ScoreOptions(scaling=LN2, sink_logits=torch.tensor([math.log(3)])),
     )
     assert votes[0, 0].tolist() == close(expected)
 
@@ -82,7 +92,9 @@ def test_votes_with_a_softcap_saturate():
     # query 4 gives 1, 2, 1, 2, 1 of 7; query 5 gives a sixth to each.
     expected = [1 / 7 + 1 / 6, 2 / 7 + 1 / 6, 1 / 7 + 1 / 6, 2 / 7 + 1 / 6]
     votes = ops.window_votes(
-        column(1.0, 0.0), column(0.0, 100.0, 0.0, 200.0, 0.0, 0.0), scaling=1.0, softcap=LN2
+        column(1.0, 0.0),
+        column(0.0, 100.0, 0.0, 200.0, 0.0, 0.0),
+        score_options=ops.ScoreOptions(scaling=1.0, softcap=LN2),
     )
     assert votes[0, 0].tolist() == close(expected)
 
@@ -90,7 +102,10 @@ def test_votes_with_a_softcap_saturate():
 def test_pads_neither_vote_nor_receive_votes():
     nan = float("nan")
     votes = ops.window_votes(
-        column(1.0, 0.0), column(nan, nan, *KEYS), scaling=LN2, pad_tokens=torch.tensor([2])
+        column(1.0, 0.0),
+        column(nan, nan, *KEYS),
+        score_options=ops.ScoreOptions(scaling=LN2),
+        pad_tokens=torch.tensor([2]),
     )
     assert votes[0, 0].tolist() == close([0.0, 0.0, *VOTES])
 
@@ -101,7 +116,7 @@ def test_a_pad_inside_the_window_casts_no_vote():
     votes = ops.window_votes(
         column(nan, 0.0),
         column(nan, nan, nan, nan, nan, 0.0),
-        scaling=LN2,
+        score_options=ops.ScoreOptions(scaling=LN2),
         pad_tokens=torch.tensor([5]),
     )
     assert votes[0, 0].tolist() == [0.0, 0.0, 0.0, 0.0]
@@ -109,7 +124,7 @@ def test_a_pad_inside_the_window_casts_no_vote():
 
 def test_grouped_heads_of_the_worked_example():
     layer = worked_layer(query_heads=2)
-    votes = ops.window_votes(layer.queries, layer.keys, scaling=LN2)
+    votes = ops.window_votes(layer.queries, layer.keys, score_options=ops.ScoreOptions(scaling=LN2))
     assert votes[0].tolist() == [close(VOTES), close(SECOND_HEAD)]
     both = [[64 / 180, 62 / 180, 64 / 180, 76 / 180]]
     assert ops.reduce_group(votes, 1, "mean")[0].tolist() == [close(both[0])]

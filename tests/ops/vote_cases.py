@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from snapkv.ops import gather_tokens, pool_votes, reduce_group, window_votes
+from snapkv.ops import ScoreOptions, gather_tokens, pool_votes, reduce_group, window_votes
 
 SHAPES = {  # B, Hq, Hkv, W, T, D
     "gqa-63": (2, 4, 2, 8, 63, 16),
@@ -34,30 +34,32 @@ def states(shape, dtype=torch.float32, device="cpu"):
 def options_of(shape, extras, device="cpu"):
     """Keyword arguments of the vote; the second row of padded batches is nearly all pads."""
     B, Hq, _, _, T, D = shape
-    options = {"scaling": D**-0.5}
+    scores = {"scaling": D**-0.5}
     if extras in ("softcap", "all"):
-        options["softcap"] = 5.0
+        scores["softcap"] = 5.0
     if extras in ("sinks", "all"):
-        options["sinks"] = torch.linspace(-1, 2, Hq, device=device)
+        scores["sink_logits"] = torch.linspace(-1, 2, Hq, device=device)
+    options = {"score_options": ScoreOptions(**scores)}
     if extras in ("pads", "all"):
         options["pad_tokens"] = torch.arange(B, device=device) * (T - 3)
     return options
 
 
-def exact(queries, keys, *, scaling, softcap=None, sinks=None, pad_tokens=None, group_reduce):
+def exact(queries, keys, score_options, *, pad_tokens=None, group_reduce):
     """The vote in float64, row by row and head by head."""
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
+    softcap, sink_logits = score_options.softcap, score_options.sink_logits
     votes = torch.zeros(B, Hq, T - W, dtype=torch.float64, device=keys.device)
     for row, head, query in itertools.product(range(B), range(Hq), range(W)):
         first, stop = 0 if pad_tokens is None else int(pad_tokens[row]), T - W + query + 1
         if first >= stop:
             continue
         seen = keys[row, head // (Hq // Hkv), first:stop].double()
-        scores = seen @ queries[row, head, query].double() * scaling
+        scores = seen @ queries[row, head, query].double() * score_options.scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[head].double()[None]])
+        if sink_logits is not None:
+            scores = torch.cat([scores, sink_logits[head].double()[None]])
         weights = scores.softmax(dim=0)[: stop - first]
         votes[row, head, first:] += weights[: max(0, T - W - first)]
     return reduce_group(votes, Hkv, group_reduce)

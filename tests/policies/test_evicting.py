@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     H2O,
     TOVA,
@@ -287,7 +288,12 @@ def states(rows, slots, scores=None, fillers=None):
         weights[index, : len(row)] = torch.tensor(row)
     queries = weights.clamp(min=1e-30).log()[None, None]
     keys = torch.eye(slots)[None, None]
-    common = {"queries": queries, "keys": keys, "scaling": 1.0, "layer_idx": 0}
+    common = {
+        "queries": queries,
+        "keys": keys,
+        "score_options": ScoreOptions(scaling=1.0),
+        "layer_idx": 0,
+    }
     if scores is None:
         return PromptLayer(**common, values=keys)
     columns = torch.arange(slots)[None, None]

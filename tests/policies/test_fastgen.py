@@ -23,6 +23,7 @@ from snapkv import (
 )
 from snapkv.cache.reading import Reading
 from snapkv.ops import (
+    ScoreOptions,
     attention_received,
     attention_received_by_distance,
     attention_to_stored,
@@ -63,7 +64,11 @@ def attention_of(rows, slots):
 def prompt_of(rows, ids):
     states = attention_of(rows, len(ids))
     return PromptLayer(
-        **states, values=states["keys"], token_ids=torch.tensor([ids]), scaling=1.0, layer_idx=0
+        **states,
+        values=states["keys"],
+        token_ids=torch.tensor([ids]),
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
     )
 
 
@@ -107,7 +112,7 @@ def step_of(choice, token, *, held=HELD, noted=(INF, 0.3, INF, 0.05)):
     """The step by hand: tokens 0 and 2 are special and punctuation, 1 and 4 words."""
     return DecodeStep(
         **attention_of([STEP_ROW], 5),
-        scaling=1.0,
+        score_options=ScoreOptions(scaling=1.0),
         layer_idx=0,
         columns=torch.tensor([[held]]),
         seen_tokens=held[-1] + 1,
@@ -167,14 +172,15 @@ def whole_matrix(layer, row):
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     queries, keys = layer.queries[row, :, pads:].double(), layer.keys[row, :, pads:].double()
     keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)
-    scores = queries @ keys.transpose(-1, -2) * layer.scaling
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    options = layer.score_options
+    scores = queries @ keys.transpose(-1, -2) * options.scaling
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     causal = torch.ones(scores.shape[-2:]).tril().bool()
     scores = scores.masked_fill(~causal, float("-inf"))
-    if layer.sinks is None:
+    if options.sink_logits is None:
         return scores.softmax(-1)
-    sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, scores.shape[-1], 1)
+    sinks = options.sink_logits.double().view(-1, 1, 1).expand(-1, scores.shape[-1], 1)
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
@@ -266,7 +272,7 @@ def test_more_recovery_costs_more_tokens(seed, tokens):
 def test_the_sums_do_not_depend_on_the_blocks(block_tokens, pads):
     layer = random_layer(3, batch=2, prompt_tokens=23, query_tokens=23)
     pads = None if pads is None else torch.tensor(pads)
-    options = {"scaling": layer.scaling, "pad_tokens": pads}
+    options = {"score_options": layer.score_options, "pad_tokens": pads}
     near = torch.tensor([4, 11])
     received, far = attention_received_by_distance(
         layer.queries, layer.keys, near_tokens=near, block_tokens=block_tokens, **options
@@ -289,11 +295,11 @@ def test_attention_to_what_is_stored_equals_that_to_the_whole_where_nothing_was_
         layer.keys,
         columns=torch.arange(23).expand(2, 2, 23),
         seen_tokens=23,
-        scaling=layer.scaling,
+        score_options=layer.score_options,
         pad_tokens=pads,
         block_tokens=block_tokens,
     )
-    options = {"scaling": layer.scaling, "pad_tokens": pads}
+    options = {"score_options": layer.score_options, "pad_tokens": pads}
     torch.testing.assert_close(got, attention_received(layer.queries, layer.keys, **options))
 
 
@@ -301,7 +307,7 @@ def test_attention_to_what_is_stored_leaves_out_slots_without_a_token():
     layer = random_layer(4, batch=1, prompt_tokens=9, query_tokens=1)
     columns = torch.arange(9).expand(1, 2, 9).clone()
     columns[0, 0, :3] = -1
-    options = {"scaling": layer.scaling}
+    options = {"score_options": layer.score_options}
     got = attention_to_stored(layer.queries, layer.keys, columns=columns, seen_tokens=9, **options)
     alone = attention_received(layer.queries[:, :2], layer.keys[:, :1, 3:], **options)
     torch.testing.assert_close(got[:, :2, 3:], alone)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, InvalidTypeError
-from snapkv.ops import times_above
+from snapkv.ops import ScoreOptions, times_above
 from snapkv.policies import H2O, DecodeStep, PromptThenDecode, Scissorhands, SnapKV
 from snapkv.policies.scissorhands import layer_budgets
 from tests.families import random_ids, tiny_model
@@ -27,7 +27,11 @@ def step_of(rows, slots=7, columns=None, **fields):
     weights = torch.tensor(rows).clamp(min=1e-30)
     keys = torch.eye(slots)[None, None]
     columns = torch.arange(slots) if columns is None else torch.tensor(columns)
-    given = {"queries": weights.log()[None, None], "keys": keys, "scaling": 1.0}
+    given = {
+        "queries": weights.log()[None, None],
+        "keys": keys,
+        "score_options": ScoreOptions(scaling=1.0),
+    }
     given |= {"layer_idx": 0, "columns": columns[None, None], "seen_tokens": int(columns[-1]) + 1}
     return DecodeStep(**given | fields)
 
@@ -39,7 +43,7 @@ def counts(step, threshold):
         threshold=torch.tensor([threshold]),
         columns=step.columns,
         seen_tokens=step.seen_tokens,
-        scaling=1.0,
+        score_options=ScoreOptions(scaling=1.0),
     )
 
 
@@ -61,7 +65,9 @@ def test_of_equal_counts_the_oldest_goes_first():
 def test_a_prompt_in_one_pass_is_cut_to_the_budget():
     step = step_of(ROWS)
     prompt = replace(random_layer(0, prompt_tokens=7, query_tokens=3), queries=step.queries)
-    prompt = replace(prompt, keys=step.keys, values=step.keys, scaling=1.0)
+    prompt = replace(
+        prompt, keys=step.keys, values=step.keys, score_options=ScoreOptions(scaling=1.0)
+    )
     selection = Scissorhands(4, drop=1, history=3, recent=2).select(prompt)
     assert selection.keep_indices.tolist() == [[[0, 2, 5, 6]]]
     whole = Scissorhands(7, drop=1, history=3, recent=2).select(prompt)
@@ -111,7 +117,8 @@ def loop_counts(step, threshold, pads):
                 seen = [s for s in range(S) if pads[row] <= columns[s] <= own and columns[s] >= 0]
                 query = step.queries[row, head, index].double()
                 scores = {
-                    s: float(query @ step.keys[row, head // group, s].double()) * step.scaling
+                    s: float(query @ step.keys[row, head // group, s].double())
+                    * step.score_options.scaling
                     for s in seen
                 }
                 total = sum(torch.tensor(score).exp() for score in scores.values())
@@ -132,7 +139,13 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
     columns = columns.sort(dim=-1).values.view(2, 2, 9)
     columns[..., -1] = 30
     columns[1, :, 0] = -1
-    step = step_of(ROWS, queries=queries, keys=layer.keys, scaling=0.35, seen_tokens=31)
+    step = step_of(
+        ROWS,
+        queries=queries,
+        keys=layer.keys,
+        score_options=ScoreOptions(scaling=0.35),
+        seen_tokens=31,
+    )
     step = replace(step, columns=columns)
     threshold = torch.tensor([1 / 9, 1 / 31])
     got = times_above(
@@ -141,7 +154,7 @@ def test_the_counts_equal_their_definition(pads, block_tokens):
         threshold=threshold,
         columns=columns,
         seen_tokens=31,
-        scaling=0.35,
+        score_options=ScoreOptions(scaling=0.35),
         pad_tokens=torch.tensor(pads),
         block_tokens=block_tokens,
     )

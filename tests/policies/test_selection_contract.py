@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     CriticalKV,
     ExpectedAttention,
@@ -346,7 +347,12 @@ def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
     pads = max(lengths) - torch.tensor(lengths)
     keys = torch.empty(len(lengths), 1, max(lengths), 1)
     layer = PromptLayer(
-        queries=keys, keys=keys, values=keys, scaling=1.0, layer_idx=0, pad_tokens=pads
+        queries=keys,
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+        pad_tokens=pads,
     )
     assert policy.kept_prefix_tokens(layer) == [
         math.floor(ratio * max(0, tokens - 32)) for tokens in lengths

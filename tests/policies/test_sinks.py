@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.kvzip import read_context
 from snapkv.lab.inspect.scores import kept_mask, rating
+from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
     AdaKV,
@@ -73,7 +74,7 @@ def rated(*heads, pads=None):
         queries=states[:, :, :0],
         keys=states,
         values=states,
-        scaling=1.0,
+        score_options=ScoreOptions(scaling=1.0),
         layer_idx=0,
         received=received,
         pad_tokens=None if pads is None else torch.tensor(pads),

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
-from snapkv.ops import ragged
+from snapkv.ops import ScoreOptions
+from snapkv.ops.ragged import api as ragged
 from snapkv.policies import (
     H2O,
     AdaKV,
@@ -205,7 +206,13 @@ def layer_with_scores(scores):
     rest = 1 - scores.sum(-1, keepdim=True)
     queries[0, :, 0] = torch.cat([scores, rest], -1).clamp(min=1e-9).log()
     keys[0, :, prefix, prefix] = 1.0
-    return PromptLayer(queries=queries, keys=keys, values=keys, scaling=1.0, layer_idx=0)
+    return PromptLayer(
+        queries=queries,
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError, UnsupportedModelError
+from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     AdaKV,
     CriticalKV,
@@ -35,7 +36,7 @@ def stated_layer(scores, values, weight, query_heads=1):
         queries=queries,
         keys=keys,
         values=own,
-        scaling=1.0,
+        score_options=ScoreOptions(scaling=1.0),
         layer_idx=0,
         output_weight=torch.tensor(weight),
     )
@@ -76,7 +77,7 @@ def voted_layer(received, values):
         queries=logits.float()[None, None],
         keys=keys,
         values=own,
-        scaling=1.0,
+        score_options=ScoreOptions(scaling=1.0),
         layer_idx=0,
         output_weight=torch.ones(1, 1),
     )
@@ -225,7 +226,8 @@ def expected_attention_by_loops(layer, policy):
         weights = []
         for position in range(policy.sink_tokens, total):
             key = layer.keys[0, head // group, position].double()
-            logit = key @ mean * layer.scaling + key @ covariance @ key * layer.scaling**2 / 2
+            scaling = layer.score_options.scaling
+            logit = key @ mean * scaling + key @ covariance @ key * scaling**2 / 2
             weights.append(math.exp(logit))
         for position, weight in enumerate(weights, start=policy.sink_tokens):
             norm = float(layer.values[0, head // group, position].double().norm())
@@ -255,7 +257,7 @@ def test_expected_attention_by_hand():
         queries=torch.tensor([[[[1.0, 0.0], [3.0, 0.0]]]]),
         keys=torch.tensor([[[[1.0, 5.0], [-1.0, 0.0], [0.0, 9.0], [0.0, 0.0]]]]),
         values=torch.tensor([[[[3.0, 4.0], [0.0, 1.0], [2.0, 0.0], [7.0, 0.0]]]]),
-        scaling=0.5,
+        score_options=ScoreOptions(scaling=0.5),
         layer_idx=0,
         rotation=lambda states, _: states.float(),
     )

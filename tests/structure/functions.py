@@ -21,14 +21,14 @@ class FunctionInfo:
 def functions(source):
     """Every function and method of a package, nested ones included.
 
-    Kernels are those of files called `triton_*` and those that triton compiles.
+    Kernels are those of files called `triton*` and those that triton compiles.
     """
     return [
         FunctionInfo(
             name=node.name,
             file=source.label(module),
             lines=node.end_lineno - node.lineno + 1,
-            is_kernel=module.path.name.startswith("triton_") or _is_compiled(node),
+            is_kernel=module.path.name.startswith("triton") or _is_compiled(node),
         )
         for module in source.modules.values()
         for node in ast.walk(module.tree)

@@ -73,7 +73,7 @@ def test_a_function_is_as_long_as_from_def_to_its_last_line(made_up):
     source = made_up(
         ops="@cache\ndef short(): ...\n\n\ndef long(\n    x,\n):\n    def inner():\n        ...\n\n"
         "    return x\n\n@triton.jit\ndef kernel(): ...\n",
-        ops__triton_votes="def launch(): ...",
+        ops__votes__triton="def launch(): ...",
     )
     found = {info.name: (info.lines, info.is_kernel) for info in functions(source)}
     assert found == {

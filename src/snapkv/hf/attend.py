@@ -42,6 +42,16 @@ class AttentionCall:
     options: dict[str, Any]
     candidates: Candidates | None
 
+    @property
+    def score_options(self) -> ops.ScoreOptions:
+        """What the model's attention does to its scores."""
+        scaling = self.options.get("scaling")
+        return ops.ScoreOptions(
+            scaling=self.query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=self.options.get("softcap"),
+            sink_logits=self.options.get("s_aux"),
+        )
+
     def attend(self) -> Attended:
         """Run the wrapped attention; outputs are (B, Q, Hq, D)."""
         mask, Q, S = self.mask, self.query.shape[2], self.key.shape[2]
@@ -133,7 +143,6 @@ def attend_stored(
 
 def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
     """Attend to heads of different length and to the common tail behind the prompt."""
-    scaling = call.options.get("scaling")
     output = ops.ragged_attention(
         call.query,
         ragged.keys,
@@ -141,9 +150,7 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
         ragged.layout,
         call.key,
         call.value,
-        scaling=call.query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=call.options.get("softcap"),
-        sinks=call.options.get("s_aux"),
+        call.score_options,
         own_visible=None if call.candidates is None else call.candidates.visible,
     )
     return output.transpose(1, 2).contiguous()

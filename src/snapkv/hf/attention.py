@@ -31,8 +31,8 @@ from snapkv.hf.selection import (
     choose_for_whole_rows,
     evict,
     keep_to_cap,
+    of_layer,
     prompt_layer,
-    score_options,
     select,
 )
 from snapkv.policies import PromptLayer, Selection
@@ -289,7 +289,7 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         pad_tokens=layer.slots.pads,
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
-        **score_options(whole, layer),
+        **of_layer(whole, layer),
     )
     with torch.no_grad():
         layer.end_prompt(layer.policy.select(prompt), prompt)

@@ -144,22 +144,19 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
     grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D).float()
     blocks = torch.split(layer.keys, _BLOCK_TOKENS, dim=2)  # a float32 copy of all keys may not fit
     scores = torch.cat([grouped @ block.float().transpose(-1, -2) for block in blocks], dim=-1)
-    scores = scores * layer.scaling
-    if layer.softcap is not None:
-        scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    if layer.pad_tokens is not None:
-        slots = torch.arange(scores.shape[-1], device=scores.device)
-        pads = slots < layer.pad_tokens[:, None, None, None]
-        scores = scores.masked_fill(pads, float("-inf"))
-    return scores
+    scores = layer.score_options.scores(scores)
+    if layer.pads is None:
+        return scores
+    return scores.masked_fill(layer.pads[:, :, None], float("-inf"))
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
     """Attention output of the prompt's last query, from the states alone: (B, Hq, Dv) float32."""
-    if layer.sinks is None:
+    logits = layer.score_options.sink_logits
+    if logits is None:
         weights = scores.softmax(dim=-1)
     else:
-        sinks = layer.sinks.float().view(1, scores.shape[1], -1, 1)
-        total = torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), sinks)
+        logits = logits.float().view(1, scores.shape[1], -1, 1)
+        total = torch.logaddexp(scores.logsumexp(dim=-1, keepdim=True), logits)
         weights = (scores - total).exp()
     return (weights.to(layer.values.dtype) @ layer.values).flatten(1, 2).float()

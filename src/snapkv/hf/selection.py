@@ -34,7 +34,7 @@ def keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | N
         return
     read = prompt_layer(call, layer, call.query.shape[2], slots, None)
     with torch.no_grad():
-        layer.keep_part(layer.policy.hold(read, cap_tokens))
+        layer.keep_part(layer.policy.select_under_cap(read, cap_tokens))
 
 
 def select(
@@ -147,7 +147,7 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
         columns=slots.packed_columns(store),
         pad_tokens=slots.packed_pads,
         seen_tokens=layer.seen_tokens,
-        **score_options(call, layer),
+        **of_layer(call, layer),
     )
     with torch.no_grad():
         if slots.gaps is None:
@@ -185,13 +185,11 @@ def _evict_by_rows(
     )
 
 
-def score_options(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
-    """How attention turns products into scores, and which layer this is."""
-    scaling, stored = call.options.get("scaling"), layer.store.keys.shape[1]
+def of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
+    """What every view of a layer says: what attention does to scores, and which layer it is."""
+    stored = layer.store.keys.shape[1]
     return {
-        "scaling": call.query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": call.options.get("softcap"),
-        "sinks": call.options.get("s_aux"),
+        "score_options": call.score_options,
         "stored_heads": None if stored == call.key.shape[1] else stored,
         "layer_idx": layer.identity.layer_idx,
         "depth": layer.identity.depth,
@@ -228,5 +226,5 @@ def prompt_layer(
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
-        **score_options(call, layer),
+        **of_layer(call, layer),
     )

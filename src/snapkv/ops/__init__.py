@@ -1,12 +1,14 @@
-"""Window votes, pooling, group reduce, top-k and gather."""
+"""Window votes, pooling, group reduce, top-k and gather; attention to heads of any length."""
 
-from snapkv.ops.api import gather_tokens, pool_votes, window_votes
-from snapkv.ops.ragged import ragged_attention
-from snapkv.ops.ragged_layout import RaggedLayout
-from snapkv.ops.reference import (
+from snapkv.ops.ragged.api import ragged_attention
+from snapkv.ops.ragged.layout import RaggedLayout
+from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.votes.api import gather_tokens, pool_votes, window_votes
+from snapkv.ops.votes.reference import (
     attention_received,
     attention_received_by_distance,
     attention_to_stored,
+    attention_weight_blocks,
     attention_weights,
     keep_best,
     kept_indices,
@@ -17,9 +19,11 @@ from snapkv.ops.reference import (
 
 __all__ = [
     "RaggedLayout",
+    "ScoreOptions",
     "attention_received",
     "attention_received_by_distance",
     "attention_to_stored",
+    "attention_weight_blocks",
     "attention_weights",
     "gather_tokens",
     "keep_best",

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import Need, Policy, PrefixPolicy
+from snapkv.policies.around import AroundScores
+from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
 from snapkv.validation import require_ratio
 
 
 @dataclass(frozen=True)
-class AdaKV(Policy):
+class AdaKV(AroundScores):
     """Shares the budget of a layer out among its heads, by the scores of another policy.
 
     The best-scored entries of all heads of a layer together decide how many each head keeps; a
@@ -42,27 +42,8 @@ class AdaKV(Policy):
 
     def __post_init__(self) -> None:
         """Check both parameters."""
-        if not isinstance(self.policy, PrefixPolicy):
-            raise InvalidTypeError(
-                f"policy: expected a method that scores the prefix, such as SnapKV(budget=1024), "
-                f"got {self.policy!r}; pass one of them"
-            )
-        if type(self.policy).select is not PrefixPolicy.select:
-            raise InvalidArgumentError(
-                f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
-                "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
-            )
+        self._require_scoring()
         require_ratio("safeguard", self.safeguard)
-
-    @property
-    def query_tokens(self) -> int:
-        """What the scoring policy wants."""
-        return self.policy.query_tokens
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """What the scoring policy needs."""
-        return self.policy.needs
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
@@ -83,9 +64,9 @@ class AdaKV(Policy):
         """Raise unless the scoring policy can hold to the cap."""
         self.policy.require_cap(cap_tokens)
 
-    def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
         """What the scoring policy holds: as many tokens in every head."""
-        return self.policy.hold(layer, cap_tokens)
+        return self.policy.select_under_cap(layer, cap_tokens)
 
     def _row_shares(self, scores: Tensor, mean: int, pads: int) -> list[int]:
         """How many prefix positions each head of a row keeps, `mean` on average.

@@ -61,7 +61,7 @@ class Policy(ABC):
         """Choose the positions to keep; None keeps everything, untouched."""
 
     def require_cap(self, cap_tokens: int) -> None:
-        """Raise unless `hold` can keep to that many tokens.
+        """Raise unless `select_under_cap` can keep to that many tokens.
 
         Raises:
             InvalidArgumentError: fewer than the method keeps in the end, or a method that has to
@@ -74,7 +74,7 @@ class Policy(ABC):
             f"{self!r}; use one of them, or snapkv.prefill.layer_by_layer"
         )
 
-    def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
         """Choose what stays, for now, of a prompt that is still coming in.
 
         Args:
@@ -238,7 +238,7 @@ class PrefixPolicy(Policy):
                 f"end with {self!r}, got {cap_tokens}; raise cap_tokens or lower the budget"
             )
 
-    def hold(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
         """Keep the last tokens, the sinks and the best, the same number in every layer."""
         prefix = [cap_tokens - self.window_size] * layer.keys.shape[0]
         return self._best_and_window(layer, prefix)

@@ -17,9 +17,6 @@ from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 
 States = TypeVar("States", PromptLayer, DecodeStep)
 
-_OF_ALL_ROWS = ("sinks", "output_weight")
-"""Tensors of a layer that have no row of their own for every row of the batch."""
-
 
 def select_by_rows(
     policy: Policy, layer: PromptLayer, new_tokens: Sequence[int], held: Tensor
@@ -126,7 +123,7 @@ def _rows_of(states: States, rows: Tensor, new_tokens: int, history_tokens: int 
     own: dict[str, Any] = {
         name: value.index_select(0, rows.to(value.device))
         for name in (part.name for part in fields(states))
-        if isinstance(value := getattr(states, name), Tensor) and name not in _OF_ALL_ROWS
+        if isinstance(value := getattr(states, name), Tensor) and name != "output_weight"
     }
     own["queries"] = own["queries"][:, :, -(history_tokens or new_tokens) :]
     if isinstance(states, DecodeStep) and "token_ids" in own:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies.around import AroundScores
 from snapkv.policies.base import Need, PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
@@ -18,7 +19,7 @@ _POSITIONS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class CriticalKV(PrefixPolicy):
+class CriticalKV(AroundScores, PrefixPolicy):
     """Spends half of the budget by another policy's scores, the rest by score times value.
 
     The value of a position is the L1 norm of what its head adds to the layer's output per unit of
@@ -51,29 +52,15 @@ class CriticalKV(PrefixPolicy):
 
     def __post_init__(self) -> None:
         """Check both parameters, and take over the policy's limits."""
-        if not isinstance(self.policy, PrefixPolicy):
-            raise InvalidTypeError(
-                f"policy: expected a method that scores the prefix, such as SnapKV(budget=1024), "
-                f"got {self.policy!r}; pass one of them (AdaKV goes around CriticalKV)"
-            )
-        if type(self.policy).select is not PrefixPolicy.select:
-            raise InvalidArgumentError(
-                f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
-                "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
-            )
+        self._require_scoring(" (AdaKV goes around CriticalKV)")
         require_ratio("first_share", self.first_share)
         for limit in ("budget", "keep_ratio", "window_size"):
             object.__setattr__(self, limit, getattr(self.policy, limit))
 
     @property
-    def query_tokens(self) -> int:
-        """What the scoring policy wants."""
-        return self.policy.query_tokens
-
-    @property
     def needs(self) -> frozenset[Need]:
         """The layer's output projection."""
-        return self.policy.needs | {"output_weight"}
+        return super().needs | {"output_weight"}
 
     @property
     def sink_tokens(self) -> int:
@@ -88,7 +75,7 @@ class CriticalKV(PrefixPolicy):
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
         scores = self.policy.score(layer)
         norms = projected_norms(layer, scores.shape[-1])
-        means = _raised(scores, layer.pad_tokens) / self.policy.summed_weights(layer)
+        means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
         weighed = (means + _EPSILON) * ops.reduce_group(norms, scores.shape[1], "mean")
         first_tokens = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
         first = ops.keep_best(scores, first_tokens, layer.pad_tokens, first_tokens=self.sink_tokens)
@@ -122,10 +109,7 @@ def projected_norms(layer: PromptLayer, prefix_tokens: int) -> Tensor:
     return torch.stack(norms, dim=1)
 
 
-def _raised(scores: Tensor, pad_tokens: Tensor | None) -> Tensor:
+def _raised(scores: Tensor, pads: Tensor | None) -> Tensor:
     """Scores of which none is negative."""
-    real = scores
-    if pad_tokens is not None:
-        slots = torch.arange(scores.shape[-1], device=scores.device)
-        real = scores.masked_fill((slots < pad_tokens[:, None])[:, None], 0.0)
+    real = scores if pads is None else scores.masked_fill(pads[..., : scores.shape[-1]], 0.0)
     return scores - real.amin(dim=-1, keepdim=True).clamp(max=0.0)

@@ -29,14 +29,15 @@ class ExpectedAttention(PrefixPolicy):
     Soft-caps and learned sinks are left out of the expectation, as there.
 
     Args:
-        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
-        window_size: the last tokens of the prompt, always kept.
+        budget, keep_ratio, window_size: as in `PrefixPolicy`.
         future_tokens: over how many positions behind the prompt to average.
         sink_tokens: first tokens that are always kept and whose queries do not count.
     """
 
     name: ClassVar[str] = "expected-attention"
+    query_tokens: ClassVar[int] = ALL_QUERIES
+    """All of the prompt's queries."""
+    needs: ClassVar[frozenset[Need]] = frozenset({"rotation"})
 
     _: KW_ONLY
     future_tokens: int = 512
@@ -46,16 +47,6 @@ class ExpectedAttention(PrefixPolicy):
         """Check every parameter once, here."""
         super().__post_init__()
         require_int("future_tokens", self.future_tokens, minimum=1)
-
-    @property
-    def query_tokens(self) -> int:
-        """All of the prompt's queries."""
-        return ALL_QUERIES
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The rotation of the layer."""
-        return frozenset({"rotation"})
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Expected attention times value norm: (B, Hkv, P) float32; zero for the sinks."""
@@ -71,13 +62,13 @@ class ExpectedAttention(PrefixPolicy):
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
         """Logarithm of the expected unnormalised attention of every key: (B, Hq, T) float32."""
         mean, covariance = self._future_queries(layer)
-        group = mean.shape[1] // layer.keys.shape[1]
+        group, scaling = mean.shape[1] // layer.keys.shape[1], layer.score_options.scaling
         logits = []
         for head in range(mean.shape[1]):
             keys = layer.keys[:, head // group].float()
             linear = (keys @ mean[:, head, :, None])[..., 0]
             quadratic = ((keys @ covariance[:, head]) * keys).sum(dim=-1)
-            logits.append(linear * layer.scaling + quadratic * layer.scaling**2 / 2)
+            logits.append(linear * scaling + quadratic * scaling**2 / 2)
         return torch.stack(logits, dim=1)
 
     def _future_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.policies.tokens import (
     TokenIds,
     found,
@@ -58,6 +58,10 @@ class FastGen(EvictingPolicy):
     """
 
     name: ClassVar[str] = "fastgen"
+    query_tokens: ClassVar[int] = ALL_QUERIES
+    """All: the whole attention over the prompt is what is to be recovered."""
+    max_decode_tokens: ClassVar[None] = None
+    """Heads keep different numbers of tokens."""
 
     recovery: float = 0.95
     _: KW_ONLY
@@ -90,20 +94,10 @@ class FastGen(EvictingPolicy):
         return described
 
     @property
-    def query_tokens(self) -> int:
-        """All: the whole attention over the prompt is what is to be recovered."""
-        return ALL_QUERIES
-
-    @property
     def needs(self) -> frozenset[Need]:
         """The ids of all tokens, and the tokenizer's to compare them with."""
         known = self.special_ids is not None and self.punctuation_ids is not None
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
-
-    @property
-    def max_decode_tokens(self) -> int | None:
-        """None: heads keep different numbers of tokens."""
-        return None
 
     def select(self, layer: PromptLayer) -> Selection:
         """Choose what every head keeps, and keep it."""
@@ -118,7 +112,7 @@ class FastGen(EvictingPolicy):
                 layer.keys,
                 near_tokens=local_tokens,
                 pad_tokens=layer.pad_tokens,
-                **layer.score_options,
+                score_options=layer.score_options,
             )
         )
         columns = torch.arange(received.shape[-1], device=received.device).expand_as(received)
@@ -152,7 +146,7 @@ class FastGen(EvictingPolicy):
             columns=step.columns,
             seen_tokens=step.seen_tokens,
             pad_tokens=step.pad_tokens,
-            **step.score_options,
+            score_options=step.score_options,
         )
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
         kinds = self._kinds(step.token_ids)
@@ -235,7 +229,7 @@ def _part_of(tokens: Tensor, ratio: float) -> Tensor:
     return (tokens.double() * ratio).floor().long().clamp(min=1)
 
 
-def _pads(states: PromptLayer | DecodeStep) -> Tensor:
+def _pads(states: LayerStates) -> Tensor:
     """(B or 1, 1, 1) int64: the leading pads of each row."""
     if states.pad_tokens is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=states.keys.device)

@@ -12,11 +12,8 @@ class FullCache(Policy):
     """Keeps every token, as transformers' own cache does."""
 
     name: ClassVar[str] = "full"
-
-    @property
-    def query_tokens(self) -> int:
-        """None: nothing is scored."""
-        return 0
+    query_tokens: ClassVar[int] = 0
+    """None: nothing is scored."""
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep everything."""

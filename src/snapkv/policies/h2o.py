@@ -8,7 +8,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, keep_best_and_recent
 from snapkv.policies.split import split_budget
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class H2O(EvictingPolicy):
     """
 
     name: ClassVar[str] = "h2o"
+    query_tokens: ClassVar[int] = ALL_QUERIES
+    """All: every query of the prompt adds its attention."""
 
     budget: int | None = None
     _: KW_ONLY
@@ -45,11 +47,6 @@ class H2O(EvictingPolicy):
         split_budget(self, "heavy", "recent", default_second=lambda budget: (budget + 1) // 2)
 
     @property
-    def query_tokens(self) -> int:
-        """All: every query of the prompt adds its attention."""
-        return ALL_QUERIES
-
-    @property
     def max_decode_tokens(self) -> int:
         """The budget."""
         assert self.budget is not None
@@ -57,32 +54,31 @@ class H2O(EvictingPolicy):
 
     def note(self, layer: PromptLayer) -> Tensor:
         """The attention that every token of the prompt received: (B, Hkv, T) float32."""
-        received = ops.attention_received(
-            layer.queries,
-            layer.keys,
-            pad_tokens=layer.pad_tokens,
-            **layer.score_options,
-        )
-        return ops.reduce_group(received, layer.num_kv_heads, "mean")
+        return _received(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep heavy hitters of the whole prompt and its last tokens."""
         scores = self.note(layer)
-        return Selection.of(layer, self._keep(scores, layer.pad_tokens), scores=scores)
+        return Selection.of(layer, self._keep(scores, layer), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Add the attention of this step and drop the lightest of the older tokens."""
-        received = ops.attention_received(
-            step.queries,
-            step.keys,
-            pad_tokens=step.filler_tokens,
-            **step.score_options,
-        )
         assert step.scores is not None
-        scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
-        return Eviction(keep_indices=self._keep(scores, step.filler_tokens), scores=scores)
+        scores = step.scores + _received(step)
+        return Eviction(keep_indices=self._keep(scores, step), scores=scores)
 
-    def _keep(self, scores: Tensor, filler_tokens: Tensor | None) -> Tensor:
+    def _keep(self, scores: Tensor, states: LayerStates) -> Tensor:
         assert self.heavy is not None
         assert self.recent is not None
-        return keep_best_and_recent(scores, self.heavy, self.recent, filler_tokens)
+        return keep_best_and_recent(scores, self.heavy, self.recent, states.leading_fillers)
+
+
+def _received(states: LayerStates) -> Tensor:
+    """The attention that every slot receives from the queries: (B, Hkv, S) float32."""
+    received = ops.attention_received(
+        states.queries,
+        states.keys,
+        states.score_options,
+        pad_tokens=states.leading_fillers,
+    )
+    return ops.reduce_group(received, states.num_kv_heads, "mean")

@@ -23,9 +23,7 @@ class KVzip(PrefixPolicy):
     `AdaKV(KVzip(...))` lets heads keep different numbers, as published.
 
     Args:
-        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
-        window_size: the last tokens of the text, always kept.
+        budget, keep_ratio, window_size: as in `PrefixPolicy`.
         chunk_tokens: tokens of a piece.
         sink_tokens: first tokens that every head keeps, 4 as in kvpress. The published code keeps
             all that stands before the text, which begins with the system prompt. Saying a text
@@ -33,6 +31,9 @@ class KVzip(PrefixPolicy):
     """
 
     name: ClassVar[str] = "kvzip"
+    query_tokens: ClassVar[int] = 0
+    """None of the first reading's."""
+    needs: ClassVar[frozenset[Need]] = frozenset({"second_reading"})
 
     _: KW_ONLY
     chunk_tokens: int = 2048
@@ -42,16 +43,6 @@ class KVzip(PrefixPolicy):
         """Check every parameter once, here."""
         super().__post_init__()
         require_int("chunk_tokens", self.chunk_tokens, minimum=1)
-
-    @property
-    def query_tokens(self) -> int:
-        """None of the first reading's."""
-        return 0
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The model must read the text twice."""
-        return frozenset({"second_reading"})
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The most attention received in the second reading: (B, Hkv, P) float32.

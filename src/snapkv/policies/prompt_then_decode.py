@@ -100,9 +100,7 @@ class PromptThenDecode(EvictingPolicy):
         if selection is None:
             selection = Selection.whole(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
-        if (
-            heads != layer.num_kv_heads
-        ):  # stored per query head from now on, so noted per query head
+        if heads != layer.num_kv_heads:  # stored per query head from now on, so noted as well
             layer = replace(layer, stored_heads=heads)
         noted = self.decode.note(_with_queries(layer, self.decode.query_tokens))
         return replace(selection, scores=noted)

@@ -19,15 +19,15 @@ class Random(PrefixPolicy):
     the same prompt keeps the same set on every run, alone or in a padded batch.
 
     Args:
-        budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
-        keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
-        window_size: the last tokens of the prompt, always kept.
+        budget, keep_ratio, window_size: as in `PrefixPolicy`.
         seed: of the draw.
         sink_tokens: first tokens that every head keeps, so that a method which has some can be
             compared with chance.
     """
 
     name: ClassVar[str] = "random"
+    query_tokens: ClassVar[int] = 0
+    """None: nothing is scored by attention."""
 
     _: KW_ONLY
     seed: int = 0
@@ -37,11 +37,6 @@ class Random(PrefixPolicy):
         """Check every parameter once, here."""
         super().__post_init__()
         require_int("seed", self.seed, minimum=0, maximum=None)
-
-    @property
-    def query_tokens(self) -> int:
-        """None: nothing is scored by attention."""
-        return 0
 
     def score(self, layer: PromptLayer) -> Tensor:
         """Uniform numbers: (B, Hkv, P) float32, the same for every row of the batch."""

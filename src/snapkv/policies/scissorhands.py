@@ -12,7 +12,7 @@ from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int
 
 
@@ -107,8 +107,8 @@ class Scissorhands(EvictingPolicy):
         if layer.keys.shape[2] <= int(kept.max()):
             return Selection.whole(layer)
         columns = torch.arange(layer.keys.shape[2], device=layer.keys.device)[None, None]
-        counts = self._counts(layer, columns, layer.keys.shape[2], layer.row_tokens)
-        return Selection.of(layer, self._keep(counts, kept, layer.row_tokens, layer.pad_tokens))
+        counts = self._counts(layer, columns, layer.keys.shape[2])
+        return Selection.of(layer, self._keep(counts, kept, layer))
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Drop many at once from the rows that hold more than the budget."""
@@ -118,24 +118,22 @@ class Scissorhands(EvictingPolicy):
         held = step.row_tokens
         cut = (held - self._layer_drop(budget)).clamp(max=budget)
         kept = torch.where(held > budget, cut, held)
-        counts = self._counts(step, step.columns, step.seen_tokens, held)
-        keep_indices = self._keep(counts, kept, held, step.filler_tokens)
+        counts = self._counts(step, step.columns, step.seen_tokens)
+        keep_indices = self._keep(counts, kept, step)
         fillers = None if step.filler_tokens is None else keep_indices.shape[-1] - kept
         return Eviction(keep_indices=keep_indices, filler_tokens=fillers)
 
-    def _layer_budget(self, layer: PromptLayer | DecodeStep) -> int:
+    def _layer_budget(self, layer: LayerStates) -> int:
         return layer_budgets(self.budget, self.gamma, layer.num_layers)[layer.depth]
 
     def _layer_drop(self, budget: int) -> int:
         return min(budget // 2, budget - self.recent) if self.drop is None else self.drop
 
-    def _counts(
-        self, states: PromptLayer | DecodeStep, columns: Tensor, seen_tokens: int, held: Tensor
-    ) -> Tensor:
+    def _counts(self, states: LayerStates, columns: Tensor, seen_tokens: int) -> Tensor:
         """(B, num_kv_heads, S) float32: how often each token was above the uniform level."""
-        tokens = held
+        tokens = states.row_tokens
         if self.threshold == "tokens":
-            pads = torch.zeros_like(held) if states.pad_tokens is None else states.pad_tokens
+            pads = torch.zeros_like(tokens) if states.pad_tokens is None else states.pad_tokens
             tokens = seen_tokens - pads
         counts = ops.times_above(
             states.queries,
@@ -144,17 +142,15 @@ class Scissorhands(EvictingPolicy):
             columns=columns,
             seen_tokens=seen_tokens,
             pad_tokens=states.pad_tokens,
-            **states.score_options,
+            score_options=states.score_options,
         )
         return ops.reduce_group(counts, states.num_kv_heads, "sum")
 
-    def _keep(
-        self, counts: Tensor, kept: Tensor, held: Tensor, filler_tokens: Tensor | None
-    ) -> Tensor:
+    def _keep(self, counts: Tensor, kept: Tensor, states: LayerStates) -> Tensor:
         """The recent tokens and the best of the others; of equal counts the newer is better."""
         ranks = counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()
-        older = kept - held.clamp(max=self.recent)
-        return keep_best_and_recent(ranks, older, self.recent, filler_tokens)
+        older = kept - states.row_tokens.clamp(max=self.recent)
+        return keep_best_and_recent(ranks, older, self.recent, states.leading_fillers)
 
 
 @functools.cache

@@ -69,7 +69,7 @@ class SnapKV(PrefixPolicy):
             layer.keys,
             pad_tokens=layer.pad_tokens,
             group_reduce=self.group_reduce if own_keys else "none",
-            **layer.score_options,
+            score_options=layer.score_options,
         )
         if not own_keys:
             votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapkv.ops import ScoreOptions
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStates:
@@ -16,9 +18,7 @@ class LayerStates:
     Attributes:
         queries: (B, Hq, N, D), after rotary embedding and query norm.
         keys: (B, Hkv, S, D), all stored keys as attention sees them.
-        scaling: the factor attention puts on its scores.
-        softcap: the cap attention puts on its scores, or None.
-        sinks: (Hq,) learned sink logits, or None.
+        score_options: what attention does to its scores, as the ops take it.
         pad_tokens: (B,) int64, leading pads of each row of the prompt, or None where none has any.
         stored_heads: heads of the cache where they differ from those of `keys`: models with latent
             attention (DeepSeek) store one latent that all heads share, so they share one set.
@@ -29,24 +29,28 @@ class LayerStates:
 
     queries: Tensor
     keys: Tensor
-    scaling: float
+    score_options: ScoreOptions
     layer_idx: int
     depth: int = 0
     num_layers: int = 1
-    softcap: float | None = None
-    sinks: Tensor | None = None
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
+
+    @property
+    def leading_fillers(self) -> Tensor | None:
+        """(B,) leading slots of each row that hold no token, or None: here the pads."""
+        return self.pad_tokens
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """(B,) int64: slots of each row that hold a token."""
+        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
+        return total if self.leading_fillers is None else total - self.leading_fillers
 
     @property
     def num_kv_heads(self) -> int:
         """How many heads the cache stores, each with a set of its own."""
         return self.keys.shape[1] if self.stored_heads is None else self.stored_heads
-
-    @property
-    def score_options(self) -> dict[str, Any]:
-        """How attention turns products into weights, as the ops take it."""
-        return {"scaling": self.scaling, "softcap": self.softcap, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +75,12 @@ class PromptLayer(LayerStates):
     received: Tensor | None = None
 
     @property
-    def row_tokens(self) -> Tensor:
-        """(B,) int64: real tokens of each row, pads left out."""
-        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.pad_tokens is None else total - self.pad_tokens
+    def pads(self) -> Tensor | None:
+        """(B, 1, S) bool: which slots are leading pads of the prompt; None where none is."""
+        if self.pad_tokens is None:
+            return None
+        slots = torch.arange(self.keys.shape[2], device=self.keys.device)
+        return (slots < self.pad_tokens[:, None])[:, None]
 
     @functools.cached_property
     def row_lengths(self) -> list[int]:
@@ -156,10 +162,9 @@ class DecodeStep(LayerStates):
     filler_tokens: Tensor | None = None
 
     @property
-    def row_tokens(self) -> Tensor:
-        """(B,) int64: slots of each row that hold a token."""
-        total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
-        return total if self.filler_tokens is None else total - self.filler_tokens
+    def leading_fillers(self) -> Tensor | None:
+        """The fillers; those of the prompt's pads that are still stored are among them."""
+        return self.filler_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from snapkv.policies.base import EvictingPolicy, Need, keep_best_and_recent
 from snapkv.policies.split import split_budget
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import require_choice
 
 
@@ -36,6 +36,8 @@ class StreamingLLM(EvictingPolicy):
     """
 
     name: ClassVar[str] = "streaming-llm"
+    query_tokens: ClassVar[int] = 0
+    """None: nothing is scored."""
 
     budget: int | None = None
     _: KW_ONLY
@@ -47,11 +49,6 @@ class StreamingLLM(EvictingPolicy):
         """Complete and check the three sizes, and check the choice of positions."""
         require_choice("positions", self.positions, ("cache", "original"))
         split_budget(self, "start", "recent", default_second=lambda budget: budget - self.start)
-
-    @property
-    def query_tokens(self) -> int:
-        """None: nothing is scored."""
-        return 0
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -70,19 +67,17 @@ class StreamingLLM(EvictingPolicy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep the sinks and the last tokens."""
-        keep_indices = self._keep(layer, layer.pad_tokens)
-        return Selection.of(layer, keep_indices, sink_tokens=self._moved_tokens)
+        return Selection.of(layer, self._keep(layer), sink_tokens=self._moved_tokens)
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Drop the oldest tokens behind the sinks."""
         if step.keys.shape[2] <= self.start + (self.recent or 0):
             return Eviction()
-        keep_indices = self._keep(step, step.filler_tokens)
-        return Eviction(keep_indices=keep_indices, sink_tokens=self._moved_tokens)
+        return Eviction(keep_indices=self._keep(step), sink_tokens=self._moved_tokens)
 
-    def _keep(self, states: PromptLayer | DecodeStep, filler_tokens: Tensor | None) -> Tensor:
+    def _keep(self, states: LayerStates) -> Tensor:
         batch, slots = states.keys.shape[0], states.keys.shape[2]
         age = torch.arange(slots, 0, -1, device=states.keys.device, dtype=torch.float32)
         oldest_first = age.expand(batch, 1, slots)
         assert self.recent is not None
-        return keep_best_and_recent(oldest_first, self.start, self.recent, filler_tokens)
+        return keep_best_and_recent(oldest_first, self.start, self.recent, states.leading_fillers)

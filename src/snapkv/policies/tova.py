@@ -7,7 +7,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, require_int
 
 
@@ -25,6 +25,8 @@ class TOVA(EvictingPolicy):
     """
 
     name: ClassVar[str] = "tova"
+    query_tokens: ClassVar[int] = 1
+    """The last one."""
 
     budget: int = DEFAULT_BUDGET
 
@@ -33,31 +35,26 @@ class TOVA(EvictingPolicy):
         require_int("budget", self.budget, minimum=1)
 
     @property
-    def query_tokens(self) -> int:
-        """The last one."""
-        return 1
-
-    @property
     def max_decode_tokens(self) -> int:
         """The budget."""
         return self.budget
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what the prompt's last query attends to most."""
-        return Selection.of(layer, self._keep(layer, layer.pad_tokens))
+        return Selection.of(layer, self._keep(layer))
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Drop what this step's last query attends to least."""
         if step.keys.shape[2] <= self.budget:
             return Eviction()
-        return Eviction(keep_indices=self._keep(step, step.filler_tokens))
+        return Eviction(keep_indices=self._keep(step))
 
-    def _keep(self, states: PromptLayer | DecodeStep, filler_tokens: Tensor | None) -> Tensor:
+    def _keep(self, states: LayerStates) -> Tensor:
         weights = ops.attention_weights(
             states.queries[:, :, -1:],
             states.keys,
-            pad_tokens=filler_tokens,
-            **states.score_options,
+            pad_tokens=states.leading_fillers,
+            score_options=states.score_options,
         )
         shared = weights[:, :, -1].mean(dim=1, keepdim=True)
-        return keep_best_and_recent(shared, self.budget, 0, filler_tokens)
+        return keep_best_and_recent(shared, self.budget, 0, states.leading_fillers)

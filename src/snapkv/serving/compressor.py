@@ -48,15 +48,6 @@ class QueryRecorder:
         self.recorded.pop(request_id, None)
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What one layer keeps of one request, read and not yet written."""
-
-    slots: Tensor
-    keys: Tensor
-    values: Tensor
-
-
 class Compressor:
     """Votes on prompts that end in a step, and moves what stays.
 
@@ -106,23 +97,23 @@ class Compressor:
                 self._kept(name, depth, request, order, blocks[request])
                 for request, order in ending.items()
             ]
-            for one in kept:
-                self._layouts[name].write(one.slots, one.keys, one.values)
+            for slots_and_states in kept:
+                self._layouts[name].write(*slots_and_states)
         for request in ending:
             self.recorder.forget(request)
 
-    def _kept(self, name: str, depth: int, request: str, order: Order, blocks: list[int]) -> Kept:
+    def _kept(
+        self, name: str, depth: int, request: str, order: Order, blocks: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a layer keeps of a request, read and not yet written: slots, keys, values."""
         layout = self._layouts[name]
         used = torch.tensor(blocks[: -(-order.prompt_tokens // self._block_tokens)])
         used = used.to(self._device)
         keys = layout.read_keys(used, order.prompt_tokens)
         keep = self._keep_indices(name, depth, request, order, keys)
         targets = slots(order.target_blocks or blocks, order.kept_tokens, self._block_tokens)
-        return Kept(
-            slots=torch.tensor(targets, device=self._device),
-            keys=ops.gather_tokens(keys, keep),
-            values=layout.read_values(used, keep),
-        )
+        values = layout.read_values(used, keep)
+        return torch.tensor(targets, device=self._device), ops.gather_tokens(keys, keep), values
 
     def _keep_indices(
         self, name: str, depth: int, request: str, order: Order, keys: Tensor
@@ -137,9 +128,11 @@ class Compressor:
             queries=queries,
             keys=keys,
             values=torch.empty_like(keys, device="meta"),  # no served method looks at them
-            scaling=impl.scale,
-            softcap=getattr(impl, "logits_soft_cap", None) or None,
-            sinks=getattr(impl, "sinks", None),
+            score_options=ops.ScoreOptions(
+                scaling=impl.scale,
+                softcap=getattr(impl, "logits_soft_cap", None) or None,
+                sink_logits=getattr(impl, "sinks", None),
+            ),
             layer_idx=depth,
             depth=depth,
             num_layers=len(self._layers),

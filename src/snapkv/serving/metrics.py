@@ -5,7 +5,6 @@ The scheduler counts in the engine's process; prometheus_client's multi-process 
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Histogram
@@ -14,34 +13,25 @@ _LABELS = ("model_name", "engine")
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
-@dataclass(frozen=True)
-class _Series:
-    seen: Counter
-    kept: Counter
-    freed: Counter
-    requests: Counter
-    ratio: Histogram
-
-
 @functools.cache
-def _series() -> _Series:
+def _series() -> dict[str, Any]:
     """The time series of this process; prometheus_client registers a name once."""
-    return _Series(
-        seen=Counter("snapkv:prompt_tokens_seen", "Prompt tokens read to the end.", _LABELS),
-        kept=Counter("snapkv:prompt_tokens_kept", "Prompt tokens that stayed.", _LABELS),
-        freed=Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
-        requests=Counter(
+    return {
+        "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read to the end.", _LABELS),
+        "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens that stayed.", _LABELS),
+        "freed": Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
+        "requests": Counter(
             "snapkv:requests",
             "Requests whose prompt has ended: compressed, whole, or whole for want of room.",
             (*_LABELS, "outcome"),
         ),
-        ratio=Histogram(
+        "ratio": Histogram(
             "snapkv:request_kept_ratio",
             "Kept tokens of a request's prompt, as a fraction of it.",
             _LABELS,
             buckets=_RATIOS,
         ),
-    )
+    }
 
 
 class PromptMetrics:
@@ -60,12 +50,12 @@ class PromptMetrics:
         self, request: Any, *, kept_tokens: int, blocks_freed: int = 0, no_room: bool = False
     ) -> None:
         """Count one prompt; what a preempted request frees again counts, its prompt does not."""
-        self._series.freed.labels(*self._labels).inc(blocks_freed)
+        self._series["freed"].labels(*self._labels).inc(blocks_freed)
         if request.num_preemptions:
             return
         seen_tokens = request.num_prompt_tokens
         outcome = "compressed" if kept_tokens < seen_tokens else "whole"
-        self._series.seen.labels(*self._labels).inc(seen_tokens)
-        self._series.kept.labels(*self._labels).inc(kept_tokens)
-        self._series.requests.labels(*self._labels, "no-room" if no_room else outcome).inc()
-        self._series.ratio.labels(*self._labels).observe(kept_tokens / seen_tokens)
+        self._series["seen"].labels(*self._labels).inc(seen_tokens)
+        self._series["kept"].labels(*self._labels).inc(kept_tokens)
+        self._series["requests"].labels(*self._labels, "no-room" if no_room else outcome).inc()
+        self._series["ratio"].labels(*self._labels).observe(kept_tokens / seen_tokens)

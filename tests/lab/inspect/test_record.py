@@ -27,6 +27,7 @@ from snapkv.lab.inspect.leave_out import SINK_TOKENS, leave_out
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.scores import kept_mask, rating
 from snapkv.lab.study.reading import observed
+from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
@@ -140,7 +141,11 @@ def test_a_rating_by_hand():
     """One head, four prefix positions, window 1; the query attends to the second key most."""
     keys = torch.tensor([[0.0], [3.0], [1.0], [0.0], [0.0]]).view(1, 1, 5, 1)
     layer = PromptLayer(
-        queries=torch.ones(1, 1, 1, 1), keys=keys, values=keys, scaling=1.0, layer_idx=0
+        queries=torch.ones(1, 1, 1, 1),
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
     )
     policy = SnapKV(3, window_size=1, kernel_size=3)
     selection = policy.select(layer)
@@ -155,7 +160,9 @@ def test_a_rating_by_hand():
 
 def test_nothing_dropped_is_everything_kept():
     keys = torch.zeros(1, 2, 3, 1)
-    layer = PromptLayer(queries=keys, keys=keys, values=keys, scaling=1.0, layer_idx=0)
+    layer = PromptLayer(
+        queries=keys, keys=keys, values=keys, score_options=ScoreOptions(scaling=1.0), layer_idx=0
+    )
     assert kept_mask(None, layer).tolist() == [[True] * 3] * 2
 
 

@@ -5,6 +5,7 @@ import torch
 
 from snapkv.lab.study import HitRate, Instructions, Overlap
 from snapkv.lab.study.instructions import common_tokens
+from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from tests.lab.study import loops
 
@@ -19,7 +20,13 @@ def layer_paying(rows):
     tokens = weights.shape[-1]
     keys = torch.eye(tokens)[None, None]
     queries = weights.clamp(min=1e-30).log()[None]
-    return PromptLayer(queries=queries, keys=keys, values=keys, scaling=1.0, layer_idx=0)
+    return PromptLayer(
+        queries=queries,
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+    )
 
 
 HAND = layer_paying(
@@ -84,7 +91,7 @@ def random_layer(*, tokens, queries, heads=4, kv_heads=2, channels=8, seed=0):
         queries=states[0][:, :, -queries:],
         keys=states[1],
         values=states[2],
-        scaling=channels**-0.5,
+        score_options=ScoreOptions(scaling=channels**-0.5),
         layer_idx=0,
     ), [
         (states[0][0, head].tolist(), states[1][0, head // (heads // kv_heads)].tolist())
@@ -101,7 +108,7 @@ def test_hit_rates_are_those_of_plain_loops(window, first):
     start = prompt + (window - 1) * answer
     expected = loops.hit_rate(
         heads,
-        layer.scaling,
+        layer.score_options.scaling,
         prompt=prompt,
         window=11,
         keep_ratio=0.2,
@@ -132,7 +139,7 @@ def test_overlaps_are_those_of_plain_loops():
         ]:
             expected = loops.overlap(
                 heads,
-                layer.scaling,
+                layer.score_options.scaling,
                 one=one,
                 other=other,
                 candidates=candidates,
@@ -155,7 +162,7 @@ def test_votes_of_a_question_and_its_answer_are_those_of_plain_loops():
         (odd, range(document + 1, tokens, 2)),
     ]:
         for head, (queries, keys) in enumerate(heads):
-            rows = [loops.attention(queries, keys, layer.scaling, i) for i in voters]
+            rows = [loops.attention(queries, keys, layer.score_options.scaling, i) for i in voters]
             expected = loops.top(loops.summed(rows, document), 6)
             assert set(mask[head].nonzero().flatten().tolist()) == expected
 

@@ -24,7 +24,7 @@ def test_what_is_observed_is_the_models_own_attention(family):
         loaded,
         ids,
         20,
-        lambda layer: ops.attention_weights(layer.queries, layer.keys, **layer.score_options),
+        lambda layer: ops.attention_weights(layer.queries, layer.keys, layer.score_options),
     )
     with torch.inference_mode():
         attentions = model(ids, output_attentions=True).attentions

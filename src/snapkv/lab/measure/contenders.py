@@ -14,6 +14,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.install import install, uninstall
 from snapkv.hf.model_parts import output_weight
+from snapkv.ops import ScoreOptions
 from snapkv.policies import Policy, PromptLayer
 from snapkv.validation import nearest
 
@@ -119,7 +120,7 @@ def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> 
         queries=queries,
         keys=layer.keys,
         values=layer.values,
-        scaling=queries.shape[-1] ** -0.5,
+        score_options=ScoreOptions(scaling=queries.shape[-1] ** -0.5),
         layer_idx=layer.identity.layer_idx,
         depth=layer.identity.depth,
         num_layers=layer.identity.num_layers,

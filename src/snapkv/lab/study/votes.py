@@ -82,7 +82,7 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
     """
     part = between(layer, start, stop)
     received = ops.attention_received(
-        part.queries, part.keys, **part.score_options, block_tokens=_BLOCK_TOKENS
+        part.queries, part.keys, part.score_options, block_tokens=_BLOCK_TOKENS
     )[0, :, :tokens]
     behind = tokens - received.shape[-1]
     return torch.nn.functional.pad(received, (0, behind)) / (stop - start)
@@ -109,7 +109,7 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
     """
     for block in range(start, stop, _BLOCK_TOKENS):
         part = between(layer, block, min(block + _BLOCK_TOKENS, stop))
-        weights = ops.attention_weights(part.queries, part.keys, **part.score_options)
+        weights = ops.attention_weights(part.queries, part.keys, part.score_options)
         yield weights[0, :, :, :tokens]
 
 

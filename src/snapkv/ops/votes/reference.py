@@ -5,20 +5,19 @@ Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W win
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapkv.ops.scores import ScoreOptions
+
 
 def window_votes(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> Tensor:
@@ -31,9 +30,7 @@ def window_votes(
     Returns:
         (B, Hkv, P) float32; (B, Hq, P) for "none".
     """
-    weights = attention_weights(
-        queries, keys, scaling=scaling, softcap=softcap, sinks=sinks, pad_tokens=pad_tokens
-    )
+    weights = attention_weights(queries, keys, score_options, pad_tokens=pad_tokens)
     votes = weights[..., : keys.shape[2] - queries.shape[2]].sum(dim=-2)
     return reduce_group(votes, keys.shape[1], group_reduce)
 
@@ -41,10 +38,8 @@ def window_votes(
 def attention_weights(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last queries onto all keys, causal, as the model's own attention pays it.
@@ -52,9 +47,7 @@ def attention_weights(
     Args:
         queries: (B, Hq, W, D), the last W queries of the prompt, after rotary embedding.
         keys: (B, Hkv, T, D), all keys of the prompt, after rotary embedding.
-        scaling: factor on the scores, usually ``D ** -0.5``.
-        softcap: ``softcap * tanh(score / softcap)`` is applied to the scaled scores (Gemma 2).
-        sinks: (Hq,), one extra logit per head that takes part in the softmax (gpt-oss).
+        score_options: what the model's attention does to its scores.
         pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
 
     Returns:
@@ -62,18 +55,11 @@ def attention_weights(
     """
     W, T = queries.shape[2], keys.shape[2]
     visible = window_visibility(W, T, pad_tokens, device=keys.device)
-    weights = _weights(queries, keys, visible, scaling, softcap, sinks)
+    weights = _weights(queries, keys, visible, score_options)
     return weights if pad_tokens is None else weights.nan_to_num(0.0)  # a pad sees nothing at all
 
 
-def _weights(
-    queries: Tensor,
-    keys: Tensor,
-    visible: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, visible: Tensor, score_options: ScoreOptions) -> Tensor:
     """(B, Hq, W, T) float32; NaN in the rows of queries that see nothing, unless there are sinks.
 
     `visible` is bool and broadcasts to the result.
@@ -81,12 +67,10 @@ def _weights(
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1], keys.shape[2]
     grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
-    scores = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T).mul_(scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores.masked_fill_(~visible, float("-inf"))
-    if sinks is not None:
-        column = sinks.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
+    products = (grouped @ keys.float().transpose(-1, -2)).view(B, Hq, W, T)
+    scores = score_options.scores(products).masked_fill_(~visible, float("-inf"))
+    if score_options.sink_logits is not None:
+        column = score_options.sink_logits.float().view(1, Hq, 1, 1).expand(B, Hq, W, 1)
         scores = torch.cat([scores, column], dim=-1)
     return torch.softmax(scores, dim=-1)[..., :T]
 
@@ -94,24 +78,20 @@ def _weights(
 def attention_received(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     block_tokens: int = 256,
 ) -> Tensor:
     """Attention every position receives from the last queries, summed over them.
 
-    Computed in blocks of queries, so that no (queries x keys) matrix is ever held. Arguments as in
-    `attention_weights`, with any number of queries.
+    Computed in blocks of queries; arguments as in `attention_weights`, with any number of queries.
 
     Returns:
         (B, Hq, T) float32.
     """
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "pad_tokens": pad_tokens}
-    for weights in _weight_blocks(queries, keys, block_tokens, options):
+    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
         received[..., : weights.shape[-1]] += weights.sum(dim=-2)
     return received
 
@@ -119,26 +99,16 @@ def attention_received(
 def attention_received_by_distance(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
     near_tokens: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     block_tokens: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """`attention_received`, and the part of it that comes from queries further away.
 
-    Args:
-        queries: as in `attention_received`, and so are all arguments but one.
-        keys: see there.
-        near_tokens: (B,) int64; a query is further away from a position that it follows by as many
-            tokens, or by more.
-        scaling: see there.
-        softcap: see there.
-        sinks: see there.
-        pad_tokens: see there.
-        block_tokens: see there.
+    Arguments as in `attention_received`, and `near_tokens`, (B,) int64: a query is further away
+    from a position that it follows by as many tokens, or by more.
 
     Returns:
         (received, received from afar), both (B, Hq, T) float32.
@@ -146,8 +116,7 @@ def attention_received_by_distance(
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
     from_afar = torch.zeros_like(received)
     positions = torch.arange(keys.shape[2], device=keys.device)
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks, "pad_tokens": pad_tokens}
-    for weights in _weight_blocks(queries, keys, block_tokens, options):
+    for weights in attention_weight_blocks(queries, keys, score_options, pad_tokens, block_tokens):
         rows, seen = weights.shape[-2:]
         distance = positions[seen - rows : seen, None] - positions[:seen]
         received[..., :seen] += weights.sum(dim=-2)
@@ -156,26 +125,32 @@ def attention_received_by_distance(
     return received, from_afar
 
 
-def _weight_blocks(
-    queries: Tensor, keys: Tensor, block_tokens: int, options: dict[str, Any]
+def attention_weight_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    pad_tokens: Tensor | None,
+    block_tokens: int,
 ) -> Iterator[Tensor]:
-    """`attention_weights` of one block of queries after the other, onto all they may see."""
+    """`attention_weights` of one block of queries after the other, onto all they may see.
+
+    So no (queries x keys) matrix is ever held.
+    """
     N, T = queries.shape[2], keys.shape[2]
     for start in range(0, N, block_tokens):
         stop = min(start + block_tokens, N)
         seen = T - N + stop
-        yield attention_weights(queries[:, :, start:stop], keys[:, :, :seen], **options)
+        block = queries[:, :, start:stop], keys[:, :, :seen]
+        yield attention_weights(*block, score_options, pad_tokens=pad_tokens)
 
 
 def attention_to_stored(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
     columns: Tensor,
     seen_tokens: int,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     block_tokens: int = 64,
 ) -> Tensor:
@@ -188,9 +163,8 @@ def attention_to_stored(
         (B, Hq, S) float32; zero where a slot holds no token.
     """
     received = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     blocks = _stored_weight_blocks(
-        queries, keys, columns, seen_tokens, pad_tokens, block_tokens, options
+        queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
     )
     for weights in blocks:
         received += weights.nan_to_num(0.0).sum(dim=-2)  # a pad sees nothing at all
@@ -200,13 +174,11 @@ def attention_to_stored(
 def times_above(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
     threshold: Tensor,
     columns: Tensor,
     seen_tokens: int,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     block_tokens: int = 64,
 ) -> Tensor:
@@ -217,13 +189,11 @@ def times_above(
     Args:
         queries: (B, Hq, N, D), of the last N tokens seen, whether or not those are stored.
         keys: (B, Hkv, S, D), of the stored tokens.
+        score_options: as in `attention_weights`.
         threshold: (B,) float32.
         columns: (B, H, S) int64, column of every stored token in the whole sequence, pads counted;
             -1 for a slot that holds none. H is 1 or a divisor of Hq.
         seen_tokens: columns seen so far; the last query stands in the last of them.
-        scaling: as in `attention_weights`, and so are `softcap` and `sinks`.
-        softcap: see there.
-        sinks: see there.
         pad_tokens: (B,), leading pads of each row; pads neither pay attention nor receive any.
         block_tokens: queries at a time.
 
@@ -231,9 +201,8 @@ def times_above(
         (B, Hq, S) float32, whole numbers.
     """
     counts = torch.zeros(*queries.shape[:2], keys.shape[2], device=keys.device)
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     blocks = _stored_weight_blocks(
-        queries, keys, columns, seen_tokens, pad_tokens, block_tokens, options
+        queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
     )
     for weights in blocks:
         counts += (weights > threshold.view(-1, 1, 1, 1)).sum(dim=-2)  # NaN, a pad's, is not above
@@ -243,11 +212,11 @@ def times_above(
 def _stored_weight_blocks(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     columns: Tensor,
     seen_tokens: int,
     pad_tokens: Tensor | None,
     block_tokens: int,
-    options: dict[str, Any],
 ) -> Iterator[Tensor]:
     """Weights of one block of queries after the other onto the stored tokens of their past.
 
@@ -263,7 +232,7 @@ def _stored_weight_blocks(
         block = queries[:, :, start : start + block_tokens]
         own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
         visible = columns[:, :, None, :] <= own[:, None]
-        yield _weights(block, keys, visible, **options)
+        yield _weights(block, keys, visible, score_options)
 
 
 def window_visibility(

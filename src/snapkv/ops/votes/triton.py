@@ -6,7 +6,7 @@ Then every block of keys adds up what it receives from the rows, and from the qu
 group where they are reduced. No score leaves a multiprocessor. All sums are float32; scores are
 multiplied by log2(e), since a multiprocessor knows powers of two only.
 
-Importing this module imports triton; `snapkv.ops.api` does so only where the kernels are to run.
+Importing this module imports triton; `snapkv.ops` does so only where the kernels are to run.
 """
 
 import math
@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from snapkv.ops.scores import ScoreOptions
 
 _SPLIT_TOKENS = 256, 4096  # the smallest and the largest split of the first pass
 _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large device
@@ -29,10 +31,8 @@ _LOG2_E = math.log2(math.e)
 def window_votes(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
 ) -> Tensor:
@@ -41,9 +41,10 @@ def window_votes(
     Hkv, T = keys.shape[1], keys.shape[2]
     keys = keys if keys.stride(-1) == 1 else keys.contiguous()
     queries = queries.contiguous()
-    slope, ceiling = scaling * _LOG2_E, 0.0
+    softcap, sinks = score_options.softcap, score_options.sink_logits
+    slope, ceiling = score_options.scaling * _LOG2_E, 0.0
     if softcap is not None:  # c tanh(x / c) is c (2 sigmoid(2 x / c) - 1)
-        slope, ceiling = 2 * scaling / softcap, softcap * _LOG2_E
+        slope, ceiling = 2 * score_options.scaling / softcap, softcap * _LOG2_E
     common: dict[str, Any] = {
         "CAPPED": softcap is not None,
         "PADDED": pad_tokens is not None,

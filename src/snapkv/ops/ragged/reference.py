@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from snapkv.ops.ragged_layout import RaggedLayout
+from snapkv.ops.ragged.layout import RaggedLayout
+from snapkv.ops.scores import ScoreOptions
 
 
 def ragged_attention(
@@ -13,11 +14,9 @@ def ragged_attention(
     layout: RaggedLayout,
     tail_keys: Tensor,
     tail_values: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    own_visible: Tensor | None = None,
+    own_visible: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`, one query head after the other, in float32 or wider."""
     B, Hq, Q, _ = queries.shape
@@ -36,12 +35,11 @@ def ragged_attention(
                 hidden[:, hidden.shape[1] - Q :] |= ~own_visible
             start = stop
             for member in range(head * Hq // H, (head + 1) * Hq // H):
-                scores = queries[row, member].to(wide) @ own_keys.T * scaling
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
+                scores = score_options.scores(queries[row, member].to(wide) @ own_keys.T)
                 scores = scores.masked_fill(hidden, float("-inf"))
                 total = scores.logsumexp(dim=-1, keepdim=True)
-                if sinks is not None:
-                    total = torch.logaddexp(total, sinks[member].to(wide))
+                if score_options.sink_logits is not None:
+                    sink = score_options.sink_logits[member]
+                    total = torch.logaddexp(total, sink.to(wide))
                 output[row, member] = ((scores - total).exp() @ own_values).to(values.dtype)
     return output

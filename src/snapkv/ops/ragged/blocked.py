@@ -6,12 +6,11 @@ thousands of keys spends more time on sharing than on its work. The query heads 
 of one product, so a key is read once for all of them. The softmax puts a head's pieces together.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from snapkv.ops.ragged_layout import Pieces, RaggedLayout
+from snapkv.ops.ragged.layout import Pieces, RaggedLayout
+from snapkv.ops.scores import ScoreOptions
 
 QUERY_BLOCK_TOKENS = 32
 """Queries at a time, so that scores stay small when many tokens come at once."""
@@ -24,8 +23,9 @@ def ragged_attention(
     layout: RaggedLayout,
     tail_keys: Tensor,
     tail_values: Tensor,
-    own_visible: Tensor | None = None,
-    **options: Any,
+    score_options: ScoreOptions,
+    *,
+    own_visible: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     pieces = layout.pieces
@@ -36,7 +36,7 @@ def ragged_attention(
         stop = min(start + QUERY_BLOCK_TOKENS, Q)
         tail = tail_keys[:, :, : S - Q + stop], tail_values[:, :, : S - Q + stop]
         seen = None if own_visible is None else own_visible[start:stop, :stop]
-        outputs.append(_attend(queries[:, :, start:stop], *cut, *tail, own_visible=seen, **options))
+        outputs.append(_attend(queries[:, :, start:stop], *cut, *tail, score_options, seen))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -47,10 +47,7 @@ def _attend(
     values: tuple[Tensor, Tensor],
     tail_keys: Tensor,
     tail_values: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    score_options: ScoreOptions,
     own_visible: Tensor | None,
 ) -> Tensor:
     """Some queries, the last of the tail; R = G * Q rows of queries per head, P pieces.
@@ -61,7 +58,7 @@ def _attend(
     H, S = tail_keys.shape[1], tail_keys.shape[2]
     heads, blocks = pieces.heads, len(keys[0])
     rows = queries.reshape(B * H, Hq // H * Q, D)
-    of_tail = _capped(torch.bmm(rows, tail_keys.flatten(0, 1).mT), scaling, softcap)
+    of_tail = score_options.scores(torch.bmm(rows, tail_keys.flatten(0, 1).mT).float())
     if Q > 1:
         ahead = torch.ones(Q, S, dtype=torch.bool, device=rows.device).triu(S - Q + 1)
         if own_visible is not None:
@@ -71,7 +68,8 @@ def _attend(
     of_kept = torch.cat(
         [torch.bmm(asked[:blocks], keys[0].mT), torch.bmm(asked[blocks:], keys[1].mT)]
     )
-    of_kept = _capped(of_kept, scaling, softcap).masked_fill(pieces.hidden, float("-inf"))
+    of_kept = score_options.scores(of_kept.float()).masked_fill(pieces.hidden, float("-inf"))
+    sinks = score_options.sink_logits
     logits = None if sinks is None else sinks.float().repeat_interleave(Q).repeat(B)
     most = _most(of_kept, of_tail, logits, heads)
     of_kept = (of_kept - most.index_select(0, heads)).exp_()
@@ -88,12 +86,6 @@ def _attend(
     output = torch.bmm(of_tail, tail_values.flatten(0, 1)).float()
     output = output.index_add(0, heads, mixed.float()) / total
     return output.to(dtype).view(B, Hq, Q, -1)
-
-
-def _capped(products: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """The scores, float32."""
-    scores = products.float() * scaling
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def _most(of_kept: Tensor, of_tail: Tensor, logits: Tensor | None, heads: Tensor) -> Tensor:

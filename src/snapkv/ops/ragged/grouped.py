@@ -8,7 +8,8 @@ length: they are few beside the keys and values, and one softmax then does for a
 import torch
 from torch import Tensor
 
-from snapkv.ops.ragged_layout import RaggedLayout
+from snapkv.ops.ragged.layout import RaggedLayout
+from snapkv.ops.scores import ScoreOptions
 
 
 def ragged_attention(
@@ -18,11 +19,9 @@ def ragged_attention(
     layout: RaggedLayout,
     tail_keys: Tensor,
     tail_values: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    own_visible: Tensor | None = None,
+    own_visible: Tensor | None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; products in the dtype of the states, softmax in float32."""
     B, Hq, Q, D = queries.shape
@@ -36,19 +35,22 @@ def ragged_attention(
     scores[..., longest:] = torch.bmm(rows, tail_keys.flatten(0, 1).mT)
     for head, stored in enumerate(torch.split(keys, counts)):
         scores[head, :, longest - len(stored) : longest] = torch.mm(rows[head], stored.T)
-    scores = scores * scaling
-    if softcap is not None:
-        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(
-            scores.isneginf(), float("-inf")
-        )
+    capped = score_options.scores(scores)
+    if capped is not scores:
+        scores = capped.masked_fill(scores.isneginf(), float("-inf"))
     if Q > 1:
         ahead = torch.ones(Q, longest + S, dtype=torch.bool, device=rows.device)
         ahead = ahead.triu(longest + S - Q + 1)
         if own_visible is not None:
             ahead[:, longest + S - Q :] |= ~own_visible
         scores = scores.masked_fill(ahead.repeat(Hq // H, 1), float("-inf"))
-    if sinks is not None:
-        logits = sinks.float().repeat_interleave(Q).repeat(B).view(*rows.shape[:2], 1)
+    if score_options.sink_logits is not None:
+        logits = (
+            score_options.sink_logits.float()
+            .repeat_interleave(Q)
+            .repeat(B)
+            .view(*rows.shape[:2], 1)
+        )
         scores = torch.cat([scores, logits], dim=-1)
     weights = scores.softmax(dim=-1)[..., : longest + S].to(values.dtype)
     mixed = [

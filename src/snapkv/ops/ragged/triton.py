@@ -5,7 +5,7 @@ heads together) and one split of what the head sees, that is what it keeps and t
 are of equal size, so a long head has more of them and no program works longer than the others. A
 second kernel puts a head's splits together. All sums are float32.
 
-Importing this module imports triton; `snapkv.ops.ragged` does so only where the kernel is to run.
+Importing this module imports triton; `snapkv.ops` does so only where the kernel is to run.
 """
 
 from typing import Any
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from snapkv.ops.ragged_layout import RaggedLayout
+from snapkv.ops.ragged.layout import RaggedLayout
+from snapkv.ops.scores import ScoreOptions
 
 _SPLIT_TOKENS = 64, 1024  # the smallest and the largest split
 _PROGRAMS = 1024  # splits to aim at: a few for each multiprocessor of a large device
@@ -28,12 +29,12 @@ def ragged_attention(
     layout: RaggedLayout,
     tail_keys: Tensor,
     tail_values: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    own_visible: None = None,
 ) -> Tensor:
     """As `snapkv.ops.ragged_attention`; no gradients."""
+    softcap, sinks = score_options.softcap, score_options.sink_logits
     B, Hq, Q, D = queries.shape
     H, S, Dv = tail_keys.shape[1], tail_keys.shape[2], values.shape[1]
     rows = Hq // H * Q
@@ -63,7 +64,7 @@ def ragged_attention(
             S,
             split,
             splits,
-            scaling,
+            score_options.scaling,
             0.0 if softcap is None else softcap,
             CAPPED=softcap is not None,
             D=D,

@@ -3,13 +3,14 @@
 The reference holds the scores of every query head, window query and prompt position at once, its
 softmax beside them, and a float32 copy of all keys. Here there is only a block of each, which is
 changed in place: the first pass finds the highest score of every row and the sum of exponentials,
-the second adds up the weights. Axes as in `snapkv.ops.reference`.
+the second adds up the weights. Axes as in `snapkv.ops.votes.reference`.
 """
 
 import torch
 from torch import Tensor
 
-from snapkv.ops.reference import reduce_group
+from snapkv.ops.scores import ScoreOptions
+from snapkv.ops.votes.reference import reduce_group
 
 BLOCK_TOKENS = 8192
 """Keys at a time."""
@@ -18,18 +19,17 @@ BLOCK_TOKENS = 8192
 def window_votes(
     queries: Tensor,
     keys: Tensor,
+    score_options: ScoreOptions,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     pad_tokens: Tensor | None = None,
     group_reduce: str = "none",
     block_tokens: int = BLOCK_TOKENS,
 ) -> Tensor:
-    """As `snapkv.ops.reference.window_votes`, up to rounding."""
+    """As `snapkv.ops.votes.reference.window_votes`, up to rounding."""
+    softcap, sinks = score_options.softcap, score_options.sink_logits
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1], keys.shape[2]
-    grouped = queries.float().mul(scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
+    grouped = queries.float().mul(score_options.scaling).reshape(B, Hkv, (Hq // Hkv) * W, D)
 
     def scores_of(start: int, stop: int) -> Tensor:
         scores = (grouped @ keys[:, :, start:stop].float().transpose(-1, -2)).view(B, Hq, W, -1)

@@ -1,0 +1,1 @@
+"""Attention to heads that hold different numbers of tokens (varlen)."""

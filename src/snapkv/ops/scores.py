@@ -1,0 +1,26 @@
+"""How attention turns products of queries and keys into scores."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What a model's attention does to its scores before and in the softmax.
+
+    Attributes:
+        scaling: factor on the products, usually ``D ** -0.5``.
+        softcap: ``softcap * tanh(score / softcap)`` is applied to the scaled scores (Gemma 2).
+        sink_logits: (Hq,), learned: an extra logit per head in the softmax (gpt-oss).
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+    def scores(self, products: Tensor) -> Tensor:
+        """The scores of products of queries and keys; changes what is given."""
+        scores = products.mul_(self.scaling)
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)

@@ -1,0 +1,33 @@
+"""Methods that go around another one and make their choice of its scores."""
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies.base import Need, Policy, PrefixPolicy
+
+
+class AroundScores(Policy):
+    """Asks another method for the scores of the prefix; a subclass says what it does with them."""
+
+    policy: PrefixPolicy
+
+    def _require_scoring(self, hint: str = "") -> None:
+        """Raise unless `policy` scores a prefix and leaves the choice to the scores."""
+        if not isinstance(self.policy, PrefixPolicy):
+            raise InvalidTypeError(
+                f"policy: expected a method that scores the prefix, such as SnapKV(budget=1024), "
+                f"got {self.policy!r}; pass one of them{hint}"
+            )
+        if type(self.policy).select is not PrefixPolicy.select:
+            raise InvalidArgumentError(
+                f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
+                "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
+            )
+
+    @property
+    def query_tokens(self) -> int:
+        """What the scoring policy wants."""
+        return self.policy.query_tokens
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the scoring policy needs."""
+        return self.policy.needs
