@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from snapkv.app.checkpoint import load_complete
 from snapkv.app.conversion import convert_once
-from snapkv.app.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
+from snapkv.app.hub import TIMEOUT_SECONDS, is_cached, is_reachable, may_be_hub_id
 from snapkv.app.text_files import link_fault
 from snapkv.errors import (
     InvalidArgumentError,
@@ -284,12 +284,9 @@ def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()
         ModelNotFoundError: the hub does not answer, and the model is not in its cache here.
     """
     options: dict[str, Any] = {"revision": revision}
-    if not source.on_hub:
+    if not source.on_hub or is_reachable(source.place, revision):
         return options
-    found = look_up(source.place, revision)
-    if found.reachable:
-        return options
-    if not found.cached:
+    if not is_cached(source.place, revision):
         why = (
             "this process is offline (HF_HUB_OFFLINE)"
             if constants.HF_HUB_OFFLINE

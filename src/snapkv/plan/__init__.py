@@ -1,10 +1,8 @@
 """What a model, its prompt and its cache take: what would fit, and how much faster it would be."""
 
 from snapkv.plan.advice import (
-    cache_bytes_per_token,
     chunked_advice,
     chunked_bytes,
-    full_cache_bytes,
     layerwise_advice,
     layerwise_bytes,
     prompt_advice,
@@ -22,12 +20,10 @@ __all__ = [
     "Footprint",
     "Plan",
     "Request",
-    "cache_bytes_per_token",
     "chunked_advice",
     "chunked_bytes",
     "footprint_of",
     "free_bytes",
-    "full_cache_bytes",
     "layerwise_advice",
     "layerwise_bytes",
     "max_positions",

@@ -4,36 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from snapkv.errors import UnsupportedModelError
-from snapkv.plan.footprint import (
-    Footprint,
-    footprint_of_config,
-    footprint_of_loaded,
-    max_positions,
-)
+from snapkv.plan.footprint import Footprint, footprint_of_loaded, max_positions
 from snapkv.plan.search import largest
 from snapkv.plan.weights import weights_bytes
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv.validation import format_bytes
-
-
-def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes that a full cache takes for every further token, all layers together.
-
-    Of a prompt that is longer than the window of layers that slide: those take no more for it.
-    """
-    return _footprint(config, dtype).token_bytes
-
-
-def full_cache_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of a full cache of that many tokens; layers with a sliding window hold the last."""
-    return _footprint(config, dtype).cache_bytes(tokens, tokens)
-
-
-def _footprint(config: Any, dtype: torch.dtype) -> Footprint:
-    return footprint_of_config(AutoModelForCausalLM.from_config, config, dtype)
 
 
 def prompt_bytes(model: Any, prompt_tokens: int) -> int:

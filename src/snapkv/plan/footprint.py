@@ -1,7 +1,6 @@
 """What a model takes, read off its outline: the model on the meta device, without weights."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,16 +174,10 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
 
 def footprint_of_loaded(model: Any) -> Footprint:
     """What a model takes that is loaded; errors as in `footprint_of`."""
-    return footprint_of_config(type(model)._from_config, model.config, model.dtype)
-
-
-def footprint_of_config(
-    make: Callable[..., PreTrainedModel], config: Any, dtype: torch.dtype
-) -> Footprint:
-    """What a model takes that would be made of a configuration; errors as in `footprint_of`."""
+    make, config = type(model)._from_config, copy.deepcopy(model.config)
     try:
         with torch.device("meta"):
-            outline = make(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+            outline = make(config, dtype=model.dtype, attn_implementation="eager")
     except (AttributeError, ImportError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"model: expected one that can be made without weights, got {type(config).__name__}: "

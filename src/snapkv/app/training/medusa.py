@@ -63,15 +63,7 @@ def train(
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
     _require_same_run(folder, loaded, plan)
-    writer = AnswerWriter(
-        loaded=loaded,
-        texts=texts,
-        count=plan.answers,
-        passage_tokens=plan.passage_tokens,
-        answer_tokens=plan.answer_tokens,
-        batch=plan.batch,
-        seed=plan.seed,
-    )
+    writer = AnswerWriter(loaded=loaded, texts=texts, plan=plan)
     exchanges = writer.into(folder / ANSWERS, progress)
     states = _States(loaded.model, exchanges)
     held_out = list(range(0, len(exchanges), 10))
