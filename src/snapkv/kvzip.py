@@ -5,6 +5,7 @@ each behind the whole of it, as if it repeated it; its queries show which keys t
 policy chooses, and the cache is as after any compressed prompt.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -208,16 +209,13 @@ def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
         (B, heads of the cache, tokens) float32, the highest over the queries and the group.
     """
     count, total = seen.queries.shape[2], seen.keys.shape[2]
-    most: Tensor | None = None
-    for start in range(0, count, _QUERIES_AT_ONCE):
+
+    def of_block(start: int) -> Tensor:
         end = min(start + _QUERIES_AT_ONCE, count)
-        weights = ops.attention_weights(
-            seen.queries[:, :, start:end],
-            seen.keys[:, :, : total - count + end],
-            **seen.score_options,
-        )
-        block = weights[..., :tokens].amax(dim=2)
-        most = block if most is None else most.maximum(block)
-    assert most is not None
+        queries, keys = seen.queries[:, :, start:end], seen.keys[:, :, : total - count + end]
+        weights = ops.attention_weights(queries, keys, **seen.score_options)
+        return weights[..., :tokens].amax(dim=2)
+
+    most = functools.reduce(torch.maximum, map(of_block, range(0, count, _QUERIES_AT_ONCE)))
     reduced: Tensor = ops.reduce_group(most, seen.num_kv_heads, "max")
     return reduced

@@ -24,13 +24,12 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.plan import (
-    chunked_bytes,
     free_bytes,
     out_of_memory_explained,
     prompt_advice,
-    prompt_bytes,
     weights_bytes,
 )
+from snapkv.plan.advice import chunked_bytes, prompt_bytes
 from snapkv.plan.footprint import footprint_of_loaded
 from tests.families import random_ids, tiny_model
 
@@ -204,14 +203,15 @@ def test_what_would_fit_is_less_than_what_did_not(
         tokens = int(found[1].replace(",", ""))
         assert tokens < prompt_tokens
         assert tokens <= demo.max_tokens
-        assert prompt_bytes(demo.model, tokens) <= free
-        assert prompt_bytes(demo.model, tokens + 2) > free
+        assert prompt_bytes(demo.model, footprint_of_loaded(demo.model), tokens) <= free
+        assert prompt_bytes(demo.model, footprint_of_loaded(demo.model), tokens + 2) > free
 
 
 def test_eager_attention_needs_a_score_and_a_probability_per_pair(demo, monkeypatch):
-    linear = prompt_bytes(demo.model, 1000)
+    footprint = footprint_of_loaded(demo.model)
+    linear = prompt_bytes(demo.model, footprint, 1000)
     monkeypatch.setattr(demo.model.config, "_attn_implementation_internal", "eager")
-    assert prompt_bytes(demo.model, 1000) - linear == 9 * 1000 * 1000 * (4 + 4)
+    assert prompt_bytes(demo.model, footprint, 1000) - linear == 9 * 1000 * 1000 * (4 + 4)
 
 
 def test_a_limit_on_the_address_space_counts_as_memory(monkeypatch):
@@ -247,10 +247,11 @@ def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
     for index, layer in enumerate(cache.layers):
         held = full if type(layer) is DynamicLayer else sliding
         held[index] = (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
-    assert footprint_of_loaded(model).token_bytes == sum(full.values())
-    more = chunked_bytes(model, 50, 401) - chunked_bytes(model, 50, 400)
+    footprint = footprint_of_loaded(model)
+    assert footprint.token_bytes == sum(full.values())
+    more = chunked_bytes(footprint, 50, 401) - chunked_bytes(footprint, 50, 400)
     assert more == sum(full.values()) + 50  # and a bool of the mask for each token of a piece
-    fixed = chunked_bytes(model, 0, 0)
+    fixed = chunked_bytes(footprint, 0, 0)
     assert fixed == 64 * sum(full.values()) + 23 * sum(sliding.values())
     assert "a full cache would hold" in prompt_advice(model, 300, None)
 

@@ -2,11 +2,8 @@
 
 from snapkv.plan.advice import (
     chunked_advice,
-    chunked_bytes,
     layerwise_advice,
-    layerwise_bytes,
     prompt_advice,
-    prompt_bytes,
     weights_advice,
 )
 from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
@@ -21,15 +18,12 @@ __all__ = [
     "Plan",
     "Request",
     "chunked_advice",
-    "chunked_bytes",
     "footprint_of",
     "free_bytes",
     "layerwise_advice",
-    "layerwise_bytes",
     "max_positions",
     "out_of_memory_explained",
     "prompt_advice",
-    "prompt_bytes",
     "verdict",
     "weights_advice",
     "weights_bytes",

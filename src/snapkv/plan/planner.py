@@ -1,5 +1,6 @@
 """What a request would take with a full and with a compressed cache, and what would fit."""
 
+import bisect
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -7,7 +8,6 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint
-from snapkv.plan.search import largest
 from snapkv.storage.append_buffer import slots_behind
 from snapkv.validation import require_int, require_ratio
 
@@ -264,9 +264,11 @@ class Plan:
     def _longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
         """Tokens of the longest prompt that fits and for which the model has positions."""
         positions, batch = self.footprint.max_positions, self.request.batch
-        return largest(
-            lambda tokens: self._total(tokens, batch, compressed, in_pieces=in_pieces) <= room,
-            _MOST_TOKENS if positions is None else positions - self.request.new_tokens,
+        most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
+        return bisect.bisect_right(
+            range(1, most + 1),
+            room,
+            key=lambda tokens: self._total(tokens, batch, compressed, in_pieces=in_pieces),
         )
 
     def _throughput(self, batch: int, compressed: bool) -> float:

@@ -40,9 +40,9 @@ class Shape:
 def _published() -> Iterator[tuple[str, Shape]]:
     text = resources.files("snapkv.plan").joinpath("shapes.toml").read_text(encoding="utf-8")
     for name, said in tomllib.loads(text).items():
-        own = [said.pop(key) for key in ("repository", "model_type", "parameters")]
+        repository, family, parameters = map(said.pop, ("repository", "model_type", "parameters"))
         config = {key: None if value == "null" else value for key, value in said.items()}
-        yield name, Shape(*own, config)
+        yield name, Shape(repository, family, parameters, config)
 
 
 SHAPES: dict[str, Shape] = dict(_published())

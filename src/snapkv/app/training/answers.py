@@ -5,6 +5,7 @@ Medusa section 2.3.2). Answers are written to a file batch by batch; a run that 
 behind the last one.
 """
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from snapkv.app.answering import end_token_ids, generate_options
@@ -105,11 +107,10 @@ class AnswerWriter:
         model, longest = self.loaded.model, max(map(len, prompts))
         settings = GenerationSettings(max_new_tokens=self.plan.answer_tokens)
         ends = end_token_ids(model, settings)
-        ids = torch.full((len(prompts), longest), next(iter(ends), 0))
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids = padded(rows, padding_value=next(iter(ends), 0))
+        mask = padded([torch.ones_like(row) for row in rows])
         output = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
