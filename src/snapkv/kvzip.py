@@ -121,11 +121,7 @@ def repeat_context(
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
-    """How many positions the model has behind those that are read.
-
-    Raises:
-        PromptTooLongError: none.
-    """
+    """How many positions the model has behind those that are read; refuses none."""
     positions = max_positions(model)
     if positions is None:
         return read_tokens

@@ -129,6 +129,11 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(by_lower_case[match] for match in close)}?"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of a message that may be a page long, or empty."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def format_bytes(count: float) -> str:
     """Bytes with a binary unit, such as "22.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -39,7 +39,6 @@ _BLOCK_TAGS = re.compile(
     "main|nav|[ou]l|p|pre|section|table|title|tr"
 )
 
-
 _OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
 _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
 _NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end may be missing"

@@ -22,6 +22,7 @@ from snapkv.cache.saving.writing import replace_file, replacing
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.hidden import output_projection
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import first_line
 
 FILE = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"
@@ -118,7 +119,7 @@ def _folder(source: str) -> Path:
         try:
             return Path(snapshot_download(source, allow_patterns=[CONFIG, FILE, PICKLE]))
         except (OSError, ValueError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
     raise InvalidArgumentError(
         f"medusa: expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one, "
         f"got {source!r}: {reason}"

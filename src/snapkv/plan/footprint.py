@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from snapkv.cache.report import tensor_bytes
 from snapkv.errors import UnsupportedModelError
 from snapkv.plan.weights import quantization_of, stored_bytes
+from snapkv.validation import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"model: expected one whose layers run without weights, got {type(outline).__name__}: "
-            f"{str(error).splitlines()[0]}; load it, and look at cache.report() after a prompt"
+            f"{first_line(error)}; load it, and look at cache.report() after a prompt"
         ) from error
     return list(cache.layers)
 
