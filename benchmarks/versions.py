@@ -31,6 +31,7 @@ class _Worker:
         import torch
 
         import snapkv
+
         try:
             from snapkv.app.models import load
         except ImportError:  # the checkout is from before there was `app`

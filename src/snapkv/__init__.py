@@ -76,37 +76,22 @@ __all__ = [
     "uninstall",
 ]
 
-_ROOMS = {
-    "snapkv.cache.report": ("CacheReport",),
-    "snapkv.hf.cache": ("CompressedCache",),
-    "snapkv.hf.install": ("install", "uninstall"),
-    "snapkv.policies": (
-        "AdaKV",
-        "CriticalKV",
-        "ExpectedAttention",
-        "FastGen",
-        "FullCache",
-        "H2O",
-        "KVzip",
-        "KeyDiff",
-        "PromptThenDecode",
-        "PyramidKV",
-        "Random",
-        "Scissorhands",
-        "SnapKV",
-        "StreamingLLM",
-        "TOVA",
-    ),
-    "snapkv.document": ("Document",),
+_HOMES = {
+    "CacheReport": "snapkv.cache.report",
+    "CompressedCache": "snapkv.hf.cache",
+    "Document": "snapkv.document",
+    "install": "snapkv.hf.install",
+    "uninstall": "snapkv.hf.install",
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+"""Of all names but policies and errors."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line starts without torch."""
     if name not in __all__:
         raise AttributeError(f"module 'snapkv' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "snapkv.errors")), name)
+    usual = "snapkv.errors" if name.endswith("Error") else "snapkv.policies"
+    value = getattr(importlib.import_module(_HOMES.get(name, usual)), name)
     globals()[name] = value
     return value
 

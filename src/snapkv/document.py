@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
@@ -98,12 +99,7 @@ class Document:
             )
         pads = max(map(len, asked)) - torch.tensor([len(question) for question in asked])
         rows = [torch.cat([self.input_ids[0], question]) for question in asked]
-        ids = torch.stack(
-            [
-                torch.nn.functional.pad(row, (n, 0))
-                for row, n in zip(rows, pads.tolist(), strict=True)
-            ]
-        )
+        ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = torch.arange(ids.shape[1]) >= pads[:, None]
         return {
             "input_ids": ids,

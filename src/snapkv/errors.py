@@ -99,13 +99,8 @@ def _asked_for() -> dict[str, str]:
         lines = importlib.metadata.requires("snapkv") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found: dict[str, str] = {}
-    for line in lines:
-        requirement = line.partition(";")[0].strip()
-        name = re.match(r"[\w.-]+", requirement)
-        if name is not None:
-            found.setdefault(_normal(name[0]), requirement)
-    return found
+    asked = [line.partition(";")[0].strip() for line in reversed(lines)]  # the first one counts
+    return {_normal(re.split(r"[^\w.-]", each)[0]): each for each in asked}
 
 
 def _normal(name: str) -> str:

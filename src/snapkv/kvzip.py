@@ -5,6 +5,7 @@ each behind the whole of it, as if it repeated it; its queries show which keys t
 policy chooses, and the cache is as after any compressed prompt.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -120,11 +121,7 @@ def repeat_context(
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
-    """How many positions the model has behind those that are read.
-
-    Raises:
-        PromptTooLongError: none.
-    """
+    """How many positions the model has behind those that are read; refuses none."""
     positions = max_positions(model)
     if positions is None:
         return read_tokens
@@ -205,12 +202,9 @@ def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
     Returns:
         (B, heads of the cache, tokens) float32, the highest over the queries and the group.
     """
-    most: Tensor | None = None
-    for weights in ops.attention_weight_blocks(
+    blocks = ops.attention_weight_blocks(
         seen.queries, seen.keys, seen.score_options, None, _QUERIES_AT_ONCE
-    ):
-        block = weights[..., :tokens].amax(dim=2)
-        most = block if most is None else most.maximum(block)
-    assert most is not None
+    )
+    most = functools.reduce(torch.maximum, (block[..., :tokens].amax(dim=2) for block in blocks))
     reduced: Tensor = ops.reduce_group(most, seen.num_kv_heads, "max")
     return reduced

@@ -5,6 +5,7 @@ Importable without torch, so that options fail at once.
 
 import difflib
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 
@@ -17,18 +18,13 @@ GROUP_REDUCTIONS = ("mean", "max", "sum", "none")
 MOST = 2**63 - 1
 """The largest whole number that a tensor holds."""
 
-
 MOST_COUNTED = 2**24
 """Of what is read, made or repeated one by one."""
 
 
 def require_at_least(argument: str, value: int, least: int) -> None:
     """Raise unless a number of things to be made or read is within reason."""
-    require_int(argument, value, minimum=least)
-    if value > MOST_COUNTED:
-        raise InvalidArgumentError(
-            f"{argument}: expected at most {MOST_COUNTED:,}, got {value:,}; pass a smaller number"
-        )
+    require_int(argument, value, least, MOST_COUNTED)
 
 
 def require_each_at_least(argument: str, values: Collection[int], least: int) -> None:
@@ -37,9 +33,7 @@ def require_each_at_least(argument: str, values: Collection[int], least: int) ->
     require_at_least(argument, max(values, default=0), least)
 
 
-def require_budget(
-    budget: object, keep_ratio: object, window_size: object, sink_tokens: object = 0
-) -> None:
+def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_tokens: Any = 0) -> None:
     """Raise unless they say how much of a prompt to keep, its window included.
 
     Args:
@@ -59,14 +53,11 @@ def require_budget(
         require_ratio("keep_ratio", keep_ratio)
         return
     require_int("budget", budget, minimum=1)
-    assert isinstance(budget, int)
-    assert isinstance(window_size, int)
     if budget <= window_size:
         raise InvalidArgumentError(
             f"budget: expected more than window_size={window_size}, since the window is "
             f"part of the budget, got {budget}; raise budget or lower window_size"
         )
-    assert isinstance(sink_tokens, int)
     if budget < window_size + sink_tokens:
         raise InvalidArgumentError(
             f"budget: expected at least window_size={window_size} + sink_tokens={sink_tokens}, "
@@ -74,10 +65,9 @@ def require_budget(
         )
 
 
-def require_kernel(kernel_size: object) -> None:
+def require_kernel(kernel_size: Any) -> None:
     """Raise unless a pooling window has a middle."""
     require_int("kernel_size", kernel_size, minimum=1)
-    assert isinstance(kernel_size, int)
     if kernel_size % 2 == 0:
         raise InvalidArgumentError(
             f"kernel_size: expected an odd number, so that a position stays in the middle of "
@@ -137,6 +127,11 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     if not close:
         return ""
     return f"; did you mean {' or '.join(by_lower_case[match] for match in close)}?"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message that may be a page long, or empty."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def format_bytes(count: float) -> str:

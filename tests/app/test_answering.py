@@ -24,15 +24,13 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.plan import (
-    cache_bytes_per_token,
-    chunked_bytes,
     free_bytes,
-    full_cache_bytes,
     out_of_memory_explained,
     prompt_advice,
-    prompt_bytes,
     weights_bytes,
 )
+from snapkv.plan.advice import chunked_bytes, prompt_bytes
+from snapkv.plan.footprint import footprint_of_loaded
 from tests.families import random_ids, tiny_model
 
 SHORT = GenerationSettings(max_new_tokens=6)
@@ -205,14 +203,15 @@ def test_what_would_fit_is_less_than_what_did_not(
         tokens = int(found[1].replace(",", ""))
         assert tokens < prompt_tokens
         assert tokens <= demo.max_tokens
-        assert prompt_bytes(demo.model, tokens) <= free
-        assert prompt_bytes(demo.model, tokens + 2) > free
+        assert prompt_bytes(demo.model, footprint_of_loaded(demo.model), tokens) <= free
+        assert prompt_bytes(demo.model, footprint_of_loaded(demo.model), tokens + 2) > free
 
 
 def test_eager_attention_needs_a_score_and_a_probability_per_pair(demo, monkeypatch):
-    linear = prompt_bytes(demo.model, 1000)
+    footprint = footprint_of_loaded(demo.model)
+    linear = prompt_bytes(demo.model, footprint, 1000)
     monkeypatch.setattr(demo.model.config, "_attn_implementation_internal", "eager")
-    assert prompt_bytes(demo.model, 1000) - linear == 9 * 1000 * 1000 * (4 + 4)
+    assert prompt_bytes(demo.model, footprint, 1000) - linear == 9 * 1000 * 1000 * (4 + 4)
 
 
 def test_a_limit_on_the_address_space_counts_as_memory(monkeypatch):
@@ -233,7 +232,7 @@ def test_other_failures_are_not_taken_for_memory(error):
 
 def test_the_arithmetic_is_that_of_the_tensors(demo, prompt):
     result = answer(demo, prompt, FullCache(), SHORT)
-    per_token = cache_bytes_per_token(demo.model.config, torch.float32)
+    per_token = footprint_of_loaded(demo.model).token_bytes
     assert result.cache.full_bytes == per_token * result.cache.seen_tokens
     assert weights_bytes(demo.model) == sum(p.numel() for p in demo.model.parameters()) * 4
 
@@ -248,10 +247,11 @@ def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
     for index, layer in enumerate(cache.layers):
         held = full if type(layer) is DynamicLayer else sliding
         held[index] = (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
-    assert cache_bytes_per_token(model.config, torch.float32) == sum(full.values())
-    more = chunked_bytes(model, 50, 401) - chunked_bytes(model, 50, 400)
+    footprint = footprint_of_loaded(model)
+    assert footprint.token_bytes == sum(full.values())
+    more = chunked_bytes(footprint, 50, 401) - chunked_bytes(footprint, 50, 400)
     assert more == sum(full.values()) + 50  # and a bool of the mask for each token of a piece
-    fixed = chunked_bytes(model, 0, 0)
+    fixed = chunked_bytes(footprint, 0, 0)
     assert fixed == 64 * sum(full.values()) + 23 * sum(sliding.values())
     assert "a full cache would hold" in prompt_advice(model, 300, None)
 
@@ -276,7 +276,7 @@ def test_a_full_cache_holds_the_last_tokens_only_where_attention_slides(family, 
     with torch.no_grad():
         model(random_ids(1, tokens), past_key_values=cache)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert full_cache_bytes(model.config, torch.float32, tokens) == held
+    assert footprint_of_loaded(model).cache_bytes(tokens, tokens) == held
 
 
 def test_a_model_without_end_or_pad_token_and_with_its_own_sampling(demo):

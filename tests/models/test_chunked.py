@@ -18,6 +18,8 @@ from snapkv import (
     plan,
 )
 from snapkv.errors import OutOfMemoryError
+from snapkv.plan.advice import chunked_bytes, layerwise_bytes
+from snapkv.plan.footprint import footprint_of_loaded
 from snapkv.policies import ExpectedAttention, KeyDiff, PyramidKV
 from snapkv.prefill import chunked, layer_by_layer
 from tests.families import CASES, random_ids, tiny_config, tiny_model
@@ -312,10 +314,11 @@ def test_out_of_memory_in_the_middle_leaves_model_and_cache_usable(pieces, said)
 
 def test_the_advice_names_what_would_fit():
     model = tiny_model("llama")
-    needed = plan.layerwise_bytes(model, 1000, 100)
-    said = plan.layerwise_advice(model, 1000, 100, needed - plan.layerwise_bytes(model, 500, 0))
+    footprint = footprint_of_loaded(model)
+    free = layerwise_bytes(footprint, 1000, 100) - layerwise_bytes(footprint, 500, 0)
+    said = plan.layerwise_advice(model, 1000, 100, free)
     assert "; about 500 tokens would fit; lower chunk_tokens" in said
     assert "would fit" not in plan.layerwise_advice(model, 1000, 100, None)
-    said = plan.chunked_advice(model, 100, 1000, plan.chunked_bytes(model, 100, 400))
+    said = plan.chunked_advice(model, 100, 1000, chunked_bytes(footprint, 100, 400))
     assert "; a cap of about 400 tokens would fit; lower cap_tokens" in said
     assert "would fit" not in plan.chunked_advice(model, 100, 1000, 0)

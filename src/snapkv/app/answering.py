@@ -135,7 +135,7 @@ def answer_ids(
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
     before = _first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
-    ended = ends_answer(loaded.model, settings, new_ids[-1])
+    ended = new_ids[-1] in end_token_ids(loaded.model, settings)
     found = Answer(
         text=answer_start + text[:before],
         finish_reason="length" if cut_off and not ended else "stop",
@@ -226,7 +226,7 @@ def continue_ids(
             past_key_values=cache,
             streamer=streamer,
             stopping_criteria=_stopping(loaded, settings),
-            **_generate_options(model, settings),
+            **generate_options(model, settings),
             **({} if drafts is None else drafts.options),
         )
     return output
@@ -243,7 +243,7 @@ def _read_context(loaded: LoadedModel, ids: Tensor, cache: CompressedCache) -> N
         loaded.model(ids, past_key_values=cache, logits_to_keep=1)
 
 
-def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
+def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
     """Keyword arguments of `generate` that replace whatever the checkpoint suggests.
 
     One sequence, without beams, from a cache: that is what is streamed, timed and reported.
@@ -263,11 +263,6 @@ def _generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any
     if settings.stop_token_ids:
         limits["eos_token_id"] = end_ids
     return limits | single | sampling
-
-
-def ends_answer(model: Any, settings: GenerationSettings, token_id: int) -> bool:
-    """Whether that token ends an answer."""
-    return token_id in end_token_ids(model, settings)
 
 
 def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:

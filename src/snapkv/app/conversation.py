@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from snapkv.app.answering import Answer, TextSink, answer_ids, ends_answer, require_positions
+from snapkv.app.answering import Answer, TextSink, answer_ids, end_token_ids, require_positions
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import next_turn, question_prompt
 from snapkv.app.settings import GenerationSettings
@@ -98,7 +98,7 @@ class Conversation:
             return begun.to(device)
         text, said = next_turn(tokenizer, question), self._ids
         last = int(said[0, -1])
-        if ends_answer(self._loaded.model, self._settings, last):
+        if last in end_token_ids(self._loaded.model, self._settings):
             end = tokenizer.decode([last])
             said = said[:, :-1]  # it has not been read yet, and the template may write it itself
             text = text if text.startswith(end) or not tokenizer.chat_template else end + text

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from snapkv.app.checkpoint import load_complete
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
+from snapkv.validation import first_line
 
 _MAGIC = b"GGUF"
 
@@ -114,10 +115,10 @@ def _unpack(path: Path) -> tuple[Any, Any]:
     except SnapKVError:
         raise
     except Exception as error:  # a damaged file makes the reader raise whatever it trips over
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InvalidArgumentError(
             "model: expected a complete GGUF file of a decoder-only architecture that transformers "
-            f"can read, got {path}: {reason}; fetch it again, or use the original model instead"
+            f"can read, got {path}: {first_line(error)}; fetch it again, or use the original model "
+            "instead"
         ) from error
     # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
     # refuses; they are ordinary float32 tensors by now.

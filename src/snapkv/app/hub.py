@@ -1,7 +1,5 @@
 """Whether a model of the hub can be had, said within seconds and not after the client's retries."""
 
-from dataclasses import dataclass
-
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -14,40 +12,23 @@ _WITHOUT_OWNER = frozenset(
 """Causal language models from the time when a hub id needed no owner."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """How a hub id can be loaded.
-
-    Attributes:
-        cached: whether its configuration is in the hub's cache on this machine.
-        reachable: whether the hub answers; what it says is the loader's to tell.
-    """
-
-    cached: bool
-    reachable: bool
-
-
 def may_be_hub_id(name: str) -> bool:
     """Whether a name looks like a hub id, or is one of those without an owner."""
-    return name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None)
+    return name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or is_cached(name, None)
 
 
-def look_up(name: str, revision: str | None) -> Found:
-    """Ask the cache, and the hub unless this process is to stay offline."""
-    return Found(
-        cached=_is_cached(name, revision),
-        reachable=not constants.HF_HUB_OFFLINE and _answers(name, revision),
-    )
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
+def is_cached(name: str, revision: str | None) -> bool:
+    """Whether a model's configuration is in the hub's cache on this machine."""
     try:
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     except HFValidationError:
         return False
 
 
-def _answers(name: str, revision: str | None) -> bool:
+def is_reachable(name: str, revision: str | None) -> bool:
+    """Whether the hub answers; not asked where this process is to stay offline."""
+    if constants.HF_HUB_OFFLINE:
+        return False
     url = hf_hub_url(name, "config.json", revision=revision)
     try:
         get_hf_file_metadata(url, timeout=TIMEOUT_SECONDS)

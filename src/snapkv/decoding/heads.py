@@ -86,6 +86,6 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def guesses(self, hidden: Tensor) -> Tensor:
-        """(heads, `HEAD_RANKS`) int64: the likeliest tokens of every head behind a state (d,)."""
+        """(..., heads, `HEAD_RANKS`) int64: each head's likeliest tokens behind states (..., d)."""
         best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best

@@ -6,6 +6,7 @@ same without the last. Beside them lies a ``config.json``; pickles are read as p
 at all.
 """
 
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -21,6 +22,7 @@ from snapkv.cache.saving.writing import replace_file, replacing
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.hidden import output_projection
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import first_line
 
 FILE = "medusa_lm_head.safetensors"
 PICKLE = "medusa_lm_head.pt"
@@ -56,14 +58,8 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
     projections = None
     if own:
         projections = torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(heads)])
-    accuracies = config.get(_ACCURACIES)
-    made = MedusaHeads(
-        weights,
-        biases,
-        projections,
-        model,
-        None if accuracies is None else tuple(map(tuple, accuracies)),
-    )
+    accuracies = tuple(map(tuple, config.get(_ACCURACIES) or ())) or None
+    made = MedusaHeads(weights, biases, projections, model, accuracies)
     shared = output_projection(model).weight
     return made.to(device=shared.device, dtype=shared.dtype)
 
@@ -123,7 +119,7 @@ def _folder(source: str) -> Path:
         try:
             return Path(snapshot_download(source, allow_patterns=[CONFIG, FILE, PICKLE]))
         except (OSError, ValueError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
     raise InvalidArgumentError(
         f"medusa: expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one, "
         f"got {source!r}: {reason}"
@@ -207,11 +203,9 @@ def _require_keys(tensors: Any, expected: set[str], path: Path) -> None:
 
 def _stacked(tensors: dict[str, Tensor], heads: int, layers: int, kind: str) -> Tensor:
     """(heads, layers, ...)."""
-    rows = [
-        torch.stack([tensors[f"{head}.{layer}.linear.{kind}"] for layer in range(layers)])
-        for head in range(heads)
-    ]
-    return torch.stack(rows)
+    places = itertools.product(range(heads), range(layers))
+    rows = [tensors[f"{head}.{layer}.linear.{kind}"] for head, layer in places]
+    return torch.stack(rows).view(heads, layers, *rows[0].shape)
 
 
 def _require_shapes(tensors: dict[str, Tensor], model: Any, path: Path) -> None:

@@ -15,13 +15,7 @@ from torch import Tensor
 from snapkv.decoding.acceptance import DELTA, EPSILON, accept_greedily, accept_typically
 from snapkv.decoding.heads import MedusaHeads
 from snapkv.decoding.hidden import LastStates, last_states
-from snapkv.decoding.speculation import (
-    Drafting,
-    Request,
-    Speculation,
-    Verified,
-    begin_verifying,
-)
+from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_verifying
 from snapkv.decoding.tree import CandidateTree
 from snapkv.decoding.tree_cache import keep_path
 from snapkv.errors import InvalidTypeError
@@ -101,29 +95,22 @@ class Medusa(Speculation):
 
 
 class _Candidates(Drafting):
-    """The candidates of every step.
-
-    Attributes:
-        path: nodes that the last step accepted, root first.
-    """
+    """The candidates of every step."""
 
     def __init__(self, request: Request, medusa: Medusa, states: LastStates) -> None:
         super().__init__(request)
         self._medusa, self._states = medusa, states
-        self._path: list[int] = []
+        self._path: list[int] = []  # nodes that the last step accepted, root first
         self._nodes = 0
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        self.request.cache.reading.require_room(
-            self.request.limit - self.request.ids.shape[1] + len(self._medusa.tree.choices)
-        )
-        logits = self.request.read_prompt(self.request.cache)
+        logits = self.request.read_prompt(self.request.cache, len(self._medusa.tree.choices))
         self._hidden = self._states.value[0, -1]
         begin_verifying(self.request.cache)
         return logits
 
-    def verify(self, text: Tensor, most_drafts: int) -> Verified:
+    def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
         tree = self._medusa.tree.pruned(min(most_drafts, self._medusa.tree.depth))
         tokens = self._candidates(text, tree)
         logits = self._read(tokens, tree, len(text) - 1)
@@ -135,7 +122,7 @@ class _Candidates(Drafting):
         self._hidden = self._states.value[0, last]
         accepted = tokens[self._path[1:]].tolist()
         following = self.request.choose(logits[last].float())
-        return Verified(tokens=[*accepted, following], drafted=len(tokens) - 1)
+        return [*accepted, following], len(tokens) - 1
 
     def keep(self, tokens: int) -> None:
         keep_path(self.request.cache, torch.tensor(self._path[:tokens]), self._nodes)

@@ -13,14 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.report import tensor_bytes
 from snapkv.decoding.acceptance import accept_sampled
-from snapkv.decoding.speculation import (
-    Drafting,
-    Request,
-    Speculation,
-    Verified,
-    begin_verifying,
-)
+from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_verifying
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.validation import require_int
@@ -50,9 +45,7 @@ class SelfSpeculation(Speculation):
     @property
     def full_cache_bytes(self) -> int:
         """Bytes of the full cache's keys and values."""
-        layers = () if self.full_cache is None else self.full_cache.layers
-        states = [(layer.keys, layer.values) for layer in layers if layer.is_initialized]
-        return sum(keys.nbytes + values.nbytes for keys, values in states)
+        return sum(map(tensor_bytes, self.full_cache.layers if self.full_cache is not None else ()))
 
     @contextlib.contextmanager
     def drafting(self, request: Request) -> Iterator[Drafting]:
@@ -100,10 +93,7 @@ class _Drafts(Drafting):
                 "cache.reset()"
             )
         self._require_small_steps()
-        cache.reading.require_room(
-            self.request.limit - self.request.ids.shape[1] + self._owner.draft_tokens
-        )
-        logits = self.request.read_prompt(_Beside(cache, self._full))
+        logits = self.request.read_prompt(_Beside(cache, self._full), self._owner.draft_tokens)
         begin_verifying(self._full)
         return logits
 
@@ -117,7 +107,7 @@ class _Drafts(Drafting):
                 f"window of {smallest}, got {self._owner.draft_tokens}; draft fewer"
             )
 
-    def verify(self, text: Tensor, most_drafts: int) -> Verified:
+    def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
         drafts, draft_logits = self._draft(text, min(most_drafts, self._owner.draft_tokens))
         self._drafted = len(drafts)
         both = torch.cat([text, drafts])
@@ -134,12 +124,16 @@ class _Drafts(Drafting):
             fits = (drafts == logits[:-1].argmax(dim=-1)).long()
             accepted = int(fits.cumprod(dim=0).sum())
             following = self.request.choose(logits[accepted])
-        return Verified(tokens=[*drafts[:accepted].tolist(), following], drafted=len(drafts))
+        return [*drafts[:accepted].tolist(), following], len(drafts)
 
     def _draft(self, text: Tensor, count: int) -> tuple[Tensor, list[Tensor]]:
         """(count,) int64 tokens behind a text, and the processed logits of each."""
-        seen, self._before = len(text), _uncompressed(self.request.cache)
-        logits: list[Tensor] = []
+        seen, logits = len(text), list[Tensor]()
+        self._before = {  # a crop would not give back what a window held; updates make new tensors
+            index: dict(vars(layer))
+            for index, layer in enumerate(self.request.cache.layers)
+            if not isinstance(layer, CompressedLayer)
+        }
         for _ in range(count):
             output = self.request.model(
                 text[-1:][None], past_key_values=self.request.cache, use_cache=True
@@ -164,15 +158,3 @@ class _Drafts(Drafting):
             full = self._full.layers[index]
             if getattr(full, "keys", None) is not None:
                 layer.update(full.keys[..., -tokens:, :], full.values[..., -tokens:, :])
-
-
-def _uncompressed(cache: CompressedCache) -> dict[int, dict[str, Any]]:
-    """What layers hold that a crop would not give back: those with a sliding window.
-
-    An update makes new tensors, so these stay as they are.
-    """
-    return {
-        index: dict(vars(layer))
-        for index, layer in enumerate(cache.layers)
-        if not isinstance(layer, CompressedLayer)
-    }

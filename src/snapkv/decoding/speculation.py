@@ -56,6 +56,7 @@ class Request:
         samples: whether tokens are drawn.
         processors: change the logits of a token, given the text before it.
         limit: most tokens of prompt and text together.
+        chunk_tokens: read the prompt in pieces of so many; None for one pass.
     """
 
     model: PreTrainedModel
@@ -77,12 +78,14 @@ class Request:
             return int(torch.multinomial(logits.softmax(dim=-1), 1))
         return int(logits.argmax())
 
-    def read_prompt(self, cache: Any) -> Tensor:
+    def read_prompt(self, cache: Any, most_drafts: int) -> Tensor:
         """Read what the cache has not seen of the prompt; (V,) logits behind its last token.
 
         Raises:
             CacheMismatchError: the cache has seen as much as that, or more.
+            InvalidArgumentError: it has no room for the text and so many drafts behind it.
         """
+        self.cache.reading.require_room(self.limit - self.ids.shape[1] + most_drafts)
         seen = cache.get_seq_length()
         if seen >= self.ids.shape[1]:
             raise CacheMismatchError(
@@ -96,19 +99,6 @@ class Request:
         return logits
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """What verifying the drafts of one step has shown.
-
-    Attributes:
-        tokens: the accepted drafts and the token that the model takes behind them.
-        drafted: how many drafts there were.
-    """
-
-    tokens: list[int]
-    drafted: int
-
-
 class Drafting(ABC):
     """The drafts for one text, from the prompt to the last token."""
 
@@ -120,10 +110,14 @@ class Drafting(ABC):
         """Read the prompt; (V,) logits behind it."""
 
     @abstractmethod
-    def verify(self, text: Tensor, most_drafts: int) -> Verified:
+    def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
         """Draft behind a text (N,), whose last token no cache has seen, and verify.
 
         At most `most_drafts` tokens one behind the other.
+
+        Returns:
+            The accepted drafts and the token that the model takes behind them, and how many drafts
+            there were.
         """
 
     @abstractmethod
@@ -166,7 +160,13 @@ class Speculation(ABC):
             CacheMismatchError: no `CompressedCache`.
         """
         _require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
-        cache = _require_cache(model_inputs.get("past_key_values"))
+        cache = model_inputs.get("past_key_values")
+        if not isinstance(cache, CompressedCache):
+            raise CacheMismatchError(
+                f"past_key_values: expected a CompressedCache where drafts are verified, got "
+                f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep "
+                "everything"
+            )
         cache.require_drafts()
         request = Request(
             model=model,
@@ -197,14 +197,14 @@ class Speculation(ABC):
             yield tokens
             text = torch.cat([text, tokens])
             while not done:
-                step = drafting.verify(text, request.limit - len(text) - 1)
-                tokens, done = _until_stop(text, step.tokens, stopping_criteria)
+                verified, drafted = drafting.verify(text, request.limit - len(text) - 1)
+                tokens, done = _until_stop(text, verified, stopping_criteria)
                 drafting.keep(len(tokens))
                 text = torch.cat([text, tokens])
                 tally.passes += 1
                 tally.new_tokens += len(tokens)
-                tally.drafted += step.drafted
-                tally.accepted += min(len(tokens), len(step.tokens) - 1)
+                tally.drafted += drafted
+                tally.accepted += min(len(tokens), len(verified) - 1)
                 yield tokens
 
 
@@ -238,15 +238,6 @@ def _require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCo
             "return_dict_in_generate: expected False where drafts are verified, got True; leave it "
             "out"
         )
-
-
-def _require_cache(cache: Any) -> CompressedCache:
-    if not isinstance(cache, CompressedCache):
-        raise CacheMismatchError(
-            f"past_key_values: expected a CompressedCache where drafts are verified, got "
-            f"{type(cache).__name__}; pass CompressedCache(model, FullCache()) to keep everything"
-        )
-    return cache
 
 
 def begin_verifying(cache: Cache) -> None:

@@ -1,14 +1,9 @@
 """What a model, its prompt and its cache take: what would fit, and how much faster it would be."""
 
 from snapkv.plan.advice import (
-    cache_bytes_per_token,
     chunked_advice,
-    chunked_bytes,
-    full_cache_bytes,
     layerwise_advice,
-    layerwise_bytes,
     prompt_advice,
-    prompt_bytes,
     weights_advice,
 )
 from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
@@ -22,18 +17,13 @@ __all__ = [
     "Footprint",
     "Plan",
     "Request",
-    "cache_bytes_per_token",
     "chunked_advice",
-    "chunked_bytes",
     "footprint_of",
     "free_bytes",
-    "full_cache_bytes",
     "layerwise_advice",
-    "layerwise_bytes",
     "max_positions",
     "out_of_memory_explained",
     "prompt_advice",
-    "prompt_bytes",
     "verdict",
     "weights_advice",
     "weights_bytes",

@@ -1,42 +1,20 @@
 """What a prompt takes beside a loaded model's weights, and what to say when it does not fit."""
 
+import bisect
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from snapkv.errors import UnsupportedModelError
-from snapkv.plan.footprint import (
-    Footprint,
-    footprint_of_config,
-    footprint_of_loaded,
-    max_positions,
-)
-from snapkv.plan.search import largest
+from snapkv.plan.footprint import Footprint, footprint_of_loaded
 from snapkv.plan.weights import weights_bytes
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv.validation import format_bytes
 
 
-def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes that a full cache takes for every further token, all layers together.
-
-    Of a prompt that is longer than the window of layers that slide: those take no more for it.
-    """
-    return _footprint(config, dtype).token_bytes
-
-
-def full_cache_bytes(config: Any, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes of a full cache of that many tokens; layers with a sliding window hold the last."""
-    return _footprint(config, dtype).cache_bytes(tokens, tokens)
-
-
-def _footprint(config: Any, dtype: torch.dtype) -> Footprint:
-    return footprint_of_config(AutoModelForCausalLM.from_config, config, dtype)
-
-
-def prompt_bytes(model: Any, prompt_tokens: int) -> int:
+def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
     """Bytes that reading a prompt takes beside the weights, about, with a compressed cache.
 
     Only one layer's keys and values are whole at a time, and windows that slide; beside them stand
@@ -44,22 +22,17 @@ def prompt_bytes(model: Any, prompt_tokens: int) -> int:
     the MLP, and the room that is made behind what is kept. Grows with the square of the length
     where attention is eager, see `_bytes_per_pair`.
     """
-    return _prompt_bytes(model, footprint_of_loaded(model), prompt_tokens)
-
-
-def _prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
     linear = footprint.mlp_token_bytes + footprint.layer_token_bytes
     fixed = footprint.sliding_bytes(prompt_tokens) + footprint.state_bytes + _room(footprint)
     return linear * prompt_tokens + fixed + _bytes_per_pair(model) * prompt_tokens**2
 
 
-def layerwise_bytes(model: Any, prompt_tokens: int, chunk_tokens: int) -> int:
+def layerwise_bytes(footprint: Footprint, prompt_tokens: int, chunk_tokens: int) -> int:
     """Bytes that reading layer by layer takes beside the weights, about: `prefill.layer_by_layer`.
 
     The hidden states of all tokens, and twice one layer's keys and values, which grow by copying;
     of the rest what one piece needs. Layers that slide are read at once.
     """
-    footprint = footprint_of_loaded(model)
     at_once = prompt_tokens if footprint.sliding_layers else chunk_tokens
     per_token = footprint.hidden_token_bytes + 2 * footprint.layer_token_bytes
     return (
@@ -69,12 +42,11 @@ def layerwise_bytes(model: Any, prompt_tokens: int, chunk_tokens: int) -> int:
     )
 
 
-def chunked_bytes(model: Any, chunk_tokens: int, cap_tokens: int) -> int:
+def chunked_bytes(footprint: Footprint, chunk_tokens: int, cap_tokens: int) -> int:
     """Bytes that reading in pieces under a cap takes beside the weights: `prefill.chunked`.
 
     Layers that slide hold their window whatever the cap is.
     """
-    footprint = footprint_of_loaded(model)
     windows = max((layer.most_tokens for layer in footprint.sliding_layers), default=0)
     held = footprint.cache_bytes(cap_tokens, windows) + _room(footprint)
     mask = chunk_tokens * (cap_tokens + chunk_tokens)  # one bool for each pair
@@ -124,13 +96,14 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
     """
 
     def estimate(footprint: Footprint) -> str:
+        takes = functools.partial(prompt_bytes, model, footprint)
         full = footprint.cache_bytes(prompt_tokens, prompt_tokens)
+        most = footprint.max_positions
         return (
-            f"; reading them takes about "
-            f"{format_bytes(_prompt_bytes(model, footprint, prompt_tokens))} beside weights of "
+            f"; reading them takes about {format_bytes(takes(prompt_tokens))} beside weights of "
             f"{format_bytes(weights_bytes(model))} (and a full cache would hold "
             f"{format_bytes(full)}){_free(available_bytes)}"
-            f"{_fits(model, footprint, prompt_tokens, available_bytes)}"
+            f"{_would_fit(takes, prompt_tokens, available_bytes, most=most)}"
         )
 
     text = model.config.get_text_config(decoder=True)
@@ -147,16 +120,11 @@ def layerwise_advice(
 ) -> str:
     """What to say when a prompt does not fit layer by layer."""
 
-    def estimate(_: Footprint) -> str:
-        needed = layerwise_bytes(model, prompt_tokens, chunk_tokens)
-        fits = ""
-        if available_bytes is not None:
-            fixed = layerwise_bytes(model, 0, chunk_tokens)
-            tokens = (available_bytes - fixed) * prompt_tokens // (needed - fixed)
-            fits = f"; about {tokens:,} tokens would fit" if 0 < tokens < prompt_tokens else ""
+    def estimate(footprint: Footprint) -> str:
+        takes = functools.partial(layerwise_bytes, footprint, chunk_tokens=chunk_tokens)
         return (
-            f"; reading them takes about {format_bytes(needed)} beside the weights"
-            f"{_free(available_bytes)}{fits}"
+            f"; reading them takes about {format_bytes(takes(prompt_tokens))} beside the weights"
+            f"{_free(available_bytes)}{_would_fit(takes, prompt_tokens, available_bytes)}"
         )
 
     return (
@@ -171,15 +139,10 @@ def chunked_advice(
 ) -> str:
     """What to say when reading in pieces under a cap does not fit."""
 
-    def estimate(_: Footprint) -> str:
-        fits = ""
-        if available_bytes is not None:
-            fixed = chunked_bytes(model, chunk_tokens, 0)
-            per_token = chunked_bytes(model, chunk_tokens, 1) - fixed
-            tokens = (available_bytes - fixed) // per_token
-            likely = 0 < tokens < cap_tokens
-            fits = f"; a cap of about {tokens:,} tokens would fit" if likely else ""
-        needed = format_bytes(chunked_bytes(model, chunk_tokens, cap_tokens))
+    def estimate(footprint: Footprint) -> str:
+        takes = functools.partial(chunked_bytes, footprint, chunk_tokens)
+        fits = _would_fit(takes, cap_tokens, available_bytes, what="a cap of about")
+        needed = format_bytes(takes(cap_tokens))
         return f"; they take about {needed} beside the weights{_free(available_bytes)}{fits}"
 
     return (
@@ -197,16 +160,19 @@ def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
         return ""
 
 
-def _fits(model: Any, footprint: Footprint, prompt_tokens: int, available_bytes: int | None) -> str:
-    """How many tokens would fit, unless the estimate contradicts what happened or the model."""
+def _would_fit(
+    takes: Callable[[int], int],
+    tokens: int,
+    available_bytes: int | None,
+    *,
+    what: str = "about",
+    most: int | None = None,
+) -> str:
+    """How many tokens would fit, unless that contradicts what happened or the model."""
     if available_bytes is None:
         return ""
-    tokens = largest(
-        lambda tokens: _prompt_bytes(model, footprint, tokens) <= available_bytes, prompt_tokens
-    )
-    if not 0 < tokens < prompt_tokens or tokens > (max_positions(model) or tokens):
-        return ""
-    return f"; about {tokens:,} tokens would fit"
+    fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
+    return f"; {what} {fit:,} tokens would fit" if 0 < fit < tokens and fit <= (most or fit) else ""
 
 
 def _free(available_bytes: int | None) -> str:

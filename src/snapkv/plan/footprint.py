@@ -1,7 +1,6 @@
 """What a model takes, read off its outline: the model on the meta device, without weights."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 from snapkv.cache.report import tensor_bytes
 from snapkv.errors import UnsupportedModelError
 from snapkv.plan.weights import quantization_of, stored_bytes
+from snapkv.validation import first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +175,10 @@ def footprint_of(outline: PreTrainedModel) -> Footprint:
 
 def footprint_of_loaded(model: Any) -> Footprint:
     """What a model takes that is loaded; errors as in `footprint_of`."""
-    return footprint_of_config(type(model)._from_config, model.config, model.dtype)
-
-
-def footprint_of_config(
-    make: Callable[..., PreTrainedModel], config: Any, dtype: torch.dtype
-) -> Footprint:
-    """What a model takes that would be made of a configuration; errors as in `footprint_of`."""
+    make, config = type(model)._from_config, copy.deepcopy(model.config)
     try:
         with torch.device("meta"):
-            outline = make(copy.deepcopy(config), dtype=dtype, attn_implementation="eager")
+            outline = make(config, dtype=model.dtype, attn_implementation="eager")
     except (AttributeError, ImportError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"model: expected one that can be made without weights, got {type(config).__name__}: "
@@ -219,7 +213,7 @@ def _cache_of_one_token(outline: PreTrainedModel) -> list[Any]:
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"model: expected one whose layers run without weights, got {type(outline).__name__}: "
-            f"{str(error).splitlines()[0]}; load it, and look at cache.report() after a prompt"
+            f"{first_line(error)}; load it, and look at cache.report() after a prompt"
         ) from error
     return list(cache.layers)
 

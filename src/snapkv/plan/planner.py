@@ -1,5 +1,6 @@
 """What a request would take with a full and with a compressed cache, and what would fit."""
 
+import bisect
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -7,7 +8,6 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.plan.footprint import Footprint
-from snapkv.plan.search import largest
 from snapkv.storage.append_buffer import slots_behind
 from snapkv.validation import require_int, require_ratio
 
@@ -110,13 +110,13 @@ class CacheNeeds:
     total_bytes: int
     step_bytes: int
     step_ms: float | None
-    fits_in_one_pass: bool | None
-    fits: bool | None
-    longest_prompt_tokens: int | None
-    longest_prompt_in_pieces_tokens: int | None
-    largest_batch: int | None
-    largest_decoding_batch: int | None
-    throughput: float | None
+    fits_in_one_pass: bool | None = None
+    fits: bool | None = None
+    longest_prompt_tokens: int | None = None
+    longest_prompt_in_pieces_tokens: int | None = None
+    largest_batch: int | None = None
+    largest_decoding_batch: int | None = None
+    throughput: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,32 +178,38 @@ class Plan:
         }
 
     def _needs(self, *, compressed: bool) -> CacheNeeds:
-        asked, room = self.request, self._room()
+        asked = self.request
         tokens, batch = asked.context_tokens, asked.batch
         step = self._step_bytes(tokens, batch, compressed)
-        most = None if room is None else self._largest_batch(room, compressed)
-        at_once = self._fits(room, tokens, batch, compressed, in_pieces=False)
-        in_pieces = self._fits(room, tokens, batch, compressed, in_pieces=True)
         return CacheNeeds(
             cache_bytes=batch * self._cache(tokens, 0, compressed),
             prefill_peak_bytes=batch * self._prefill_peak(tokens, compressed, in_pieces=False),
             total_bytes=self._total(tokens, batch, compressed, in_pieces=False),
             step_bytes=step,
             step_ms=None if asked.bandwidth_bytes is None else 1000 * step / asked.bandwidth_bytes,
-            fits_in_one_pass=at_once,
-            fits=None if room is None else bool(at_once or in_pieces),
-            longest_prompt_tokens=self._longest(room, compressed, in_pieces=False),
-            longest_prompt_in_pieces_tokens=self._longest(room, compressed, in_pieces=True),
-            largest_batch=most,
-            largest_decoding_batch=None
-            if room is None
-            else self._beside_weights(room, self._answering(tokens, compressed)),
-            throughput=self._throughput(most, compressed) if most else None,
+            **self._fitting(compressed),
         )
 
-    def _room(self) -> int | None:
+    def _fitting(self, compressed: bool) -> dict[str, Any]:
+        """What fits the memory; nothing where none is given."""
         asked = self.request
-        return None if asked.memory_bytes is None else asked.memory_bytes - asked.reserve_bytes
+        if asked.memory_bytes is None:
+            return {}
+        room, tokens = asked.memory_bytes - asked.reserve_bytes, asked.context_tokens
+        beside_weights = max(0, room - self.footprint.weights_bytes)
+        one = self._total(tokens, 1, compressed, in_pieces=True) - self.footprint.weights_bytes
+        most = beside_weights // one
+        at_once = self._total(tokens, asked.batch, compressed, in_pieces=False) <= room
+        in_pieces = self._total(tokens, asked.batch, compressed, in_pieces=True) <= room
+        return {
+            "fits_in_one_pass": at_once,
+            "fits": at_once or in_pieces,
+            "longest_prompt_tokens": self._longest(room, compressed, in_pieces=False),
+            "longest_prompt_in_pieces_tokens": self._longest(room, compressed, in_pieces=True),
+            "largest_batch": most,
+            "largest_decoding_batch": beside_weights // self._answering(tokens, compressed),
+            "throughput": self._throughput(most, compressed) if most else None,
+        }
 
     def _cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
         """Bytes of one request's cache behind its prompt and some tokens of the answer."""
@@ -255,33 +261,15 @@ class Plan:
         held = self._cache(tokens, self.request.new_tokens, compressed)
         return self.footprint.read_bytes(batch) + batch * held
 
-    def _longest(self, room: int | None, compressed: bool, *, in_pieces: bool) -> int | None:
+    def _longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
         """Tokens of the longest prompt that fits and for which the model has positions."""
-        if room is None:
-            return None
-        positions = self.footprint.max_positions
+        positions, batch = self.footprint.max_positions, self.request.batch
         most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
-        batch = self.request.batch
-
-        return largest(
-            lambda tokens: bool(self._fits(room, tokens, batch, compressed, in_pieces=in_pieces)),
-            most,
+        return bisect.bisect_right(
+            range(1, most + 1),
+            room,
+            key=lambda tokens: self._total(tokens, batch, compressed, in_pieces=in_pieces),
         )
-
-    def _fits(
-        self, room: int | None, tokens: int, batch: int, compressed: bool, *, in_pieces: bool
-    ) -> bool | None:
-        if room is None:
-            return None
-        return self._total(tokens, batch, compressed, in_pieces=in_pieces) <= room
-
-    def _largest_batch(self, room: int, compressed: bool) -> int:
-        one = self._total(self.request.context_tokens, 1, compressed, in_pieces=True)
-        return self._beside_weights(room, one - self.footprint.weights_bytes)
-
-    def _beside_weights(self, room: int, one: int) -> int:
-        """How many requests fit that take so many bytes each."""
-        return max(0, room - self.footprint.weights_bytes) // one
 
     def _throughput(self, batch: int, compressed: bool) -> float:
         """Tokens per byte read at that batch, against a batch of 1 of the full cache."""

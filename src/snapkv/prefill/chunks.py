@@ -28,7 +28,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import chunked_advice
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
+from snapkv.prefill.out_of_memory import MemoryWatch
 from snapkv.validation import require_int
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
@@ -67,7 +67,7 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
             "wrapped already (by an outer chunked, or a library that offloads); leave one of them "
             "out"
         )
-    forward, reading = model.forward, Reading(model)
+    forward, watch = model.forward, MemoryWatch(model)
 
     @functools.wraps(forward)  # generate looks at its parameters
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -76,16 +76,15 @@ def chunked(model: PreTrainedModel, *, cap_tokens: int, chunk_tokens: int = 4096
             return forward(*args, **kwargs)
         kwargs = _named(args, kwargs)
         tokens = _require_plain_prompt(kwargs, cache)
-        reading.note(cache, tokens)
+        watch.note(cache, tokens)
         with cache.reading.held_to(cap_tokens, tokens):
             return _read(forward, kwargs, tokens, chunk_tokens, cache)
 
-    def advice() -> str:
-        return chunked_advice(model, chunk_tokens, cap_tokens, reading.available_bytes)
-
     vars(model)["forward"] = read
     try:
-        with out_of_memory_told(reading, advice):
+        with watch.telling(
+            lambda: chunked_advice(model, chunk_tokens, cap_tokens, watch.available_bytes)
+        ):
             yield
     finally:
         vars(model).pop("forward", None)
@@ -151,15 +150,11 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
             f"model: expected at most the ids without a name where a prompt is read in pieces, got "
             f"{len(args)} arguments; name the others"
         )
-    return {**kwargs, **dict(zip(("input_ids",), args, strict=False))}
+    return kwargs | ({"input_ids": args[0]} if args else {})
 
 
 def _require_plain_prompt(kwargs: dict[str, Any], cache: CompressedCache) -> int:
-    """How many tokens are to be read.
-
-    Raises:
-        InvalidArgumentError: pads, or arguments that are not known to belong to tokens one by one.
-    """
+    """How many tokens are to be read; refuses pads, and arguments that may not split by token."""
     prompt = _prompt(kwargs)
     if prompt is None:
         raise InvalidArgumentError(

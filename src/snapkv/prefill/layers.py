@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import layerwise_advice
-from snapkv.prefill.out_of_memory import Reading, out_of_memory_told
+from snapkv.prefill.out_of_memory import MemoryWatch
 from snapkv.validation import require_int
 
 
@@ -52,18 +52,17 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
             "model: expected layers with their own forward, got some that are wrapped already (an "
             "outer layer_by_layer, or a library that offloads layers); leave one of them out"
         )
-    reading = Reading(model)
+    watch = MemoryWatch(model)
     for index, layer in enumerate(layers):
-        read = functools.partial(_read_layer, reading, layer.forward, index, chunk_tokens)
+        read = functools.partial(_read_layer, watch, layer.forward, index, chunk_tokens)
         vars(layer)["forward"] = read
     for norm in norms:
         vars(norm)["forward"] = functools.partial(_read_norm, norm.forward, chunk_tokens)
 
-    def advice() -> str:
-        return layerwise_advice(model, reading.tokens, chunk_tokens, reading.available_bytes)
-
     try:
-        with out_of_memory_told(reading, advice):
+        with watch.telling(
+            lambda: layerwise_advice(model, watch.tokens, chunk_tokens, watch.available_bytes)
+        ):
             yield
     finally:
         for module in (*layers, *norms):
@@ -93,7 +92,7 @@ def _norms(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _read_layer(
-    reading: Reading,
+    watch: MemoryWatch,
     forward: Callable[..., Any],
     layer_idx: int,
     chunk_tokens: int,
@@ -112,7 +111,7 @@ def _read_layer(
     ):
         return forward(hidden_states, *args, **kwargs)
     _require_splittable(args, kwargs, tokens)
-    reading.note(cache, tokens)
+    watch.note(cache, tokens)
     with cache.reading.in_pieces(cache.layers[layer_idx], tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
@@ -134,11 +133,7 @@ def _read_norm(forward: Callable[..., Any], chunk_tokens: int, hidden_states: Te
 
 
 def _require_splittable(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
-    """Refuse arguments that are not known to belong to tokens one by one.
-
-    Raises:
-        UnsupportedModelError: there is one.
-    """
+    """Refuse arguments that are not known to belong to tokens one by one."""
     odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
     odd += [name for name, value in kwargs.items() if not _is_splittable(value, tokens)]
     if odd:

@@ -10,7 +10,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.plan import free_bytes, out_of_memory_explained
 
 
-class Reading:
+class MemoryWatch:
     """The prompt that is being read, and what was free before it.
 
     Attributes:
@@ -32,22 +32,19 @@ class Reading:
         self.cache, self.tokens = cache, tokens
         self.available_bytes = free_bytes(self._device)
 
+    @contextlib.contextmanager
+    def telling(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Give back what a prompt took for which there was no memory, and say what would fit.
 
-@contextlib.contextmanager
-def out_of_memory_told(reading: Reading, advice: Callable[[], str]) -> Iterator[None]:
-    """Give back what a prompt took for which there was no memory, and say what would fit.
-
-    Raises:
-        OutOfMemoryError: with the advice, where a prompt was being read.
-    """
-
-    def explain() -> str:
-        return "out of memory before a prompt was read" if reading.cache is None else advice()
-
-    try:
-        with out_of_memory_explained(explain):
-            yield
-    except OutOfMemoryError:
-        if reading.cache is not None:
-            reading.cache.reset()
-        raise
+        Raises:
+            OutOfMemoryError: with the advice, where a prompt was being read.
+        """
+        try:
+            with out_of_memory_explained(
+                lambda: advice() if self.tokens else "out of memory before a prompt was read"
+            ):
+                yield
+        except OutOfMemoryError:
+            if self.cache is not None:
+                self.cache.reset()
+            raise

@@ -5,18 +5,21 @@ Medusa section 2.3.2). Answers are written to a file batch by batch; a run that 
 behind the last one.
 """
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+from snapkv.app.answering import end_token_ids, generate_options
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
+from snapkv.app.settings import GenerationSettings, MedusaTraining
 from snapkv.cache.saving.writing import append_line, open_for_lines, replace_file
 from snapkv.errors import InvalidArgumentError
 
@@ -46,23 +49,12 @@ class Exchange:
 class AnswerWriter:
     """Has a model answer questions about passages of documents.
 
-    Args:
-        loaded: model and tokenizer.
-        texts: the documents.
-        count: how many answers.
-        passage_tokens: length of a passage.
-        answer_tokens: where an answer is cut off.
-        batch: answers generated together.
-        seed: of the order of the passages.
+    The plan says how many, how long, and in which order.
     """
 
     loaded: LoadedModel
     texts: Sequence[str]
-    count: int
-    passage_tokens: int
-    answer_tokens: int
-    batch: int
-    seed: int
+    plan: MedusaTraining
 
     def into(self, path: Path, progress: Progress) -> list[Exchange]:
         """All answers; those the file holds already are not generated again.
@@ -75,9 +67,9 @@ class AnswerWriter:
         prompts = self._prompts()
         done = list(_read(path, prompts))
         with open_for_lines(path) as file:
-            while len(done) < self.count:
-                progress("answering", len(done), self.count)
-                asked = prompts[len(done) : len(done) + self.batch]
+            while len(done) < self.plan.answers:
+                progress("answering", len(done), self.plan.answers)
+                asked = prompts[len(done) : len(done) + self.plan.batch]
                 answered = self._answered(asked)
                 for exchange in answered:
                     line = {"prompt": exchange.prompt, "answer": exchange.answer}
@@ -86,13 +78,13 @@ class AnswerWriter:
         return done
 
     def _prompts(self) -> list[tuple[int, ...]]:
-        passages = list(self._passages())
-        if len(passages) < self.count:
+        passages, plan = list(self._passages()), self.plan
+        if len(passages) < plan.answers:
             raise InvalidArgumentError(
-                f"data: expected text for {self.count} passages of {self.passage_tokens} tokens, "
+                f"data: expected text for {plan.answers} passages of {plan.passage_tokens} tokens, "
                 f"got {len(passages)}; pass more documents, or ask for fewer answers"
             )
-        random.Random(self.seed).shuffle(passages)
+        random.Random(plan.seed).shuffle(passages)
         tokenizer = self.loaded.tokenizer
         return [
             tuple(
@@ -100,46 +92,35 @@ class AnswerWriter:
                 .token_ids(tokenizer)[0]
                 .tolist()
             )
-            for number, passage in enumerate(passages[: self.count])
+            for number, passage in enumerate(passages[: plan.answers])
         ]
 
     def _passages(self) -> Iterator[str]:
-        tokenizer = self.loaded.tokenizer
+        tokenizer, length = self.loaded.tokenizer, self.plan.passage_tokens
         for text in self.texts:
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            for start in range(0, len(ids) - self.passage_tokens + 1, self.passage_tokens):
-                yield tokenizer.decode(ids[start : start + self.passage_tokens])
+            for start in range(0, len(ids) - length + 1, length):
+                yield tokenizer.decode(ids[start : start + length])
 
     def _answered(self, prompts: Sequence[tuple[int, ...]]) -> list[Exchange]:
         """The model's greedy answers to left-padded prompts, end tokens included."""
         model, longest = self.loaded.model, max(map(len, prompts))
-        ends = _end_ids(model)
-        pad = next(iter(ends), 0)
-        ids = torch.full((len(prompts), longest), pad)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
+        settings = GenerationSettings(max_new_tokens=self.plan.answer_tokens)
+        ends = end_token_ids(model, settings)
+        padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids = padded(rows, padding_value=next(iter(ends), 0))
+        mask = padded([torch.ones_like(row) for row in rows])
         output = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
-            max_new_tokens=self.answer_tokens,
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=pad,
+            **generate_options(model, settings),
         )
         return [
             Exchange(prompt=prompt, answer=_until_end(row, ends))
             for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
         ]
-
-
-def _end_ids(model: Any) -> list[int]:
-    ids = model.generation_config.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _until_end(ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:

@@ -63,15 +63,7 @@ def train(
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
     _require_same_run(folder, loaded, plan)
-    writer = AnswerWriter(
-        loaded=loaded,
-        texts=texts,
-        count=plan.answers,
-        passage_tokens=plan.passage_tokens,
-        answer_tokens=plan.answer_tokens,
-        batch=plan.batch,
-        seed=plan.seed,
-    )
+    writer = AnswerWriter(loaded=loaded, texts=texts, plan=plan)
     exchanges = writer.into(folder / ANSWERS, progress)
     states = _States(loaded.model, exchanges)
     held_out = list(range(0, len(exchanges), 10))
@@ -167,10 +159,9 @@ class _Training:
     def _batches(self) -> Iterator[list[int]]:
         for epoch in range(self._plan.epochs):
             generator = torch.Generator().manual_seed(self._plan.seed + epoch)
-            order = torch.randperm(len(self._places), generator=generator).tolist()
-            size = self._plan.step_answers
-            for first in range(0, len(order), size):
-                yield [self._places[at] for at in order[first : first + size]]
+            order = torch.randperm(len(self._places), generator=generator)
+            for batch in torch.split(order, self._plan.step_answers):
+                yield [self._places[at] for at in batch.tolist()]
 
     def _learn(self, step: int, batch: list[int]) -> None:
         hidden, labels = self._states.pairs(batch, self._plan.num_heads)
@@ -221,16 +212,12 @@ class _Training:
             for name, parameter in self._learning.items():
                 parameter.data.copy_(file.get_tensor(name))
                 kinds = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 # no mapping
-                self._optimizer.state[parameter] = {
-                    key.removeprefix(f"{name}."): file.get_tensor(key).to(_place(key, parameter))
-                    for key in kinds
+                state = {key.removeprefix(f"{name}."): file.get_tensor(key) for key in kinds}
+                self._optimizer.state[parameter] = {  # Adam counts its steps on the CPU
+                    kind: tensor if kind == "step" else tensor.to(parameter.device)
+                    for kind, tensor in state.items()
                 }
             return int(file.metadata()["step"])
-
-
-def _place(key: str, parameter: Tensor) -> torch.device:
-    """Adam counts its steps on the CPU."""
-    return torch.device("cpu") if key.endswith(".step") else parameter.device
 
 
 @torch.no_grad()
@@ -243,8 +230,7 @@ def measure(
     for number, place in enumerate(places):
         progress("measuring", number, len(places))
         hidden, labels = states.pairs([place], heads.num_heads)
-        best = heads(hidden).topk(HEAD_RANKS, dim=-1).indices
-        hits += (best == labels[..., None]).sum(dim=0)
+        hits += (heads.guesses(hidden) == labels[..., None]).sum(dim=0)
         counted += (labels >= 0).sum(dim=0)[:, None]
     shares = (hits / counted.clamp(min=1)).tolist()
     return tuple(tuple(round(share, 4) for share in row) for row in shares)
