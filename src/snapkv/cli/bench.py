@@ -60,18 +60,10 @@ class BenchOptions(ModelOptions, WritingOptions):
     baseline: Annotated[
         str,
         typer.Option(
-            help="transformers' own caches: transformers, transformers-static, transformers-int4; "
-            "kvpress: its SnapKV, for every snapkv policy",
+            help="transformers' own caches: transformers, transformers-static, transformers-int4",
             rich_help_panel=_compare,
         ),
     ] = "transformers"
-    kvpress_python: Annotated[
-        str | None,
-        typer.Option(
-            help="Interpreter of an environment with kvpress, for that baseline",
-            rich_help_panel=_compare,
-        ),
-    ] = None
     lengths: Annotated[
         str, typer.Option(help="Prompt tokens, with commas: 1k,8k", rich_help_panel=_work)
     ] = "1k,4k"
@@ -270,7 +262,6 @@ def _run(
     from snapkv.cli.loading import load_model
     from snapkv.cli.tables import bench_table
     from snapkv.lab.measure.environment import describe
-    from snapkv.lab.measure.kvpress import Kvpress
 
     console = Console(stderr=True)
     alone = _ALONE in os.environ  # the process that asked for this one stores and draws
@@ -286,14 +277,10 @@ def _run(
     block = {"model": named, "environment": describe(model.device)}
     rows: list[dict[str, Any]] = []
     unwritten: OutputError | None = None
-    with (
-        console.status("measuring") as status,
-        compared_caches(options, model, only=os.environ.get(_ALONE)) as contenders,
-    ):
-        peers = {each.label: each for each in contenders if isinstance(each, Kvpress)}
+    only = os.environ.get(_ALONE)
+    contenders = [each for each in compared_caches(options) if only in (None, each.label)]
+    with console.status("measuring") as status:
         for row in bench(model, contenders):
-            if row["cache"] in peers and "kvpress" not in row:  # a process of its own has said it
-                row["kvpress"] = peers[row["cache"]].versions
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
             if options.output is not None and not alone and unwritten is None:
