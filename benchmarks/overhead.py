@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from snapkv.cache.keeping import keep_tokens
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -12,6 +11,7 @@ from benchmarks.reading import read_prompt
 from benchmarks.records import Row
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 from snapkv.policies import Policy, PromptLayer
+from snapkv.storage.base import keep_tokens
 
 
 @torch.no_grad()
@@ -53,5 +53,5 @@ def _compress(layers: Sequence[PromptLayer], policy: Policy) -> None:
     for layer in layers:
         selection = policy.select(layer)
         if selection is not None:
-            keep_tokens(layer.keys, selection)
-            keep_tokens(layer.values, selection)
+            for states in (layer.keys, layer.values):
+                keep_tokens(states, selection.keep_indices, selection.prompt_tokens)

@@ -1,6 +1,6 @@
 """Recording what methods keep of one prompt: a reading shown to all of them, and their answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,15 +11,14 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.last_queries import last_tokens
+from snapkv.lab.evaluate.runner import costs
+from snapkv.lab.evaluate.store import Progress
 from snapkv.lab.inspect.leave_out import LeaveOut, leave_out
 from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, packed_scores
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.scores import kept_mask, rating
 from snapkv.lab.study.reading import observed
 from snapkv.policies import FullCache, Policy, PromptLayer
-
-StepSink = Callable[[str, int, int], None]
-"""Takes what is done now, how many steps are done, and how many there are."""
 
 MOST_SCORE_BYTES = 4 * 2**20
 """Of all votes of a method on the page, and of all scores; beyond it neighbours share a byte."""
@@ -115,7 +114,7 @@ def inspect_prompt(
     settings: GenerationSettings,
     *,
     checks: int = 64,
-    on_step: StepSink | None = None,
+    on_step: Progress | None = None,
 ) -> Inspection:
     """Read a prompt once for all methods, then answer from the full cache and from each of theirs.
 
@@ -227,14 +226,4 @@ def _method(label: str, given: Answer, seen: Sequence[_Seen]) -> MethodRecord:
 
 
 def _answered(given: Answer) -> dict[str, Any]:
-    return {
-        "text": given.text,
-        "finish_reason": given.finish_reason,
-        "prompt_tokens": given.prompt_tokens,
-        "new_tokens": given.new_tokens,
-        "first_token_ms": given.first_token_ms,
-        "token_ms": given.token_ms,
-        "kept_tokens": given.cache.kept_tokens,
-        "held_bytes": given.cache.held_bytes,
-        "full_bytes": given.cache.full_bytes,
-    }
+    return {"text": given.text, "finish_reason": given.finish_reason, **costs(given)}
