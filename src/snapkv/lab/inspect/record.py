@@ -17,7 +17,7 @@ from snapkv.lab.inspect.leave_out import LeaveOut, leave_out
 from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, packed_scores
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.scores import kept_mask, rating
-from snapkv.lab.study.reading import observed
+from snapkv.lab.study.reading import Observed, observed
 from snapkv.policies import FullCache, Policy, PromptLayer
 
 MOST_SCORE_BYTES = 4 * 2**20
@@ -148,16 +148,7 @@ def inspect_prompt(
         frozenset().union(*(policy.needs for _, policy in known)),
     )
     step(1)
-    windows = [getattr(policy, "window_size", 1) for _, policy in known]
-    left_out = leave_out(
-        loaded.model,
-        reading.cache,
-        reading.last_logits,
-        checks=checks,
-        answer_tokens=min(settings.max_new_tokens, _CHECKED_ANSWER_TOKENS),
-        keep_last_tokens=max(windows),
-        end_ids=end_token_ids(loaded.model, settings),
-    )
+    left_out = _left_out(loaded, reading, [policy for _, policy in known], settings, checks)
     other_layers = len(reading.cache.layers) - len(reading.seen)
     seen = [list(of_method) for of_method in zip(*reading.seen.values(), strict=True)]
     del reading  # its full cache, before others are filled
@@ -175,6 +166,24 @@ def inspect_prompt(
         leave_out=left_out,
         answer_start=loaded.tokenizer.decode(left_out.answer_ids, skip_special_tokens=True),
         other_layers=other_layers,
+    )
+
+
+def _left_out(
+    loaded: LoadedModel,
+    reading: Observed[Any],
+    policies: Sequence[Policy],
+    settings: GenerationSettings,
+    checks: int,
+) -> LeaveOut:
+    return leave_out(
+        loaded.model,
+        reading.cache,
+        reading.last_logits,
+        checks=checks,
+        answer_tokens=min(settings.max_new_tokens, _CHECKED_ANSWER_TOKENS),
+        keep_last_tokens=max(getattr(policy, "window_size", 1) for policy in policies),
+        end_ids=end_token_ids(loaded.model, settings),
     )
 
 
