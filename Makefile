@@ -48,8 +48,8 @@ docs: $(INSTALLED) ## The documentation, into build/docs, with every link checke
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m pytest -m docs tests/docs
 
-test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV among the caches of `snapkv bench`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/lab/measure tests/cli
+test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/quality
 
 test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm

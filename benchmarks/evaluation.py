@@ -16,10 +16,11 @@ from pathlib import Path
 
 from benchmarks.records import RESULTS, markdown_table, read_rows
 from snapkv.app.models import LoadedModel, load
+from snapkv.lab.drawing import encoded
 from snapkv.lab.evaluate.runner import Method, Results, Run
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import Lines, Needle, RagCitation, RagPipeline, RagPosition, Ruler
-from snapkv.lab.report.figures import draw, encoded
+from snapkv.lab.report.figures import draw
 from snapkv.lab.report.score_tables import method_table
 from snapkv.policies import H2O, FullCache, SnapKV, StreamingLLM
 

@@ -25,6 +25,7 @@ import torch
 
 from benchmarks import appending
 from benchmarks.environment import describe_environment
+from benchmarks.kvpress_process import Kvpress
 from benchmarks.medusa_gpu import figure_9
 from benchmarks.overhead import measure_overhead
 from benchmarks.records import RESULTS, Row
@@ -33,7 +34,6 @@ from snapkv.errors import SnapKVError
 from snapkv.lab.measure.bandwidth import copy_bandwidth
 from snapkv.lab.measure.contenders import Contender, compressed, full
 from snapkv.lab.measure.decode import DecodeBench
-from snapkv.lab.measure.kvpress import Kvpress
 from snapkv.lab.measure.prefill import PrefillBench
 from snapkv.lab.measure.random_models import random_model
 from snapkv.lab.measure.timing import spent_on, spread

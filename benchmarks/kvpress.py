@@ -2,11 +2,17 @@
 
     make kvpress                    its environment: it does not take the transformers used here
     python -m benchmarks.kvpress    measure, write the rows, render the page (about nine minutes)
+    python -m benchmarks.kvpress --bench decode --shape llama-3.1-8b --lengths 4096 65536
+                                    a bench of `snapkv bench` with kvpress in it; rows as JSON
 
 kvpress runs in processes of their own, which wait while another works. Rows:
 `docs/results/kvpress.jsonl`. Page: `docs/results/kvpress.md`.
 """
 
+import argparse
+import contextlib
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,15 +24,28 @@ from torch import Tensor
 
 from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
+from benchmarks.kvpress_process import Kvpress
 from benchmarks.magic_number import SEED
+from benchmarks.peak_memory import HAND_BACK_FREED_MEMORY
 from benchmarks.prefill import reader
 from benchmarks.prompts import prompt_of
 from benchmarks.reading import ReadPrompt, read_prompt
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    Row,
+    environment_line,
+    markdown_table,
+    write_page,
+    write_rows,
+)
 from snapkv import FullCache, SnapKV
 from snapkv.app.models import load
+from snapkv.lab.measure.bandwidth import copy_bandwidth
 from snapkv.lab.measure.contenders import Contender, compressed, full
-from snapkv.lab.measure.kvpress import Kvpress
+from snapkv.lab.measure.decode import DecodeBench
+from snapkv.lab.measure.prefill import PrefillBench
+from snapkv.lab.measure.random_models import random_model
+from snapkv.lab.measure.throughput import ThroughputBench
 from snapkv.lab.measure.timing import alternate, ratios, spread
 
 ROWS = RESULTS / "kvpress.jsonl"
@@ -167,5 +186,71 @@ def _measurements() -> Iterator[Row]:
         yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
 
 
+def bench(given: argparse.Namespace) -> Iterator[Row]:
+    """Rows of a bench on random weights: transformers' cache, kvpress and snapkv, by budget.
+
+    The weights of every kvpress must fit beside the model's, and do not count as `--memory-gb`. It
+    decodes in the loop of its pipeline, which does less around a token than `model.generate`.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model = random_model(given.shape, device=device, dtype=dtype, layers=given.layers)
+    policies = {f"snapkv@{budget}": SnapKV(budget) for budget in given.budget}
+    with contextlib.ExitStack() as running:
+        theirs = {
+            f"kvpress {label}": running.enter_context(
+                Kvpress(f"kvpress {label}", given.python, model, policy)
+            )
+            for label, policy in policies.items()
+        }
+        ours = [compressed(f"{label} dynamic", policy) for label, policy in policies.items()]
+        contenders = [full("transformers"), *theirs.values(), *ours]
+        if given.bench == "memory" and not cuda:
+            os.environ.update(HAND_BACK_FREED_MEMORY)  # before its processes start
+            contenders = list(theirs.values())  # the others need processes of their own as well
+        for row in _bench_rows(given, model, contenders):
+            peer = theirs.get(row["cache"])
+            yield row | ({} if peer is None else {"kvpress": peer.versions})
+
+
+def _bench_rows(given: argparse.Namespace, model: Any, contenders: list[Any]) -> Iterator[Row]:
+    common = {"model": model, "contenders": contenders, "lengths": given.lengths}
+    common["rounds"] = given.rounds
+    match given.bench:
+        case "decode":
+            bandwidth = copy_bandwidth(model.device)
+            return DecodeBench(**common, batches=given.batch, bytes_per_second=bandwidth).rows()
+        case "prefill":
+            return PrefillBench(**common, batches=given.batch).times()
+        case "memory":
+            return PrefillBench(**common, batches=given.batch).peaks()
+        case _:
+            return ThroughputBench(**common, memory_bytes=int(given.memory_gb * 1e9)).rows()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and render the page, or run one bench."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
+    parser.add_argument("--bench", choices=["decode", "prefill", "memory", "throughput"])
+    parser.add_argument("--python", type=Path, default=PYTHON, help="of kvpress's environment")
+    parser.add_argument("--shape", default="smollm2-135m")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--budget", type=int, nargs="+", default=[1024])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory-gb", type=float, default=16.0, help="for throughput")
+    given = parser.parse_args(arguments)
+    if given.bench is not None:
+        for row in bench(given):
+            print(json.dumps(row), flush=True)
+        return
+    if not given.render:
+        write_rows(ROWS, _measurements())
+    write_page(render, rows=ROWS, page=PAGE)
+
+
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    main()

@@ -21,7 +21,7 @@ from snapkv.app.models import load
 from snapkv.lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 
 _WARMUP_TOKENS = 64
-_HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def measure_peaks(prompt_tokens: int = PROMPT_TOKENS) -> Iterator[Row]:
@@ -30,7 +30,7 @@ def measure_peaks(prompt_tokens: int = PROMPT_TOKENS) -> Iterator[Row]:
         command = [sys.executable, "-m", "benchmarks.peak_memory", contender, str(prompt_tokens)]
         done = subprocess.run(
             command,
-            env={**os.environ, **_HAND_BACK_FREED_MEMORY},
+            env={**os.environ, **HAND_BACK_FREED_MEMORY},
             stdout=subprocess.PIPE,
             text=True,
             check=True,

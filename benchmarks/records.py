@@ -43,6 +43,11 @@ def measure_or_render(
     parser.add_argument("--render", action="store_true", help="only render the page from the rows")
     if not parser.parse_args().render:
         write_rows(rows, measure())
+    write_page(render, rows=rows, page=page)
+
+
+def write_page(render: Callable[[list[Row]], str], *, rows: Path, page: Path) -> None:
+    """Make the page of the rows that are there, and show it."""
     page.write_text(render(read_rows(rows)), encoding="utf-8")
     print(page.read_text(encoding="utf-8"))
 

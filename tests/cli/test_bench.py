@@ -168,19 +168,6 @@ def test_the_table_is_for_people(snapkv, tiny, full_at_100, monkeypatch):
     ("arguments", "said"),
     [
         (("decode", "--baseline", "transformer"), "baseline: expected one of transformers"),
-        (("decode", "--baseline", "kvpress"), "with kvpress, got None; make one"),
-        (
-            ("decode", "--baseline", "kvpress", "--kvpress-python", __file__),
-            "kvpress_python: expected an interpreter, got [Errno 13] Permission denied",
-        ),
-        (
-            ("prefill", "--baseline", "kvpress", "--kvpress-python", sys.executable),
-            f"got status 1 from {sys.executable!r}, which said ModuleNotFoundError: No module",
-        ),
-        (
-            ("prefill", "--baseline", "kvpress", "--policy", "tova"),
-            "baseline: expected a snapkv policy",
-        ),
         (("decode", "--storage", "disk"), "storage: expected dynamic, static or both"),
         (("decode", "--tokens", "400"), "tokens and rounds: expected at most 512"),
         (("decode", "--rounds", "1"), "rounds: expected at least 2"),

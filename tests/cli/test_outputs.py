@@ -14,7 +14,7 @@ from tests.cli.commands import commands, options_of
 
 NO_OUTPUT = {
     *("model", "revision", "device", "dtype", "attn_implementation", "shape", "medusa"),
-    *("assistant", "kvpress_python", "files", "document", "data", "include_path", "haystack"),
+    *("assistant", "files", "document", "data", "include_path", "haystack"),
     *("policy", "baseline", "beside", "budget", "storage", "pooling", "group_reduce", "set_"),
     *("question", "questions", "prompt", "answer_start", "tasks", "lengths", "batch", "datasets"),
     *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),

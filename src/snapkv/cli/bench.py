@@ -19,6 +19,8 @@ from snapkv.cli.outputs import Output, RowsFile, WritingOptions
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_at_least, require_each_at_least, require_int
 
+Row = dict[str, Any]
+
 _MOST_GB = 10**9
 _compare, _work, _output = "What to compare", "Work", "Output"
 
@@ -60,18 +62,10 @@ class BenchOptions(ModelOptions, WritingOptions):
     baseline: Annotated[
         str,
         typer.Option(
-            help="transformers' own caches: transformers, transformers-static, transformers-int4; "
-            "kvpress: its SnapKV, for every snapkv policy",
+            help="transformers' own caches: transformers, transformers-static, transformers-int4",
             rich_help_panel=_compare,
         ),
     ] = "transformers"
-    kvpress_python: Annotated[
-        str | None,
-        typer.Option(
-            help="Interpreter of an environment with kvpress, for that baseline",
-            rich_help_panel=_compare,
-        ),
-    ] = None
     lengths: Annotated[
         str, typer.Option(help="Prompt tokens, with commas: 1k,8k", rich_help_panel=_work)
     ] = "1k,4k"
@@ -127,59 +121,54 @@ def decode(
     from snapkv.lab.measure.bandwidth import copy_bandwidth
     from snapkv.lab.measure.decode import DecodeBench
 
-    def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
-        return DecodeBench(
-            model=model,
-            contenders=contenders,
-            lengths=integers("lengths", options.lengths),
-            batches=integers("batch", options.batch),
-            tokens=tokens,
-            rounds=options.rounds,
-            bytes_per_second=copy_bandwidth(model.device),
-        ).rows()
+    def rows(model: Any, **compared: Any) -> Iterable[Row]:
+        batches, speed = integers("batch", options.batch), copy_bandwidth(model.device)
+        bench = DecodeBench(
+            model=model, **compared, batches=batches, tokens=tokens, bytes_per_second=speed
+        )
+        return bench.rows()
 
     _run(options, rows)
+
+
+_ChunkTokens = Annotated[
+    int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
+]
+_CapTokens = Annotated[
+    int | None, typer.Option(help="Hold every layer to that many tokens between pieces instead")
+]
 
 
 @app.command()
 @with_options(BenchOptions)
 def prefill(
-    chunk_tokens: Annotated[
-        int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
-    ] = None,
-    cap_tokens: Annotated[
-        int | None,
-        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
-    ] = None,
+    chunk_tokens: _ChunkTokens = None,
+    cap_tokens: _CapTokens = None,
     *,
     options: BenchOptions,
 ) -> None:
     """Time to read a prompt."""
     _require_counts(chunk_tokens=chunk_tokens, cap_tokens=cap_tokens)
-    pieces = chunk_tokens, cap_tokens
-    _run(options, lambda *compared: _prefill_bench(options, *pieces, *compared).times())
+    pieces = {"chunk_tokens": chunk_tokens, "cap_tokens": cap_tokens}
+    _run(options, lambda **compared: _prefill_bench(options, **pieces, **compared).times())
 
 
 @app.command()
 @with_options(BenchOptions)
 def memory(
-    chunk_tokens: Annotated[
-        int | None, typer.Option(help="Read layer by layer, in pieces of that many tokens")
-    ] = None,
-    cap_tokens: Annotated[
-        int | None,
-        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
-    ] = None,
+    chunk_tokens: _ChunkTokens = None,
+    cap_tokens: _CapTokens = None,
     *,
     options: BenchOptions,
 ) -> None:
     """Most memory held at once while a prompt is read, and what is held after it."""
     _require_counts(chunk_tokens=chunk_tokens, cap_tokens=cap_tokens)
+    pieces = {"chunk_tokens": chunk_tokens, "cap_tokens": cap_tokens}
 
-    def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
+    def rows(model: Any, contenders: list[Any], **work: Any) -> Iterable[Row]:
         if model.device.type == "cuda" or os.environ.get(_ALONE):
-            bench = _prefill_bench(options, chunk_tokens, cap_tokens, model, contenders)
-            peaks: Iterable[dict[str, Any]] = bench.peaks()
+            compared = {"model": model, "contenders": contenders, **work}
+            peaks: Iterable[Row] = _prefill_bench(options, **pieces, **compared).peaks()
             return peaks
         return _measured_alone(sys.argv[1:], [each.label for each in contenders])
 
@@ -190,7 +179,7 @@ _ALONE = "SNAPKV_BENCH_ONLY"
 _HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
+def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[Row]:
     """Rows of the same command with one cache each, in a process of its own.
 
     The memory of a process does not shrink to what it holds, so another cache would start from
@@ -226,43 +215,23 @@ def throughput(
         )
     from snapkv.lab.measure.throughput import ThroughputBench
 
-    def rows(model: Any, contenders: list[Any]) -> Iterable[dict[str, Any]]:
-        return ThroughputBench(
-            model=model,
-            contenders=contenders,
-            lengths=integers("lengths", options.lengths),
-            memory_bytes=int(memory_gb * 1e9),
-            tokens=tokens,
-            rounds=options.rounds,
-        ).rows()
-
-    _run(options, rows)
+    limit: Row = {"memory_bytes": int(memory_gb * 1e9)}
+    _run(options, lambda **compared: ThroughputBench(**compared, **limit, tokens=tokens).rows())
 
 
-def _prefill_bench(
-    options: BenchOptions,
-    chunk_tokens: int | None,
-    cap_tokens: int | None,
-    model: Any,
-    contenders: list[Any],
-) -> Any:
+def _prefill_bench(options: BenchOptions, **settings: Any) -> Any:
     from snapkv.lab.measure.prefill import PrefillBench
 
-    return PrefillBench(
-        model=model,
-        contenders=contenders,
-        lengths=integers("lengths", options.lengths),
-        batches=integers("batch", options.batch),
-        rounds=options.rounds,
-        chunk_tokens=chunk_tokens,
-        cap_tokens=cap_tokens,
-    )
+    return PrefillBench(**settings, batches=integers("batch", options.batch))
 
 
-def _run(
-    options: BenchOptions, bench: Callable[[Any, list[Any]], Iterable[dict[str, Any]]]
-) -> None:
-    """Load the model, measure, and show or store the rows."""
+def _run(options: BenchOptions, bench: Callable[..., Iterable[Row]]) -> None:
+    """Load the model, measure, and show or store the rows.
+
+    Args:
+        options: of every bench.
+        bench: gives the rows; takes `model`, `contenders`, `lengths` and `rounds`.
+    """
     from rich.console import Console
 
     from snapkv.cli.caches import compared_caches
@@ -270,12 +239,11 @@ def _run(
     from snapkv.cli.loading import load_model
     from snapkv.cli.tables import bench_table
     from snapkv.lab.measure.environment import describe
-    from snapkv.lab.measure.kvpress import Kvpress
 
     console = Console(stderr=True)
     alone = _ALONE in os.environ  # the process that asked for this one stores and draws
     if options.plot is not None and not alone:
-        from snapkv.lab.report.figures import require_drawable
+        from snapkv.lab.drawing import require_drawable
 
         require_drawable(options.plot)
     if options.shape is None:
@@ -284,16 +252,17 @@ def _run(
     else:
         model, named = _shaped(options, console)
     block = {"model": named, "environment": describe(model.device)}
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     unwritten: OutputError | None = None
-    with (
-        console.status("measuring") as status,
-        compared_caches(options, model, only=os.environ.get(_ALONE)) as contenders,
-    ):
-        peers = {each.label: each for each in contenders if isinstance(each, Kvpress)}
-        for row in bench(model, contenders):
-            if row["cache"] in peers and "kvpress" not in row:  # a process of its own has said it
-                row["kvpress"] = peers[row["cache"]].versions
+    only = os.environ.get(_ALONE)
+    contenders = [each for each in compared_caches(options) if only in (None, each.label)]
+    with console.status("measuring") as status:
+        for row in bench(
+            model=model,
+            contenders=contenders,
+            lengths=integers("lengths", options.lengths),
+            rounds=options.rounds,
+        ):
             rows.append(row)
             status.update(f"measuring: {len(rows)} rows")
             if options.output is not None and not alone and unwritten is None:
@@ -305,9 +274,10 @@ def _run(
     if unwritten is not None:
         raise unwritten
     if options.plot is not None and not alone:
-        from snapkv.lab.report import bench as figures
+        from snapkv.lab import drawing
+        from snapkv.lab.report.bench import draw
 
-        figures.save(figures.draw(rows), options.plot)
+        drawing.save(draw(rows), Path(options.plot))
 
 
 def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
@@ -335,7 +305,7 @@ def _shaped(options: BenchOptions, console: Any) -> tuple[Any, dict[str, Any]]:
     return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
 
 
-def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
+def _append(path: Path, row: Row) -> OutputError | None:
     """Add a row to a file; why not, where that cannot be done: what is measured is still shown."""
     try:
         with open_for_lines(path) as file:

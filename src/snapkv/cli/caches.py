@@ -1,9 +1,6 @@
 """From `--baseline`, `--policy`, `--budget` and `--storage` to the caches of a bench."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from snapkv.cli.fields import integers
@@ -11,69 +8,30 @@ from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method
 from snapkv.lab.measure.contenders import Contender, compressed, full
-from snapkv.lab.measure.kvpress import Kvpress
-from snapkv.policies import SnapKV
 
 
-@contextlib.contextmanager
-def compared_caches(
-    options: Any, model: Any, *, only: str | None
-) -> Iterator[list[Contender | Kvpress]]:
+def compared_caches(options: Any) -> list[Contender]:
     """The baselines, then every policy at every budget in every storage.
 
     Args:
         options: the `BenchOptions`.
-        model: what they are measured on.
-        only: the label of one of them, so that nothing else is started.
 
     Raises:
         InvalidArgumentError: an unknown baseline, policy, parameter or storage.
     """
     policies = methods([], options.policy or ["snapkv"], integers("budget", options.budget))
-    makers = [
-        *_baselines(options, model, policies),
+    return [
+        *map(full, specs([options.baseline])),
         *_compressed(policies, specs([options.storage]), options.storage),
     ]
-    with contextlib.ExitStack() as running:
-        wanted = [make for label, make in makers if only in (None, label)]
-        yield [running.enter_context(make()) for make in wanted]
-
-
-_Maker = tuple[str, Callable[[], contextlib.AbstractContextManager[Contender | Kvpress]]]
-
-
-def _baselines(options: Any, model: Any, policies: Sequence[Method]) -> Iterator[_Maker]:
-    for name in specs([options.baseline]):
-        if name == "kvpress":
-            yield from _beside(options.kvpress_python, model, policies)
-        else:
-            yield _ready(full(name))
-
-
-def _beside(python: str | None, model: Any, policies: Sequence[Method]) -> Iterator[_Maker]:
-    """kvpress's SnapKV at the settings of every one of ours."""
-    alike = [each for each in policies if type(each.policy) is SnapKV]
-    if not alike:
-        raise InvalidArgumentError(
-            "baseline: expected a snapkv policy whose settings kvpress can have too, got "
-            f"{', '.join(each.label for each in policies)}; add --policy snapkv"
-        )
-    for method in alike:
-        label = f"kvpress {method.label}"
-        where = None if python is None else Path(python)
-        yield label, partial(Kvpress, label, where, model, method.policy)  # type: ignore[arg-type] # it is SnapKV
 
 
 def _compressed(
     policies: Sequence[Method], storages: Sequence[str], given: str
-) -> Iterator[_Maker]:
+) -> Iterator[Contender]:
     for storage in storages:
         if storage not in ("dynamic", "static"):
             raise InvalidArgumentError(f"storage: expected dynamic, static or both, got {given!r}")
     for each in policies:
         for storage in storages:
-            yield _ready(compressed(f"{each.label} {storage}", each.policy, storage=storage))
-
-
-def _ready(contender: Contender) -> _Maker:
-    return contender.label, lambda: contextlib.nullcontext(contender)
+            yield compressed(f"{each.label} {storage}", each.policy, storage=storage)

@@ -103,11 +103,12 @@ def _evaluate(task: "Task", options: EvalOptions) -> None:
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import AnswersProgress
     from snapkv.cli.sweep import compared_methods
+    from snapkv.lab.drawing import require_drawable
     from snapkv.lab.evaluate.runner import Run
     from snapkv.lab.report import figures, page
 
     if options.plot is not None:
-        figures.require_drawable(options.plot)
+        require_drawable(options.plot)
     if options.report is not None:
         page.require_reportable()
     compared = compared_methods(options)

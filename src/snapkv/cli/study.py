@@ -103,7 +103,7 @@ def _study(kind: type["Study"], settings: dict[str, Any], options: StudyOptions)
     }
     study: Study = replace(from_options(kind, settings), **given)
     if options.plot is not None:
-        from snapkv.lab.study.figures import require_drawable
+        from snapkv.lab.drawing import require_drawable
 
         require_drawable(options.plot)
 

@@ -106,7 +106,7 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
     """A measurement as text: medians of what has percentiles, bytes with a unit."""
     cells = {}
     for name, value in row.items():
-        if name in ("bench", "filled", "least_ms", "kvpress") or value is None:
+        if name in ("bench", "filled", "least_ms") or value is None:
             continue
         if isinstance(value, dict):
             cells[name.replace("_", " ")] = f"{value['p50']:.3g}"

@@ -203,9 +203,9 @@ def test_hiding_changes_exactly_the_likelihood_that_a_mask_changes():
         cache = CompressedCache(model, FullCache())
         with torch.inference_mode():
             model(ids, past_key_values=cache)
-            for layer in cache.layers if drop else ():
+            for store in [layer.store for layer in cache.layers] if drop else ():
                 keep = [i for i in range(60) if not span.start <= i < span.stop]
-                layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
+                store.keys, store.values = store.keys[:, :, keep], store.values[:, :, keep]
             logits = model(
                 answer[:, :-1], past_key_values=cache, position_ids=torch.arange(60, 62)[None]
             ).logits[0]

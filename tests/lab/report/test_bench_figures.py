@@ -3,7 +3,8 @@
 import pytest
 
 from snapkv import InvalidArgumentError
-from snapkv.lab.report.bench import draw, save
+from snapkv.lab.drawing import save
+from snapkv.lab.report.bench import draw
 
 
 def cell(bench, cache, length, batch=1, **values):
@@ -60,7 +61,7 @@ def test_seconds_and_tokens_per_second(bench, values, height):
 def test_the_same_rows_give_the_same_file(tmp_path, suffix):
     paths = [tmp_path / f"{name}{suffix}" for name in "ab"]
     for path in paths:
-        save(draw(DECODE), str(path))
+        save(draw(DECODE), path)
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.lab import drawing
 from snapkv.lab.report import figures
 from tests.lab.evaluate.tiny import Keys
 from tests.lab.report.runs import Grid, grid, results, row, sets
@@ -156,12 +157,12 @@ def test_methods_that_never_answered_are_drawn_too():
     for task in (sets().task, Keys()):
         cells = [{**r, "cell": {task.axes[0]: 8}} for r in rows]
         made = figures.draw(results(task, cells))
-        assert all(figures.encoded(figure, ".svg") for figure in made.values())
+        assert all(drawing.encoded(figure, ".svg") for figure in made.values())
 
 
-@pytest.mark.parametrize("suffix", figures.FORMATS)
+@pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_the_same_rows_give_the_same_file(suffix):
-    first, again = (figures.encoded(figures.draw(grid())["scores"], suffix) for _ in range(2))
+    first, again = (drawing.encoded(figures.draw(grid())["scores"], suffix) for _ in range(2))
     assert first == again
 
 
@@ -169,12 +170,12 @@ def test_names_are_text_and_no_formula():
     run = grid(methods=("$\\frac{1}$", "a_b^c"))
     run.run["model"] = {**run.run["model"], "name": "<b>$x$ & \\alpha</b>"}
     for figure in figures.draw(run).values():
-        ElementTree.fromstring(figures.encoded(figure, ".svg"))
+        ElementTree.fromstring(drawing.encoded(figure, ".svg"))
 
 
 def test_drawing_leaves_matplotlib_as_it_was():
     before = dict(matplotlib.rcParams)
-    figures.encoded(figures.draw(grid())["scores"], ".png")
+    drawing.encoded(figures.draw(grid())["scores"], ".png")
     assert dict(matplotlib.rcParams) == before
 
 
@@ -183,7 +184,8 @@ def test_drawing_needs_no_window_and_no_pyplot():
         "import sys; from tests.lab.report.runs import grid\n"
         "from snapkv.lab.report import figures, page\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "figures.encoded(figures.draw(grid())['scores'], '.png')\n"
+        "from snapkv.lab import drawing\n"
+        "drawing.encoded(figures.draw(grid())['scores'], '.png')\n"
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
@@ -198,7 +200,7 @@ def test_figures_go_beside_each_other(tmp_path):
 @pytest.mark.parametrize("path", ["a.gif", "a", ".png", "a.png.txt"])
 def test_other_suffixes_are_refused(path):
     with pytest.raises(InvalidArgumentError, match=r"ends in \.png, \.svg, \.pdf, got"):
-        figures.require_drawable(path)
+        drawing.require_drawable(path)
 
 
 def test_results_are_not_changed_by_drawing():

@@ -9,10 +9,11 @@ import torch
 from snapkv import ops
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.lab import drawing
 from snapkv.lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, figures
 from snapkv.lab.study.base import mean_rows, weighted
 from snapkv.lab.study.material import long_texts
-from snapkv.lab.study.reading import observe
+from snapkv.lab.study.reading import observed
 from tests.families import random_ids, tiny_model
 
 
@@ -20,12 +21,12 @@ from tests.families import random_ids, tiny_model
 def test_what_is_observed_is_the_models_own_attention(family):
     model, ids = tiny_model(family, "eager"), random_ids(1, 60)
     loaded = LoadedModel(model=model, tokenizer=None, name=family, revision=None)
-    seen = observe(
+    seen = observed(
         loaded,
         ids,
         20,
         lambda layer: ops.attention_weights(layer.queries, layer.keys, layer.score_options),
-    )
+    ).seen
     with torch.inference_mode():
         attentions = model(ids, output_attentions=True).attentions
     assert seen
@@ -258,10 +259,10 @@ def test_a_study_that_has_nothing_left_to_look_at_is_refused(demo, tmp_path):
 
 def test_a_figure_of_another_kind_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"ends in \.png"):
-        figures.require_drawable("a.jpeg")
+        drawing.require_drawable("a.jpeg")
 
 
 def test_without_matplotlib_the_command_that_brings_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'matplotlib"):
-        figures.require_drawable("a.svg")
+        drawing.require_drawable("a.svg")

@@ -36,14 +36,18 @@ class Question:
     Attributes:
         name: the data set's id.
         text: what is asked.
-        answers: right ones, at least one.
+        asked: the same as the data set has it, in SQuAD sometimes with blanks around it.
+        answers: right ones, each once, at least one.
         gold: the paragraphs that the answer follows from: two in HotpotQA, one in SQuAD.
+        near: others that HotpotQA collected for the question, or of the article in SQuAD.
     """
 
     name: str
     text: str
+    asked: str
     answers: tuple[str, ...]
     gold: tuple[Passage, ...]
+    near: tuple[Passage, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +87,32 @@ def _hotpotqa_question(row: dict[str, Any], passages: list[Passage]) -> Question
     return Question(
         name=row["_id"],
         text=row["question"],
+        asked=row["question"],
         answers=(row["answer"],),
         gold=tuple(passage for passage in passages if passage.title in supporting),
+        near=tuple(passage for passage in passages if passage.title not in supporting),
     )
 
 
 def _squad(content: dict[str, Any]) -> Corpus:
     questions, passages = [], []
     for article in content["data"]:
-        for number, paragraph in enumerate(article["paragraphs"], 1):
-            title = f"{article['title'].replace('_', ' ')} ({number})"
-            passages.append(Passage(title=title, text=paragraph["context"]))
+        title = article["title"].replace("_", " ")
+        own = [
+            Passage(title=f"{title} ({number})", text=paragraph["context"])
+            for number, paragraph in enumerate(article["paragraphs"], 1)
+        ]
+        passages += own
+        for passage, paragraph in zip(own, article["paragraphs"], strict=True):
+            near = tuple(other for other in own if other is not passage)
             questions += [
                 Question(
                     name=asked["id"],
                     text=asked["question"].strip(),
+                    asked=asked["question"],
                     answers=tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
-                    gold=(passages[-1],),
+                    gold=(passage,),
+                    near=near,
                 )
                 for asked in paragraph["qas"]
                 if asked["answers"]

@@ -28,23 +28,7 @@ def fitted(
             parts = 2 * parts + 1
     else:
         parts = hint + hint // 8 + 1
-    return _shrunk(build, tokenizer, length, least, max(least, min(parts, most)))
-
-
-def needed_tokens(sample: Sample, tokenizer: Any) -> int:
-    """Tokens of prompt and answer together, chat template included where the tokenizer has one."""
-    prompt = sample.prompt(tokenizer, "tokenizer", "visible")
-    return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
-
-
-def _shrunk(
-    build: Build, tokenizer: Any, length: int, least: int, parts: int
-) -> tuple[Sample, int] | None:
-    """Take parts away in proportion to the excess.
-
-    A prompt holds something beside its parts, so that this comes down on the largest count that
-    fits and not below it, as far as the parts are of one length.
-    """
+    parts = max(least, min(parts, most))
     while True:
         sample = build(parts)
         used = needed_tokens(sample, tokenizer)
@@ -52,7 +36,15 @@ def _shrunk(
             return sample, parts
         if parts <= least:
             return None
+        # A prompt holds something beside its parts, so that taking them away in proportion to the
+        # excess comes down on the largest count that fits, as far as they are of one length.
         parts = max(least, min(parts - 1, parts * length // used))
+
+
+def needed_tokens(sample: Sample, tokenizer: Any) -> int:
+    """Tokens of prompt and answer together, chat template included where the tokenizer has one."""
+    prompt = sample.prompt(tokenizer, "tokenizer", "visible")
+    return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
 
 
 def percents(count: int) -> list[int]:

@@ -28,12 +28,11 @@ from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, Prom
 from snapkv.lab.evaluate.likelihood import log_likelihood
 from snapkv.lab.evaluate.runner import (
     Method,
-    Progress,
     require_methods,
     require_same_policies,
-    versions,
 )
-from snapkv.lab.evaluate.store import Record, Store, short_hash
+from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
+from snapkv.lab.measure.environment import versions
 from snapkv.validation import nearest
 
 _ANSWER_TOKENS = 256

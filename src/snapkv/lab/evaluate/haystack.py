@@ -4,10 +4,13 @@ import json
 import pydoc_data.topics
 import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from snapkv.app import text_files
 from snapkv.lab.evaluate.packages import find_package_file
+from snapkv.lab.evaluate.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,30 @@ class Haystack:
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)
         return replace(self, pieces=tuple(pieces))
+
+
+class HaystackTask(Task):
+    """A task that hides something in a long text.
+
+    Args:
+        haystack: folder of text files; without one, essays or Python's documentation.
+    """
+
+    haystack: str | None
+
+    @cached_property
+    def text(self) -> Haystack:
+        """What something is hidden in."""
+        return load_haystack(self.haystack)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the haystack was left out."""
+        return self.text.warnings
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, with the name of the text."""
+        return super().describe() | {"haystack": self.text.name}
 
 
 def load_haystack(folder: str | None = None) -> Haystack:

@@ -36,12 +36,9 @@ def log_likelihood(
     steps = rest.shape[1] if isinstance(policy, EvictingPolicy) else min(rest.shape[1], 1)
     with out_of_memory_explained(advice), torch.inference_mode():
         logits = [model(context, past_key_values=cache, logits_to_keep=1).logits]
-        logits += [model(part, past_key_values=cache).logits for part in _parted(rest, steps)]
+        for part in rest.chunk(steps, dim=1) if steps else ():
+            logits.append(model(part, past_key_values=cache).logits)
         predicted = torch.cat(logits, dim=1).float().log_softmax(dim=-1)
     chosen = predicted.gather(2, continuation[:, :, None])
     greedy = bool((predicted.argmax(dim=-1) == continuation).all())
     return float(chosen.sum()), greedy
-
-
-def _parted(ids: Tensor, parts: int) -> tuple[Tensor, ...]:
-    return ids.chunk(parts, dim=1) if parts else ()

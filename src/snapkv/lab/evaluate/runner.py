@@ -1,31 +1,26 @@
 """Running a task: every sample from the cache of every method."""
 
 import json
-import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from snapkv import __version__
 from snapkv.app.answering import Answer, answer
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
-from snapkv.lab.evaluate.store import LOST, Record, Store, short_hash
+from snapkv.lab.evaluate.store import LOST, Progress, Record, Store, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
+from snapkv.lab.measure.environment import versions
 from snapkv.policies import Policy
-
-Progress = Callable[[str, int, int], None]
-"""Takes what is being answered, how many answers are there, and how many there will be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,16 +163,6 @@ class Results:
     unwritten: OutputError | None = None
 
 
-def versions() -> Record:
-    """Of the software that a result depends on."""
-    return {
-        "snapkv": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
     """Raise unless there are methods, each under a label of its own, that work with the model."""
     labels = [method.label for method in methods]
@@ -252,6 +237,13 @@ def _outcome(task: Task, sample: Sample, given: Answer) -> dict[str, Any]:
     return {
         "prediction": prediction,
         "score": task.score(sample, prediction),
+        **costs(given),
+    }
+
+
+def costs(given: Answer) -> Record:
+    """What an answer took."""
+    return {
         "prompt_tokens": given.prompt_tokens,
         "new_tokens": given.new_tokens,
         "kept_tokens": given.cache.kept_tokens,

@@ -62,10 +62,7 @@ class Sample:
             question = self.plain_question or self.question
             turn = around_turn(tokenizer) if template == "longbench" and self.chat else ("", "")
             text = turn[0] + self.context + question + turn[1]
-            text += self._space(text) + self.answer_start
+            space = " " if self.answer_start and not text[-1:].isspace() else ""
+            text += space + self.answer_start
             prompt = Prompt(text=text, answer_start=self.answer_start)
         return prompt if setting == "visible" else prompt.hiding(question)
-
-    def _space(self, text: str) -> str:
-        """What parts the answer's start from the text before it."""
-        return " " if self.answer_start and not text[-1:].isspace() else ""

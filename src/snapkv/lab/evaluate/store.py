@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from snapkv.cache.saving.writing import append_line, replace_file
@@ -22,6 +21,9 @@ Record = dict[str, Any]
 
 Key = tuple[str, str, str]
 """Sample, method and setting: what one answer is."""
+
+Progress = Callable[[str, int, int], None]
+"""Takes what is done now, how many steps are done, and how many there are."""
 
 _KEY = ("sample", "method", "question")
 
@@ -58,17 +60,14 @@ class Store:
             raise
         self._lines = len(lines)
         self._records = {key(record): record for record in lines}
-        self._done = {wanted for wanted, record in self._records.items() if not _is_lost(record)}
+        self._done = {
+            wanted for wanted, record in self._records.items() if record.get("status") != LOST
+        }
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             self._drop_replaced()
         finally:
@@ -114,9 +113,7 @@ class Store:
         """The file of the answers, locked; not one that another run has just replaced."""
         while True:
             with _needing(self.folder):
-                file = self._path.open(
-                    "a+b", buffering=0
-                )  # nothing is left to write when it is closed
+                file = self._path.open("a+b", buffering=0)  # closing it writes nothing
             try:
                 _lock(file, self.folder)
                 if os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
@@ -165,10 +162,6 @@ class Store:
             _parsed(self._path, number, line, (*_KEY, *self._fields))
             for number, line in enumerate(whole.split(b"\n")[:-1], 1)
         ]
-
-
-def _is_lost(record: Record) -> bool:
-    return record.get("status") == LOST
 
 
 def key(record: Record) -> Key:

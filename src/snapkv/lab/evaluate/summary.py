@@ -49,8 +49,8 @@ def _row(records: list[Record], task: Task) -> Record:
         "prompt_tokens": mean_of(answered, "prompt_tokens"),
         "kept_tokens": mean_of(answered, "kept_tokens"),
         "held_bytes": mean_of(answered, "held_bytes"),
-        "token_ms": _over(median, answered, "token_ms"),
-        "first_token_ms": _over(median, answered, "first_token_ms"),
+        "token_ms": mean_of(answered, "token_ms", median),
+        "first_token_ms": mean_of(answered, "first_token_ms", median),
     }
 
 
@@ -108,23 +108,18 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
     columns: dict[Any, list[Record]] = {}
     for row in rows:
         columns.setdefault(row["cell"][axis], []).append(row)
-    means = {value: _over(fmean, of_column, "score") for value, of_column in columns.items()}
+    means = {value: mean_of(of_column, "score") for value, of_column in columns.items()}
     return ScoreLine(
         method=rows[0]["method"],
         question=rows[0]["question"],
         scores={value: mean for value, mean in means.items() if mean is not None},
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
-        held_bytes=_over(fmean, rows, "held_bytes"),
-        token_ms=_over(fmean, rows, "token_ms"),
+        held_bytes=mean_of(rows, "held_bytes"),
+        token_ms=mean_of(rows, "token_ms"),
     )
 
 
-def mean_of(rows: Sequence[Record], name: str) -> float | None:
+def mean_of(rows: Sequence[Record], name: str, mean: Any = fmean) -> float | None:
     """The mean of a number over the rows that have it; None where none has."""
-    return _over(fmean, rows, name)
-
-
-def _over(mean: Any, records: Sequence[Record], name: str) -> float | None:
-    """The mean of a field over the records that have it."""
-    known = [record[name] for record in records if record[name] is not None]
+    known = [row[name] for row in rows if row[name] is not None]
     return float(mean(known)) if known else None

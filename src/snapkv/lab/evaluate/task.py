@@ -4,7 +4,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 from snapkv.lab.evaluate.sample import Sample
@@ -58,18 +58,15 @@ class Task(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The task's name and settings, ready for JSON."""
-        settings = {name: value for name, value in asdict(self).items() if name in _named(self)}
-        plain: dict[str, Any] = json.loads(json.dumps({"name": self.name, **settings}, default=str))
+        plain: dict[str, Any] = json.loads(
+            json.dumps({"name": self.name, **asdict(self)}, default=str)
+        )
         return plain
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
         """Scores, 0 to 1, that a paper gives for that model: by method, then by the first axis."""
         del model
         return {}
-
-
-def _named(task: Task) -> set[str]:
-    return {parameter.name for parameter in fields(task) if parameter.init}
 
 
 def data_hash(samples: Iterable[Sample]) -> str:

@@ -21,8 +21,9 @@ def words(*kinds: WordList) -> tuple[str, ...]:
     Raises:
         MissingDependencyError: wonderwords is not installed.
     """
-    found = {word for kind in kinds for word in _lines(kind)}
-    return tuple(sorted(found))
+    files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
+    found = {word for file in files for word in file.read_text("utf-8").splitlines()}
+    return tuple(sorted(found - {""}))
 
 
 def word_key(draw: random.Random) -> str:
@@ -48,8 +49,3 @@ def distinct(make: Callable[[], str], count: int, besides: Collection[str] = ())
         if text not in besides:
             made[text] = None
     return list(made)
-
-
-def _lines(kind: WordList) -> list[str]:
-    path = package_file("wonderwords", "assets", f"{kind}list.txt")
-    return [line for line in path.read_text("utf-8").splitlines() if line]

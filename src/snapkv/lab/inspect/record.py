@@ -1,6 +1,6 @@
 """Recording what methods keep of one prompt: a reading shown to all of them, and their answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,15 +11,14 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.last_queries import last_tokens
+from snapkv.lab.evaluate.runner import costs
+from snapkv.lab.evaluate.store import Progress
 from snapkv.lab.inspect.leave_out import LeaveOut, leave_out
 from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, packed_scores
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.scores import kept_mask, rating
-from snapkv.lab.study.reading import observed
+from snapkv.lab.study.reading import Observed, observed
 from snapkv.policies import FullCache, Policy, PromptLayer
-
-StepSink = Callable[[str, int, int], None]
-"""Takes what is done now, how many steps are done, and how many there are."""
 
 MOST_SCORE_BYTES = 4 * 2**20
 """Of all votes of a method on the page, and of all scores; beyond it neighbours share a byte."""
@@ -115,7 +114,7 @@ def inspect_prompt(
     settings: GenerationSettings,
     *,
     checks: int = 64,
-    on_step: StepSink | None = None,
+    on_step: Progress | None = None,
 ) -> Inspection:
     """Read a prompt once for all methods, then answer from the full cache and from each of theirs.
 
@@ -149,16 +148,7 @@ def inspect_prompt(
         frozenset().union(*(policy.needs for _, policy in known)),
     )
     step(1)
-    windows = [getattr(policy, "window_size", 1) for _, policy in known]
-    left_out = leave_out(
-        loaded.model,
-        reading.cache,
-        reading.last_logits,
-        checks=checks,
-        answer_tokens=min(settings.max_new_tokens, _CHECKED_ANSWER_TOKENS),
-        keep_last_tokens=max(windows),
-        end_ids=end_token_ids(loaded.model, settings),
-    )
+    left_out = _left_out(loaded, reading, [policy for _, policy in known], settings, checks)
     other_layers = len(reading.cache.layers) - len(reading.seen)
     seen = [list(of_method) for of_method in zip(*reading.seen.values(), strict=True)]
     del reading  # its full cache, before others are filled
@@ -176,6 +166,24 @@ def inspect_prompt(
         leave_out=left_out,
         answer_start=loaded.tokenizer.decode(left_out.answer_ids, skip_special_tokens=True),
         other_layers=other_layers,
+    )
+
+
+def _left_out(
+    loaded: LoadedModel,
+    reading: Observed[Any],
+    policies: Sequence[Policy],
+    settings: GenerationSettings,
+    checks: int,
+) -> LeaveOut:
+    return leave_out(
+        loaded.model,
+        reading.cache,
+        reading.last_logits,
+        checks=checks,
+        answer_tokens=min(settings.max_new_tokens, _CHECKED_ANSWER_TOKENS),
+        keep_last_tokens=max(getattr(policy, "window_size", 1) for policy in policies),
+        end_ids=end_token_ids(loaded.model, settings),
     )
 
 
@@ -227,14 +235,4 @@ def _method(label: str, given: Answer, seen: Sequence[_Seen]) -> MethodRecord:
 
 
 def _answered(given: Answer) -> dict[str, Any]:
-    return {
-        "text": given.text,
-        "finish_reason": given.finish_reason,
-        "prompt_tokens": given.prompt_tokens,
-        "new_tokens": given.new_tokens,
-        "first_token_ms": given.first_token_ms,
-        "token_ms": given.token_ms,
-        "kept_tokens": given.cache.kept_tokens,
-        "held_bytes": given.cache.held_bytes,
-        "full_bytes": given.cache.full_bytes,
-    }
+    return {"text": given.text, "finish_reason": given.finish_reason, **costs(given)}

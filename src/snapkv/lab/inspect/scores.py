@@ -42,12 +42,14 @@ def rating(
     policy: Policy, layer: PromptLayer, selection: Selection | None, kept: Tensor
 ) -> Rating | None:
     """How a method rated one layer; None where it keeps by place, or does not show its scores."""
-    votes, scores = _scored(policy, layer, selection)
+    scorer = _scorer(policy)
+    votes, scores = _scored(scorer, layer, selection)
     if scores is None or scores.shape[1] not in (1, kept.shape[0]) or not scores.shape[-1]:
         return None
     scores = scores.expand(-1, kept.shape[0], -1)
     chosen = kept[:, : scores.shape[-1]].clone()
-    chosen[:, : _sink_tokens(policy)] = False  # kept for their place, whatever their scores
+    if scorer is not None:
+        chosen[:, : scorer.sink_tokens] = False  # kept for their place, whatever their scores
     lowest = scores[0].masked_fill(~chosen, float("inf")).amin(dim=-1)
     return Rating(
         votes=None if votes is None else votes[0],
@@ -57,9 +59,8 @@ def rating(
 
 
 def _scored(
-    policy: Policy, layer: PromptLayer, selection: Selection | None
+    scorer: PrefixPolicy | None, layer: PromptLayer, selection: Selection | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    scorer = _scorer(policy)
     if scorer is None:
         return None, None if selection is None else selection.scores
     if layer.keys.shape[2] <= scorer.window_size:
@@ -70,11 +71,6 @@ def _scored(
         return None, scorer.score(layer)
     votes = replace(pooled, kernel_size=1).score(layer)
     return votes, ops.pool_votes(votes, pooled.kernel_size, pooled.pooling)
-
-
-def _sink_tokens(policy: Policy) -> int:
-    scorer = _scorer(policy)
-    return 0 if scorer is None else scorer.sink_tokens
 
 
 def _scorer(policy: Policy) -> PrefixPolicy | None:

@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
@@ -14,27 +15,72 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.install import install, uninstall
 from snapkv.hf.model_parts import output_weight
+from snapkv.lab.measure.held_bytes import cache_bytes, peak_growth_bytes
+from snapkv.lab.measure.timing import spent_on
 from snapkv.ops import ScoreOptions
+from snapkv.plan import out_of_memory_explained
 from snapkv.policies import Policy, PromptLayer
 from snapkv.validation import nearest
 
 ROOM_TOKENS = 512
 """Tokens behind the prompt that caches of a fixed size have room for."""
 
+Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
+"""Within what it gives, a model reads prompts in pieces."""
+
+
+class Decoder(Protocol):
+    """A cache behind a prompt, and what is generated behind it."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the cache holds, room for tokens to come included."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of what attention reads for a token."""
+
+    def __call__(self, tokens: int) -> float:
+        """Generate greedily; ms per token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
     """A kind of cache under the name that tables give it.
 
+    Benches ask it for `label`, `policy`, `reader`, `peak` and `behind`; one that works in another
+    process need have no more. What these give is all that holds a cache.
+
     Attributes:
         label: its name.
         make: an empty cache for a model and that many prompt tokens.
-        policy: what a compressed cache keeps; None for transformers' own caches.
+        policy: what a compressed cache keeps; None for caches that are not ours.
     """
 
     label: str
     make: Callable[[PreTrainedModel, int], Cache]
     policy: Policy | None = None
+
+    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Callable[[], float]:
+        """Reads a prompt, (B, T) int64, into a new cache; ms.
+
+        It raises OutOfMemoryError where that does not fit.
+        """
+        return lambda: spent_on(lambda: self._read(model, ids, pieces)).wall_ms
+
+    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> dict[str, int]:
+        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it.
+
+        Raises:
+            OutOfMemoryError: it did not fit.
+        """
+        caches: list[Cache] = []
+        peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids, pieces)), ids.device)
+        return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
+
+    def behind(self, model: PreTrainedModel, batch: int, length: int) -> Decoder:
+        """A cache behind a prompt of that many tokens that was never read."""
+        return _Decoder(self, model, batch, length)
 
     @contextlib.contextmanager
     def at_work(self, model: PreTrainedModel) -> Iterator[None]:
@@ -45,6 +91,54 @@ class Contender:
         uninstall(model)
         with contextlib.nullcontext() if self.policy is None else install(model):
             yield
+
+    @torch.no_grad()
+    def _read(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Cache:
+        explained = out_of_memory_explained(lambda: self.label)
+        with self.at_work(model), explained, pieces(model):
+            cache = self.make(model, ids.shape[1])
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+
+class _Decoder:
+    """Decodes in this process, through `model.generate`."""
+
+    def __init__(
+        self, contender: Contender, model: PreTrainedModel, batch: int, length: int
+    ) -> None:
+        self._contender, self._model = contender, model
+        self._batch, self._seen = batch, length
+        self._cache = filled(contender, model, batch=batch, tokens=length)
+
+    @property
+    def held_bytes(self) -> int:
+        return cache_bytes(self._cache)
+
+    @property
+    def read_bytes(self) -> int:
+        if isinstance(self._cache, CompressedCache):
+            return self._cache.report().held_bytes
+        return self.held_bytes
+
+    def __call__(self, tokens: int) -> float:
+        shape = (self._batch, self._seen + 1)
+        ids = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
+        self._seen += tokens
+
+        def generate() -> None:
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self._cache,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+        with self._contender.at_work(self._model):
+            return spent_on(generate).wall_ms / tokens
 
 
 def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
@@ -65,35 +159,22 @@ def full(name: str) -> Contender:
     """
     if name not in FULL_CACHES:
         raise InvalidArgumentError(
-            f"baseline: expected one of {', '.join(BASELINES)}, got "
-            f"{name!r}{nearest(name, BASELINES)}"
+            f"baseline: expected one of {', '.join(FULL_CACHES)}, got "
+            f"{name!r}{nearest(name, FULL_CACHES)}"
         )
     return Contender(label=name, make=FULL_CACHES[name])
 
 
-def _dynamic(model: PreTrainedModel, prompt_tokens: int) -> Cache:
-    del prompt_tokens
-    return DynamicCache(config=model.config)
-
-
-def _static(model: PreTrainedModel, prompt_tokens: int) -> Cache:
-    return StaticCache(config=model.config, max_cache_len=prompt_tokens + ROOM_TOKENS)
-
-
-def _quantized(model: PreTrainedModel, prompt_tokens: int) -> Cache:
-    del prompt_tokens
-    return QuantizedCache(backend="quanto", config=model.config, nbits=4)
-
-
 FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
-    "transformers": _dynamic,
-    "transformers-static": _static,
-    "transformers-int4": _quantized,
+    "transformers": lambda model, _: DynamicCache(config=model.config),
+    "transformers-static": lambda model, prompt_tokens: StaticCache(
+        config=model.config, max_cache_len=prompt_tokens + ROOM_TOKENS
+    ),
+    "transformers-int4": lambda model, _: QuantizedCache(
+        backend="quanto", config=model.config, nbits=4
+    ),
 }
 """transformers' own caches by the name that `snapkv bench --baseline` takes."""
-
-BASELINES = (*FULL_CACHES, "kvpress")
-"""All that it takes."""
 
 
 @torch.no_grad()

@@ -1,19 +1,16 @@
 """Time per generated token behind prompts of several lengths, every cache in turn."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv.hf.cache import CompressedCache
 from snapkv.lab.measure.bandwidth import least_ms_per_token
-from snapkv.lab.measure.contenders import ROOM_TOKENS, Contender, filled
-from snapkv.lab.measure.held_bytes import cache_bytes
-from snapkv.lab.measure.kvpress import Kvpress, forget
-from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
+from snapkv.lab.measure.contenders import ROOM_TOKENS, Contender, Decoder
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.plan import out_of_memory_explained
 from snapkv.validation import require_int
 
@@ -39,7 +36,7 @@ class DecodeBench:
     """
 
     model: PreTrainedModel
-    contenders: Sequence[Contender | Kvpress]
+    contenders: Sequence[Contender]
     lengths: Sequence[int]
     batches: Sequence[int] = (1,)
     tokens: int = 16
@@ -67,14 +64,14 @@ class DecodeBench:
         for contender in self.contenders:
             try:
                 with out_of_memory_explained(lambda: "full"):
-                    decoder = decoder_behind(contender, self.model, batch, length)
+                    decoder = contender.behind(self.model, batch, length)
                     decoder(1)
             except OutOfMemoryError:
                 yield self._row(contender.label, batch, length) | {"status": "out of memory"}
             else:
                 decoders[contender.label] = decoder
         runs = alternate(
-            {name: _round(decoder, self.tokens) for name, decoder in decoders.items()},
+            {name: partial(decoder, self.tokens) for name, decoder in decoders.items()},
             rounds=self.rounds,
             warmup_rounds=1,
         )
@@ -84,14 +81,11 @@ class DecodeBench:
                 | {"status": "ok", "filled": True, "held_bytes": decoders[name].held_bytes}
                 | self._times(samples, next(iter(runs.values())), batch, decoders[name])
             )
-        forget(self.contenders)
 
     def _row(self, name: str, batch: int, length: int) -> Row:
         return {"bench": "decode", "cache": name, "batch": batch, "length": length}
 
-    def _times(
-        self, samples: list[float], base: list[float], batch: int, decoder: "Decoder"
-    ) -> Row:
+    def _times(self, samples: list[float], base: list[float], batch: int, decoder: Decoder) -> Row:
         ms = spread(samples, 3)
         times: Row = {
             "ms_per_token": ms,
@@ -102,71 +96,3 @@ class DecodeBench:
             least = least_ms_per_token(self.model, decoder.read_bytes, self.bytes_per_second)
             times |= {"least_ms": round(least, 3), "of_ceiling": round(least / ms["p50"], 4)}
         return times
-
-
-class Decoder(Protocol):
-    """A cache behind a prompt, and what is generated behind it."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that the cache holds, room for tokens to come included."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of what attention reads for a token."""
-
-    def __call__(self, tokens: int) -> float:
-        """Generate greedily; ms per token."""
-
-
-def decoder_behind(
-    contender: Contender | Kvpress, model: PreTrainedModel, batch: int, length: int
-) -> Decoder:
-    """A contender's cache behind a prompt that was never read."""
-    if isinstance(contender, Kvpress):
-        return contender.filled(batch, length)
-    return _Decoder(contender, model, batch, length)
-
-
-def _round(decoder: Decoder, tokens: int) -> Callable[[], float]:
-    return lambda: decoder(tokens)
-
-
-class _Decoder:
-    """Decodes in this process, through `model.generate`."""
-
-    def __init__(
-        self, contender: Contender, model: PreTrainedModel, batch: int, length: int
-    ) -> None:
-        self._contender, self._model = contender, model
-        self._batch, self._seen = batch, length
-        self._cache = filled(contender, model, batch=batch, tokens=length)
-
-    @property
-    def held_bytes(self) -> int:
-        return cache_bytes(self._cache)
-
-    @property
-    def read_bytes(self) -> int:
-        if isinstance(self._cache, CompressedCache):
-            return self._cache.report().held_bytes
-        return cache_bytes(self._cache)
-
-    def __call__(self, tokens: int) -> float:
-        shape = (self._batch, self._seen + 1)
-        ids = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
-        self._seen += tokens
-
-        def generate() -> None:
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=self._cache,
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-
-        with self._contender.at_work(self._model):
-            return spent_on(generate).wall_ms / tokens

@@ -10,17 +10,21 @@ import transformers
 import snapkv
 
 
+def versions() -> dict[str, Any]:
+    """Of the software that a result depends on."""
+    return {
+        "snapkv": snapkv.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """Versions, device and threads."""
     cuda = device.type == "cuda"
-    return {
-        "snapkv": snapkv.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "processor": torch.cuda.get_device_name(device) if cuda else processor(),
-        "threads": torch.get_num_threads(),
-    }
+    name = torch.cuda.get_device_name(device) if cuda else processor()
+    return versions() | {"processor": name, "threads": torch.get_num_threads()}
 
 
 def processor() -> str:

@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from snapkv.cache.layer import CompressedLayer
+
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all storage that a cache's layers hold; what several tensors share counts once."""
     sizes: dict[int, int] = {}
     for layer in cache.layers:
-        for value in vars(layer).values():
-            for tensor in _tensors(value):
-                storage = tensor.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+        ours = isinstance(layer, CompressedLayer)
+        parts = [layer.store, layer.slots, layer.notes] if ours else list(vars(layer).values())
+        for tensor in _tensors(parts):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Plain tensors in a tensor, list or tuple; a quantised tensor's parts."""
+    """Plain tensors in a tensor, list, tuple or object of ours; a quantised tensor's parts."""
     if isinstance(value, Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
@@ -31,6 +34,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
+    elif type(value).__module__.startswith("snapkv."):
+        yield from _tensors(list(vars(value).values()))
 
 
 def peak_growth_bytes(

@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.measure.contenders import Contender
-from snapkv.lab.measure.held_bytes import cache_bytes, peak_growth_bytes
-from snapkv.lab.measure.kvpress import Kvpress, forget
-from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
-from snapkv.plan import out_of_memory_explained
+from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv.validation import require_int
 
@@ -38,7 +34,7 @@ class PrefillBench:
     """
 
     model: PreTrainedModel
-    contenders: Sequence[Contender | Kvpress]
+    contenders: Sequence[Contender]
     lengths: Sequence[int]
     batches: Sequence[int] = (1,)
     rounds: int = 5
@@ -73,7 +69,8 @@ class PrefillBench:
                     yield row | {"status": "out of memory"}
                     continue
                 try:
-                    yield row | {"status": "ok"} | self._peak(contender, batch, length)
+                    peak = contender.peak(self.model, self._ids(batch, length), self._pieces)
+                    yield row | {"status": "ok"} | peak
                 except OutOfMemoryError:
                     full.add((contender.label, batch))
                     yield row | {"status": "out of memory"}
@@ -87,7 +84,7 @@ class PrefillBench:
             parameter.reshape(-1).view(torch.uint8).sum()  # not every dtype can be summed
         with contextlib.suppress(OutOfMemoryError):  # its cell will say so
             for contender in self.contenders:
-                self._ms(contender, self._ids(1, 1))
+                contender.reader(self.model, self._ids(1, 1), self._pieces)()
 
     def _cells(self) -> Iterator[tuple[int, int]]:
         for batch in self.batches:
@@ -99,57 +96,28 @@ class PrefillBench:
         readers: dict[str, Callable[[], float]] = {}
         rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
         for contender in self.contenders:
+            read = contender.reader(self.model, ids, self._pieces)
             try:
-                self._ms(contender, ids)
+                read()
             except OutOfMemoryError:
                 yield rows[contender.label] | {"status": "out of memory"}
             else:
-                readers[contender.label] = self._timed_reader(contender, ids)
+                readers[contender.label] = read
         runs = alternate(readers, rounds=self.rounds, warmup_rounds=0) if readers else {}
         for name, samples in runs.items():
             base = next(iter(runs.values()))
             times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
             yield rows[name] | {"status": "ok"} | times
-        forget(self.contenders)
 
-    def _timed_reader(self, contender: Contender | Kvpress, ids: Tensor) -> Callable[[], float]:
-        return lambda: self._ms(contender, ids)
-
-    def _ms(self, contender: Contender | Kvpress, ids: Tensor) -> float:
-        if isinstance(contender, Kvpress):
-            return contender.read(ids)
-        return spent_on(lambda: self._read(contender, ids)).wall_ms
-
-    def _peak(self, contender: Contender | Kvpress, batch: int, length: int) -> Row:
-        ids = self._ids(batch, length)
-        if isinstance(contender, Kvpress):
-            return contender.peak(ids)
-        caches: list[Cache] = []
-        peak = peak_growth_bytes(lambda: caches.append(self._read(contender, ids)), ids.device)
-        return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
-
-    @torch.no_grad()
-    def _read(self, contender: Contender, ids: Tensor) -> Cache:
-        """The cache after the prompt.
-
-        Raises:
-            OutOfMemoryError: it did not fit.
-        """
-        explained = out_of_memory_explained(lambda: contender.label)
-        with contender.at_work(self.model), explained, self._pieces():
-            cache = contender.make(self.model, ids.shape[1])
-            self.model(ids, past_key_values=cache, logits_to_keep=1)
-        return cache
-
-    def _pieces(self) -> contextlib.AbstractContextManager[None]:
+    def _pieces(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
         if self.chunk_tokens is None:
             return contextlib.nullcontext()
         if self.cap_tokens is None:
-            return layer_by_layer(self.model, chunk_tokens=self.chunk_tokens)
-        return chunked(self.model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
+            return layer_by_layer(model, chunk_tokens=self.chunk_tokens)
+        return chunked(model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
 
-    def _row(self, bench: str, contender: Contender | Kvpress, batch: int, length: int) -> Row:
-        in_pieces = isinstance(contender, Contender) and contender.policy is not None
+    def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
+        in_pieces = contender.policy is not None
         return {
             "bench": bench,
             "cache": contender.label,

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from snapkv.errors import OutOfMemoryError
 from snapkv.lab.measure.contenders import Contender
-from snapkv.lab.measure.decode import DecodeBench, decoder_behind
-from snapkv.lab.measure.kvpress import Kvpress
+from snapkv.lab.measure.decode import DecodeBench
 from snapkv.plan import out_of_memory_explained, weights_bytes
 
 Row = dict[str, Any]
@@ -30,7 +29,7 @@ class ThroughputBench:
     """
 
     model: PreTrainedModel
-    contenders: Sequence[Contender | Kvpress]
+    contenders: Sequence[Contender]
     lengths: Sequence[int]
     memory_bytes: int
     most_requests: int = 256
@@ -43,7 +42,7 @@ class ThroughputBench:
             for contender in self.contenders:
                 yield self._row(contender, length)
 
-    def _row(self, contender: Contender | Kvpress, length: int) -> Row:
+    def _row(self, contender: Contender, length: int) -> Row:
         named = {
             "bench": "throughput",
             "cache": contender.label,
@@ -62,17 +61,15 @@ class ThroughputBench:
             rounds=self.rounds,
         )
         (row,) = bench.rows()
-        return row | named | {"limited_by": self._limit(requests)}
+        limit = "most_requests" if requests == self.most_requests else "memory"
+        return row | named | {"limited_by": limit}
 
-    def _requests(self, contender: Contender | Kvpress, length: int) -> int:
+    def _requests(self, contender: Contender, length: int) -> int:
         """How many requests' caches fit beside the weights."""
         try:
             with out_of_memory_explained(lambda: contender.label):
-                one = decoder_behind(contender, self.model, 1, length).held_bytes
+                one = contender.behind(self.model, 1, length).held_bytes
         except OutOfMemoryError:
             return 0
         room = self.memory_bytes - weights_bytes(self.model)
         return max(0, min(room // one, self.most_requests))
-
-    def _limit(self, requests: int) -> str:
-        return "most_requests" if requests == self.most_requests else "memory"

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.report.figures import STYLE, encoded, line_style, shown_tokens
+from snapkv.lab.drawing import STYLE
+from snapkv.lab.report.figures import line_style, shown_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,17 +68,11 @@ def draw(rows: Sequence[Row]) -> "Figure":
     return figure
 
 
-def save(figure: "Figure", path: str) -> None:
-    """Write the figure; its format goes by the file's ending."""
-    target = Path(path)
-    replace_file(target, encoded(figure, target.suffix.lower()))
-
-
 def _draw_panel(panel: "Axes", rows: Sequence[Row], bench: str) -> None:
     measured = _MEASURED[bench]
     caches = list(dict.fromkeys(row["cache"] for row in rows))
     for index, cache in enumerate(caches):
-        own = sorted((row for row in rows if row["cache"] == cache), key=_length)
+        own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
         there = [row for row in own if row["status"] == "ok"]
         style = line_style(index)
         lengths = [row["length"] for row in there]
@@ -112,7 +106,3 @@ def _value(row: Row, key: str) -> float:
     """A number, or the median of its percentiles."""
     value = row[key]
     return float(value["p50"] if isinstance(value, dict) else value)
-
-
-def _length(row: Row) -> int:
-    return int(row["length"])

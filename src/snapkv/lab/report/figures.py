@@ -1,15 +1,12 @@
-"""The figures of a run: heat maps, bars, curves. Only this file needs matplotlib."""
+"""The figures of a run: heat maps, bars, curves."""
 
-import importlib.util
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from snapkv.cache.saving.writing import replace_file
-from snapkv.errors import InvalidArgumentError, missing_package
+from snapkv.lab import drawing
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
@@ -17,12 +14,6 @@ from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, sho
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FORMATS = (".png", ".svg", ".pdf")
-
-# Labels are other people's text: no dollar sign begins a formula. Ids in an SVG must not be random,
-# or the same rows would give another file.
-STYLE: dict[Any, Any] = {"text.parse_math": False, "svg.hashsalt": "snapkv", "font.size": 9}
 
 _COLOURS = ("#F0496E", "#EBB839", "#0CD79F")
 _MOST_PANELS_IN_A_ROW = 3
@@ -36,25 +27,6 @@ _MARKERS = "osD^vP*X"
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
-def require_drawable(path: str | None = None) -> None:
-    """Raise before a run starts if its figure could not be drawn when it ends.
-
-    Args:
-        path: file of the figure; None where it becomes a part of a page.
-
-    Raises:
-        InvalidArgumentError: a suffix that is not in `FORMATS`.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    if path is not None and Path(path).suffix.lower() not in FORMATS:
-        raise InvalidArgumentError(
-            f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; choose "
-            "one of them"
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise missing_package("plot: drawing figures", "matplotlib")
-
-
 def draw(results: Results) -> dict[str, "Figure"]:
     """The figures of a run by name.
 
@@ -65,7 +37,7 @@ def draw(results: Results) -> dict[str, "Figure"]:
     import matplotlib
 
     lines = score_lines(results.rows, results.task.axes[0])
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(drawing.STYLE):
         many = len(results.task.axes) > 1
         figures = {"scores": _heat_maps(results, lines) if many else _columns(results, lines)}
         families = _families(lines)
@@ -80,20 +52,9 @@ def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
     written = []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")
-        replace_file(file, encoded(figure, target.suffix.lower()))
+        drawing.save(figure, file)
         written.append(file)
     return written
-
-
-def encoded(figure: "Figure", suffix: str) -> bytes:
-    """A figure as a file of that suffix; the same rows give the same bytes."""
-    import matplotlib
-
-    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
-    target = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure.savefig(target, format=suffix.removeprefix("."), dpi=150, metadata=undated)
-    return target.getvalue()
 
 
 def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":

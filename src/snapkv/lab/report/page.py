@@ -9,6 +9,7 @@ from typing import Any
 
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
+from snapkv.lab.drawing import encoded, require_drawable
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.summary import score_lines, shown_score
 from snapkv.lab.report import figures
@@ -34,7 +35,7 @@ def require_reportable() -> None:
     """
     if importlib.util.find_spec("jinja2") is None:
         raise missing_package("report: writing a page", "jinja2")
-    figures.require_drawable()
+    require_drawable()
 
 
 def write_report(results: Results, folder: str) -> Path:
@@ -80,7 +81,7 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         "budgets": f"{results.task.metric} by budget",
     }
     for name, figure in figures.draw(results).items():
-        data = base64.b64encode(figures.encoded(figure, ".svg")).decode()
+        data = base64.b64encode(encoded(figure, ".svg")).decode()
         yield {
             "title": titles[name],
             "alt": f"{titles[name]} of every method. Means: {means}.",

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.lab.evaluate.sample import Sample, Template
-from snapkv.lab.evaluate.store import Record, Store, short_hash
+from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
 from snapkv.lab.evaluate.summary import mean_of
 from snapkv.lab.evaluate.task import data_hash
-from snapkv.lab.study.material import LEAST_TOKENS, QUESTIONS, asked, cut, long_texts
+from snapkv.lab.study.material import LEAST_TOKENS, QUESTIONS, cut, long_texts
 from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv.lab.study.reading import Reading
-
-Progress = Callable[[str, int, int], None]
-"""Takes what is being read, how many parts of the study are done, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +90,7 @@ class Study(ABC):
 
     def settings(self, loaded: "LoadedModel") -> Record:
         """Everything that the rows depend on, the documents' text left out."""
-        from snapkv.lab.evaluate.runner import versions
+        from snapkv.lab.measure.environment import versions
 
         study: Record = json.loads(json.dumps({"name": self.name, **asdict(self)}))
         return {"study": study, "model": loaded.description(), **versions()}
@@ -183,7 +180,16 @@ class ReadingStudy(Study):
             temperature=self.temperature,
             seed=self.seed,
         )
-        return asked(name, document, question, settings, first=first)
+        before, behind = (f"{question}\n\n", "") if first else ("", f"\n\n{question}")
+        return Sample(
+            name=name,
+            cell={},
+            context=before + document,
+            question=behind,
+            plain_question="\n\nAnswer:" if first else f"\n\nQuestion: {question}\nAnswer:",
+            references=(),
+            settings=settings,
+        )
 
     def into(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None

@@ -1,17 +1,13 @@
 """The figures of the studies; the only place of theirs that imports matplotlib."""
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snapkv.cache.saving.writing import replace_file
-from snapkv.errors import InvalidArgumentError, missing_package
+from snapkv.lab import drawing
 from snapkv.lab.evaluate.store import Record
-
-FORMATS = (".png", ".svg", ".pdf")
 
 _LEGEND_ENTRIES = 10
 """With more curves than that, the legend has the first and the last."""
@@ -34,21 +30,6 @@ class Panel:
     y: str
     curves: Mapping[str, Sequence[Record]]
     dotted: Mapping[str, Sequence[Record]] = field(default_factory=dict)
-
-
-def require_drawable(path: str) -> None:
-    """Raise unless a figure can be written to that file; to be called before measuring.
-
-    Raises:
-        InvalidArgumentError: another ending than those of `FORMATS`.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    if Path(path).suffix.lower() not in FORMATS:
-        raise InvalidArgumentError(
-            f"plot: expected a file name that ends in {', '.join(FORMATS)}, got {path!r}; add "
-            "one of them"
-        )
-    _figure(1)
 
 
 def curves(panels: Iterable[Panel]) -> Any:
@@ -127,19 +108,11 @@ def grid(title: str, rows: Sequence[Record], *, x: str, y: str, panel: str, valu
 
 def save(figure: Any, path: str) -> None:
     """Write a figure in the format that the name ends in."""
-    from matplotlib import rc_context
-
-    metadata = {"Date": None} if path.lower().endswith(".svg") else None
-    target, data = Path(path), io.BytesIO()
-    kind = target.suffix.removeprefix(".").lower()
-    with rc_context({"svg.hashsalt": "snapkv", "svg.fonttype": "none"}):
-        figure.savefig(data, format=kind, metadata=metadata, dpi=100)
-    replace_file(target, data.getvalue())
+    style = {"svg.hashsalt": "snapkv", "svg.fonttype": "none"}
+    drawing.save(figure, Path(path), style, dpi=100)
 
 
 def _figure(panels: int) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_package("plot: drawing figures", "matplotlib") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(4.6 * panels, 4.2), layout="constrained")

@@ -88,15 +88,15 @@ class HitRate(ReadingStudy):
         self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
     ) -> list[Record]:
         """A row per selection, window of the answer and layer."""
-        from snapkv.lab.study.reading import observe
+        from snapkv.lab.study.reading import observed
 
         (reading,) = readings
-        found = observe(
+        found = observed(
             loaded,
             reading.ids,
             self.window_size + self.answer_tokens,
             lambda layer: self.rates(layer, reading.prompt_tokens),
-        )
+        ).seen
         return [
             {"selection": selection, "window": window, "layer": layer, **rates}
             for layer, rows in found.items()

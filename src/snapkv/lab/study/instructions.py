@@ -69,17 +69,17 @@ class Instructions(ReadingStudy):
         self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
     ) -> list[Record]:
         """A row per pair of questions and layer."""
-        from snapkv.lab.study.reading import observe
+        from snapkv.lab.study.reading import observed
         from snapkv.lab.study.votes import overlap
 
         document = common_tokens([reading.ids[0].tolist() for reading in readings])
         votes = [
-            observe(
+            observed(
                 loaded,
                 reading.ids,
                 reading.tokens - document,
                 lambda layer: self._votes(layer, document),
-            )
+            ).seen
             for reading in readings
         ]
         pairs = list(itertools.combinations_with_replacement(range(len(readings)), 2))

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapkv.app import text_files
-from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.haystack import load_haystack
-from snapkv.lab.evaluate.sample import Sample
 
 QUESTIONS = (
     "What is the main argument of the text, and how does the author support it?",
@@ -94,39 +92,6 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> Cut:
         ],
         tokens=most,
         shortest=shortest[0],
-    )
-
-
-def asked(
-    name: str, document: str, question: str, settings: GenerationSettings, *, first: bool = False
-) -> Sample:
-    """A sample with its question behind the document, or in front of it.
-
-    Args:
-        name: of the sample.
-        document: the long text.
-        question: about it.
-        settings: how the answer is generated.
-        first: whether the question comes first.
-    """
-    if first:
-        return Sample(
-            name=name,
-            cell={},
-            context=f"{question}\n\n{document}",
-            question="",
-            plain_question="\n\nAnswer:",
-            references=(),
-            settings=settings,
-        )
-    return Sample(
-        name=name,
-        cell={},
-        context=document,
-        question=f"\n\n{question}",
-        plain_question=f"\n\nQuestion: {question}\nAnswer:",
-        references=(),
-        settings=settings,
     )
 
 

@@ -67,15 +67,15 @@ class Overlap(ReadingStudy):
         self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
     ) -> list[Record]:
         """A row per window and layer."""
-        from snapkv.lab.study.reading import observe
+        from snapkv.lab.study.reading import observed
 
         (reading,) = readings
-        found = observe(
+        found = observed(
             loaded,
             reading.ids,
             self.prompt_windows * self.window_tokens + self.answer_tokens,
             lambda layer: self.overlaps(layer, reading.prompt_tokens),
-        )
+        ).seen
         return [
             {"of": of, "window": window, "layer": layer, **overlaps}
             for layer, rows in found.items()

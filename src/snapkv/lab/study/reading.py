@@ -125,10 +125,3 @@ def observed(
     with torch.inference_mode():
         logits = loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits
     return Observed(seen=seen, cache=cache, last_logits=logits[0, -1])
-
-
-def observe(
-    loaded: LoadedModel, ids: Tensor, query_tokens: int, look: Callable[[PromptLayer], Seen]
-) -> dict[int, Seen]:
-    """What `look` gave of every layer, by its index in the model; see `observed`."""
-    return observed(loaded, ids, query_tokens, look).seen

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from snapkv.lab.evaluate.sample import Template
-from snapkv.lab.evaluate.store import Record
+from snapkv.lab.evaluate.store import Progress, Record
 from snapkv.lab.evaluate.tasks import Needle
-from snapkv.lab.study.base import Findings, Progress, Study, Table, grouped
+from snapkv.lab.study.base import Findings, Study, Table, grouped
 from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
@@ -92,12 +92,8 @@ class Sensitivity(Study):
         for window, kernel in itertools.product(self.windows, self.kernels):
             for pooling in self.poolings[:1] if kernel == 1 else self.poolings:
                 kind = "no pooling" if kernel == 1 else f"{pooling} {kernel}"
-                settings: Record = {
-                    "window_size": window,
-                    "kernel_size": kernel,
-                    "pooling": pooling,
-                }
-                policy = SnapKV(self.budget, **settings)
+                settings: Record = {"kernel_size": kernel, "pooling": pooling}
+                policy = SnapKV(self.budget, window_size=window, **settings)
                 methods.append(Method(label=f"window {window}, {kind}", policy=policy))
         return methods
 

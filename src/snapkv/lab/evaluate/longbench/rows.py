@@ -1,15 +1,14 @@
 """LongBench's rows: out of its archive, a folder, or the archive on the hub."""
 
-import json
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from snapkv.errors import DocumentError
+from snapkv.lab.evaluate.json_lines import Check, is_texts, parsed, require_fields
 from snapkv.lab.evaluate.longbench.sets import DataSet
 from snapkv.lab.evaluate.metrics import PARAGRAPH
 
@@ -55,7 +54,7 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
         if line.strip()
     ]
     if not rows:
-        raise DocumentError(f"data: expected rows in {data / name}, got none; get the archive anew")
+        raise DocumentError(f"data: expected rows in {data / name}, got none; {_REMEDY}")
     return rows
 
 
@@ -121,22 +120,14 @@ def _row(line: bytes, data_set: DataSet, place: str) -> Row:
     Raises:
         DocumentError: it is no JSON object, or a field is missing or of another kind.
     """
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        found = line.decode(errors="replace").strip()[:40]
-        raise DocumentError(
-            f"data: expected a JSON object in {place}, got {found!r}; get the archive anew"
+    record = parsed(line, place, _REMEDY)
+    require_fields(record, _FIELDS, place, _REMEDY)
+    if data_set.metric == "classification":
+        require_fields(record, {"all_classes": ("a list of texts", bool)}, place, _REMEDY)
+    if data_set.metric == "retrieval":
+        require_fields(
+            record, {"answers": ('texts like "Paragraph 3"', _are_paragraphs)}, place, _REMEDY
         )
-    for field, (wanted, is_right) in _FIELDS.items():
-        if not is_right(record.get(field)):
-            raise _malformed(place, field, wanted, record)
-    if data_set.metric == "classification" and not record.get("all_classes"):
-        raise _malformed(place, "all_classes", "a list of texts", record)
-    if data_set.metric == "retrieval" and not all(map(_NAMES_PARAGRAPH, record["answers"])):
-        raise _malformed(place, "answers", 'texts like "Paragraph 3"', record)
     return Row(
         context=record["context"],
         input=record["input"],
@@ -146,23 +137,16 @@ def _row(line: bytes, data_set: DataSet, place: str) -> Row:
     )
 
 
-def _malformed(place: str, field: str, wanted: str, record: dict[str, Any]) -> DocumentError:
-    found = repr(record[field])[:40] if field in record else "no such field"
-    return DocumentError(
-        f"data: expected {field} to be {wanted} in {place}, got {found}; get the archive anew"
-    )
+def _are_paragraphs(answers: list[str]) -> bool:
+    return all(re.search(PARAGRAPH, answer) for answer in answers)
 
 
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+_REMEDY = "get the archive anew"
 
-
-_NAMES_PARAGRAPH = re.compile(PARAGRAPH).search
-
-_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+_FIELDS: dict[str, Check] = {
     "context": ("a text", lambda value: isinstance(value, str) and bool(value)),
     "input": ("a text", lambda value: isinstance(value, str)),
-    "answers": ("a list of texts", lambda value: _is_texts(value) and bool(value)),
+    "answers": ("a list of texts", lambda value: is_texts(value) and bool(value)),
     "length": ("a whole number", lambda value: type(value) is int),
-    "all_classes": ("a list of texts or null", lambda value: value is None or _is_texts(value)),
+    "all_classes": ("a list of texts or null", lambda value: value is None or is_texts(value)),
 }

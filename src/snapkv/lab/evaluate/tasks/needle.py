@@ -10,15 +10,14 @@ import itertools
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import percents
-from snapkv.lab.evaluate.haystack import Haystack, load_haystack
+from snapkv.lab.evaluate.haystack import Haystack, HaystackTask
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.lab.evaluate.task import Task
 from snapkv.validation import require_at_least, require_each_at_least
 
 _INSTRUCTION = (
@@ -46,7 +45,7 @@ class _Hidden:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle(Task):
+class Needle(HaystackTask):
     """One sentence hidden in a long text, asked for at every length and depth.
 
     Args:
@@ -55,7 +54,6 @@ class Needle(Task):
         variant: magic-number asks for a number, sandwich for the best thing to do in San Francisco.
         digits: of the magic number.
         permutations: runs of every length and depth, each with the documents in another order.
-        haystack: folder of text files; without one, essays or Python's documentation.
         cloze: begin the answer for the model, which small models need.
         buffer_tokens: how much of a length is left for question and instructions.
         seed: of cities, numbers and orders.
@@ -74,7 +72,6 @@ class Needle(Task):
     cloze: bool = False
     buffer_tokens: int = 200
     seed: int = 42
-    text: Haystack = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the settings and find the text."""
@@ -91,12 +88,7 @@ class Needle(Task):
             raise InvalidArgumentError(
                 f"variant: expected magic-number or sandwich, got {self.variant!r}; choose one"
             )
-        object.__setattr__(self, "text", load_haystack(self.haystack))
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What of the haystack was left out."""
-        return self.text.warnings
+        self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """A sample for every length, depth and order."""
@@ -111,10 +103,6 @@ class Needle(Task):
             return float(sample.references[0] in prediction)
         wanted, said = (_words(text) for text in (sample.references[0], prediction))
         return len(wanted & said) / len(wanted)
-
-    def describe(self) -> dict[str, Any]:
-        """The settings, with the name of the text."""
-        return super().describe() | {"haystack": self.text.name}
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
         name = f"{length}/{depth}/{order}"

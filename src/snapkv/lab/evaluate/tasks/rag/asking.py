@@ -2,14 +2,17 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.corpora import Passage, Question
+from snapkv.lab.evaluate.corpora import CorpusName, Passage, Question
 from snapkv.lab.evaluate.metrics import normalised
 from snapkv.lab.evaluate.retrieval import Index
 from snapkv.lab.evaluate.sample import Cell, Sample
+from snapkv.lab.evaluate.task import Task
+from snapkv.validation import require_at_least, require_each_at_least
 
 _Row = TypeVar("_Row")
 
@@ -25,6 +28,42 @@ _EXAMPLES = (
 
 STOPS = ("\nQuestion:", "\nDocument:")
 """Where a model that goes on behind its answer is stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RagTask(Task):
+    """Questions over many documents.
+
+    Args:
+        documents: how many there are, those that answer the question included.
+        samples_each: questions; all are asked with every number of documents.
+        corpus: hotpotqa, or squad, whose questions one paragraph answers, for small models.
+        seed: of the draw of questions.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("documents",)
+    least_documents: ClassVar[int]
+
+    documents: tuple[int, ...] = (100,)
+    samples_each: int = 100
+    corpus: CorpusName = "hotpotqa"
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        require_each_at_least("documents", self.documents, self.least_documents)
+        require_at_least("samples_each", self.samples_each, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhraseTask(RagTask):
+    """Questions that a phrase of the documents answers."""
+
+    metric: ClassVar[str] = "accuracy"
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether a right answer stands in the prediction."""
+        return float(found(prediction, sample.references))
 
 
 def drawn(rows: Sequence[_Row], count: int, seed: int) -> list[_Row]:

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
-from snapkv.lab.evaluate.corpora import CorpusName, Question, load_corpus
+from snapkv.lab.evaluate.corpora import Question, load_corpus
 from snapkv.lab.evaluate.retrieval import Index, corpus_index
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.lab.evaluate.task import Task
-from snapkv.lab.evaluate.tasks.rag.asking import STOPS, drawn, neighbours, numbered
-from snapkv.validation import require_at_least, require_each_at_least
+from snapkv.lab.evaluate.tasks.rag.asking import STOPS, RagTask, drawn, neighbours, numbered
 
 _INSTRUCTION = (
     "Answer the question at the end from the documents below, and say which documents the answer "
@@ -26,7 +24,7 @@ _EXAMPLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RagCitation(Task):
+class RagCitation(RagTask):
     """Which of many documents on one topic answer a question.
 
     Two documents answer each question of HotpotQA; the others are those that BM25 finds nearest to
@@ -36,25 +34,12 @@ class RagCitation(Task):
     numbers without end looks good.
 
     Args:
-        documents: how many there are, those that answer the question included.
-        samples_each: questions; all are asked with every number of documents.
-        corpus: hotpotqa, or squad, whose questions one paragraph answers, for small models.
         seed: of the draw of questions and of the documents' orders.
     """
 
     name: ClassVar[str] = "rag-citation"
     metric: ClassVar[str] = "citation F1"
-    axes: ClassVar[tuple[str, ...]] = ("documents",)
-
-    documents: tuple[int, ...] = (100,)
-    samples_each: int = 100
-    corpus: CorpusName = "hotpotqa"
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        require_each_at_least("documents", self.documents, 2)
-        require_at_least("samples_each", self.samples_each, 1)
+    least_documents: ClassVar[int] = 2
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Every question with every number of documents."""

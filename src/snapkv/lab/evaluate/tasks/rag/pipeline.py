@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.corpora import CorpusName, load_corpus
+from snapkv.lab.evaluate.corpora import load_corpus
 from snapkv.lab.evaluate.retrieval import corpus_index
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.lab.evaluate.task import Task
-from snapkv.lab.evaluate.tasks.rag.asking import drawn, found, phrase_questions, phrase_sample
-from snapkv.validation import require_at_least, require_each_at_least
+from snapkv.lab.evaluate.tasks.rag.asking import PhraseTask, drawn, phrase_questions, phrase_sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class RagPipeline(Task):
+class RagPipeline(PhraseTask):
     """Questions over what was retrieved for them, the nearest document first.
 
     BM25 retrieves out of all 66,635 paragraphs of HotpotQA, all-MiniLM-L6-v2 orders what it found,
@@ -26,25 +24,16 @@ class RagPipeline(Task):
     Args:
         documents: how many of the retrieved ones the model reads.
         retrieve: how many are retrieved.
-        samples_each: questions; all are asked with every number of documents.
-        corpus: hotpotqa, or squad, whose questions one paragraph answers, for small models.
-        seed: of the draw of questions.
     """
 
     name: ClassVar[str] = "rag-pipeline"
-    metric: ClassVar[str] = "accuracy"
-    axes: ClassVar[tuple[str, ...]] = ("documents",)
+    least_documents: ClassVar[int] = 1
 
-    documents: tuple[int, ...] = (100,)
     retrieve: int = 200
-    samples_each: int = 100
-    corpus: CorpusName = "hotpotqa"
-    seed: int = 42
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        require_each_at_least("documents", self.documents, 1)
-        require_at_least("samples_each", self.samples_each, 1)
+        super().__post_init__()
         if self.retrieve < max(self.documents):
             raise InvalidArgumentError(
                 f"retrieve: expected at least as many as documents, {max(self.documents)}, got "
@@ -69,7 +58,3 @@ class RagPipeline(Task):
                     question.text,
                     question.answers,
                 )
-
-    def score(self, sample: Sample, prediction: str) -> float:
-        """Whether the answer stands in the prediction."""
-        return float(found(prediction, sample.references))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.corpora import CorpusName, Passage, Question, load_corpus
+from snapkv.lab.evaluate.corpora import Passage, Question, load_corpus
 from snapkv.lab.evaluate.retrieval import Index, corpus_index
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks.rag.asking import (
+    PhraseTask,
     drawn,
     found,
     neighbours,
@@ -19,13 +19,12 @@ from snapkv.lab.evaluate.tasks.rag.asking import (
     phrase_sample,
 )
 from snapkv.lab.evaluate.tasks.rag.rows import Row, read_rows
-from snapkv.validation import require_at_least, require_each_at_least
 
 _POSITIONS = ("beginning", "middle", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RagPosition(Task):
+class RagPosition(PhraseTask):
     """Questions whose answer stands before, between or behind documents without it.
 
     The questions are HotpotQA's whose answer is a phrase, see `phrase_questions`; the other
@@ -33,28 +32,17 @@ class RagPosition(Task):
     answer is right if the phrase is in it (paper, Sec. 5.4.2, Table 4).
 
     Args:
-        documents: how many there are, those with the answer included.
         samples_each: questions; all are asked with every number of documents and position.
-        corpus: hotpotqa, or squad, whose questions one paragraph answers, for small models.
         data: file of questions to ask instead, .jsonl or .jsonl.gz, in the form of Lost in the
             Middle: question, answers, ctxs.
-        seed: of the draw of questions.
     """
 
     name: ClassVar[str] = "rag-position"
-    metric: ClassVar[str] = "accuracy"
     axes: ClassVar[tuple[str, ...]] = ("documents", "position")
+    least_documents: ClassVar[int] = 3
 
     documents: tuple[int, ...] = (30, 100, 200)
-    samples_each: int = 100
-    corpus: CorpusName = "hotpotqa"
     data: str | None = None
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        require_each_at_least("documents", self.documents, 3)
-        require_at_least("samples_each", self.samples_each, 1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Every question with every number of documents, at every position."""
@@ -68,10 +56,6 @@ class RagPosition(Task):
                 row.question,
                 row.answers,
             )
-
-    def score(self, sample: Sample, prediction: str) -> float:
-        """Whether a right answer stands in the prediction."""
-        return float(found(prediction, sample.references))
 
     def describe(self) -> dict[str, Any]:
         """The settings; of a file its name, which takes the corpus' place."""

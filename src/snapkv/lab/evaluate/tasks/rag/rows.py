@@ -6,19 +6,17 @@ answer stands in it).
 """
 
 import gzip
-import json
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from snapkv.errors import DocumentError
 from snapkv.lab.evaluate.corpora import Passage
+from snapkv.lab.evaluate.json_lines import Check, is_texts, malformed, parsed, require_fields
 from snapkv.lab.evaluate.metrics import normalised
 
-Check = tuple[str, Callable[[Any], bool]]
-"""What a field must be, and whether it is."""
+_REMEDY = "correct or delete the line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,47 +65,20 @@ def _text(path: Path) -> str:
 
 def _row(line: str, path: Path, number: int) -> Row:
     place = f"{path}, line {number}"
-    record = _parsed(line, place)
-    _require(record, _FIELDS, place)
+    record = parsed(line, place, "correct or delete it")
+    require_fields(record, _FIELDS, place, _REMEDY)
     for index, document in enumerate(record["ctxs"]):
-        _require(document, _DOCUMENT_FIELDS, place, prefix=f"ctxs[{index}].")
+        require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
     gold = [document for document in record["ctxs"] if document["isgold"]]
     others = [d for d in record["ctxs"] if not d["isgold"] and not d["hasanswer"]]
     if not gold:
-        raise _malformed("ctxs", "documents of which one isgold", place, "none that is")
+        raise malformed("ctxs", "documents of which one isgold", place, "none that is", _REMEDY)
     return Row(
         name=f"line {number}",
         question=record["question"],
         answers=tuple(record["answers"]),
         gold=tuple(map(_passage, gold)),
         others=tuple(map(_passage, others)),
-    )
-
-
-def _parsed(line: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        raise DocumentError(
-            f"data: expected a JSON object in {place}, got {line[:40]!r}; correct or delete it"
-        )
-    return record
-
-
-def _require(
-    record: dict[str, Any], checks: dict[str, Check], place: str, prefix: str = ""
-) -> None:
-    for field, (wanted, is_right) in checks.items():
-        if not is_right(record.get(field)):
-            got = repr(record[field])[:40] if field in record else "no such field"
-            raise _malformed(prefix + field, wanted, place, got)
-
-
-def _malformed(field: str, wanted: str, place: str, got: str) -> DocumentError:
-    return DocumentError(
-        f"data: expected {field} to be {wanted} in {place}, got {got}; correct or delete the line"
     )
 
 
@@ -120,8 +91,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_answers(value: Any) -> bool:
-    texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return texts and bool(value) and all(map(normalised, value))
+    return is_texts(value) and bool(value) and all(map(normalised, value))
 
 
 def _are_objects(value: Any) -> bool:

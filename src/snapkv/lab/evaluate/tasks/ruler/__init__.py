@@ -16,15 +16,14 @@ Where a chat template is applied, the answer's start stands directly behind it, 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import fitted
-from snapkv.lab.evaluate.haystack import Haystack, load_haystack
+from snapkv.lab.evaluate.haystack import HaystackTask
 from snapkv.lab.evaluate.sample import Sample
-from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks.ruler.counting import CommonWords, FrequentWords
 from snapkv.lab.evaluate.tasks.ruler.needle import Needles
 from snapkv.lab.evaluate.tasks.ruler.puzzle import Generator, Wanted
@@ -53,14 +52,13 @@ _PATIENCE = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ruler(Task):
+class Ruler(HaystackTask):
     """The thirteen tasks of RULER: needles, variables, common words and real questions.
 
     Args:
         tasks: which of the thirteen.
         lengths: tokens of prompt and answer together, never more; officially 4k to 128k.
         samples_each: samples of every task and length; officially 500.
-        haystack: folder of text files; without one, essays or Python's documentation.
         seed: of everything that is drawn.
     """
 
@@ -85,14 +83,9 @@ class Ruler(Task):
                 f"{', '.join(unknown) or 'none'}; name those to run, or leave it out for all"
             )
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What of the haystack was left out."""
-        return self._text.warnings
-
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Samples of every length and task."""
-        essay = tuple(self._text.text.split())
+        essay = tuple(self.text.text.split())
         for length, task in itertools.product(self.lengths, self.tasks):
             yield from self._cell(tokenizer, task, length, essay)
 
@@ -103,14 +96,6 @@ class Ruler(Task):
         if GENERATORS[str(sample.cell["task"])].any_reference:
             return float(any(found))
         return sum(found) / len(found)
-
-    def describe(self) -> dict[str, Any]:
-        """The settings, with the name of the text."""
-        return super().describe() | {"haystack": self._text.name}
-
-    @cached_property
-    def _text(self) -> Haystack:
-        return load_haystack(self.haystack)
 
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]

@@ -3,7 +3,6 @@
 import math
 import random
 import string
-from dataclasses import dataclass
 from typing import ClassVar
 
 from snapkv.lab.evaluate.tasks.ruler.puzzle import Generator, Puzzle, Wanted
@@ -11,14 +10,6 @@ from snapkv.lab.evaluate.words import distinct, words
 
 _COMMON = 10
 _SHORT = 4096  # tokens below which cwe repeats less
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Repeats:
-    """How often the common and the other words of a list appear."""
-
-    common: int
-    others: int
 
 
 class CommonWords(Generator):
@@ -44,11 +35,11 @@ class CommonWords(Generator):
         """A list of that many different words, behind a short one that is solved."""
         draw = wanted.draw()
         if wanted.length < _SHORT:
-            example = _listed(draw, 20, _Repeats(common=3, others=1))
-            asked = _listed(draw, parts, _Repeats(common=6, others=1))
+            example = _listed(draw, 20, repeats=(3, 1))
+            asked = _listed(draw, parts, repeats=(6, 1))
         else:
-            example = _listed(draw, 40, _Repeats(common=10, others=3))
-            asked = _listed(draw, parts, _Repeats(common=30, others=3))
+            example = _listed(draw, 40, repeats=(10, 3))
+            asked = _listed(draw, parts, repeats=(30, 3))
         solved = f"{example.context}{example.question} {example.answer_start}"
         return Puzzle(
             context=f"{solved}{_numbered(example.references)}\n{asked.context}",
@@ -96,10 +87,11 @@ class FrequentWords(Generator):
         )
 
 
-def _listed(draw: random.Random, count: int, repeats: _Repeats) -> Puzzle:
+def _listed(draw: random.Random, count: int, *, repeats: tuple[int, int]) -> Puzzle:
+    """That many words; the common and the other ones appear as often as `repeats` says."""
     drawn = draw.sample(words("noun", "adjective", "verb"), count)
     common, others = drawn[:_COMMON], drawn[_COMMON:]
-    entries = common * repeats.common + others * repeats.others
+    entries = common * repeats[0] + others * repeats[1]
     draw.shuffle(entries)
     return Puzzle(
         context="Below is a numbered list of words. In these words, some appear more often than "

@@ -57,7 +57,9 @@ class Needles(Generator):
         if self.haystack == "essay":
             text = _in_essay(wanted, parts, needles, draw)
         else:
-            text = _between(self._sentences(parts, keys, draw), needles, draw)
+            others = self._sentences(parts, keys, draw)
+            places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
+            text = "\n".join(_inserted(others, needles, places))
         return self._worded(text, asked, tuple(value for key in asked for value in values[key]))
 
     def _sentences(self, parts: int, keys: list[str], draw: random.Random) -> list[str]:
@@ -107,11 +109,6 @@ def _in_essay(wanted: Wanted, count: int, needles: list[str], draw: random.Rando
     depths = sorted(draw.sample(_DEPTHS, len(needles)), reverse=True)
     places = [int(len(whole) * depth / 100) for depth in depths]
     return " ".join(_inserted(whole, needles, places))
-
-
-def _between(others: list[str], needles: list[str], draw: random.Random) -> str:
-    places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
-    return "\n".join(_inserted(others, needles, places))
 
 
 def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[str]:

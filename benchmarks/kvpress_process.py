@@ -10,7 +10,7 @@ import math
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable
+import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.lab.measure.contenders import Pieces
 from snapkv.lab.measure.held_bytes import peak_growth_bytes
 from snapkv.policies import SnapKV
 
@@ -31,7 +32,8 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 class Kvpress:
     """A cache that kvpress's `SnapKVPress` compresses, or the full cache of its transformers.
 
-    Its process starts with the first thing that is asked of it. kvpress pools with averages and
+    A `Contender` of the benches, which works in a process of its own; that starts with the first
+    thing that is asked of it. kvpress pools with averages and
     combines query heads with their mean, whatever the policy says.
 
     Args:
@@ -46,9 +48,12 @@ class Kvpress:
         OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
 
     Attributes:
+        policy: None: nothing of ours is at work.
         versions: of kvpress and what it runs on, once it has started.
         generated: token ids of the last call, by row.
     """
+
+    policy = None
 
     def __init__(
         self,
@@ -87,26 +92,36 @@ class Kvpress:
 
     def read(self, ids: Tensor) -> float:
         """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
-        return float(self._read(ids)["ms"])
+        kept = self._kept_tokens(ids.shape[1])
+        self._last = self._ask(do="read", ids=ids.tolist(), kept_tokens=kept)
+        return float(self._last["ms"])
 
-    def peak(self, ids: Tensor) -> Row:
+    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> "_Reader":
+        """Reads a prompt as `read` does: with its own model, all at once."""
+        del model, pieces
+        return _Reader(self, ids)
+
+    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Row:
         """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
+        del model, pieces
         self.forget()
-        process, read = self._started(), []
-        peak = peak_growth_bytes(
-            lambda: read.append(self._read(ids)), self._device, process=process.pid
-        )
-        return {
-            "peak_growth_bytes": read[0].get("peak_growth_bytes", peak),  # on CUDA its own
-            "held_bytes": read[0]["held_bytes"],
-        }
+        process = self._started()
+        peak = peak_growth_bytes(lambda: self.read(ids), self._device, process=process.pid)
+        read = {"peak_growth_bytes": peak} | self._last  # on CUDA it says its own
+        self.forget()
+        return {name: read[name] for name in ("peak_growth_bytes", "held_bytes")}
 
-    def filled(self, batch: int, length: int) -> "Kvpress":
-        """Itself, with a cache as a prompt of that many tokens leaves it, from random states."""
+    def behind(self, model: PreTrainedModel, batch: int, length: int) -> "_Decoder":
+        """A cache as a prompt of that many tokens leaves it, from random states."""
+        del model
+        self.fill(batch, length)
+        return _Decoder(self)
+
+    def fill(self, batch: int, length: int) -> None:
+        """Hold a cache as a prompt of that many tokens leaves it, from random states."""
         self.forget()
         kept = self._kept_tokens(length)
         self._last = self._ask(do="fill", batch=batch, length=length, kept_tokens=kept)
-        return self
 
     def __call__(self, tokens: int) -> float:
         """Generate greedily behind the last prompt; ms per token."""
@@ -116,7 +131,7 @@ class Kvpress:
 
     def forget(self) -> None:
         """Hold no cache, so that others find its memory."""
-        if self._process is not None:
+        if self._process is not None and not self._waits:
             self._ask(do="forget")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # and the other way round
@@ -126,17 +141,10 @@ class Kvpress:
         """Bytes that the last cache holds."""
         return int(self._last["held_bytes"])
 
-    read_bytes = held_bytes
-
     @property
     def kept_tokens(self) -> int:
         """Tokens that a layer of the last cache stores."""
         return int(self._last["kept_tokens"])
-
-    def _read(self, ids: Tensor) -> Row:
-        kept = self._kept_tokens(ids.shape[1])
-        self._last = self._ask(do="read", ids=ids.tolist(), kept_tokens=kept)
-        return self._last
 
     def _kept_tokens(self, length: int) -> int:
         if self._policy is None:
@@ -215,11 +223,32 @@ class Kvpress:
         self._said.close()
 
 
-def forget(contenders: Iterable[Any]) -> None:
-    """Let those in other processes hold no cache."""
-    for each in contenders:
-        if isinstance(each, Kvpress):
-            each.forget()
+class _Holding:
+    """What the process holds is forgotten there when this object is forgotten here."""
+
+    def __init__(self, theirs: Kvpress) -> None:
+        self._theirs = theirs
+        weakref.finalize(self, theirs.forget).atexit = False
+
+
+class _Reader(_Holding):
+    def __init__(self, theirs: Kvpress, ids: Tensor) -> None:
+        super().__init__(theirs)
+        self._ids = ids
+
+    def __call__(self) -> float:
+        return self._theirs.read(self._ids)
+
+
+class _Decoder(_Holding):
+    @property
+    def held_bytes(self) -> int:
+        return self._theirs.held_bytes
+
+    read_bytes = held_bytes
+
+    def __call__(self, tokens: int) -> float:
+        return self._theirs(tokens)
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import kvpress_process as kvpress
 
 from snapkv import SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv.lab.measure import kvpress
+from snapkv.lab.measure.contenders import full
+from snapkv.lab.measure.decode import DecodeBench
+from snapkv.lab.measure.prefill import PrefillBench
+from snapkv.lab.measure.throughput import ThroughputBench
 from tests.families import random_ids, tiny_model
 
 SCRIPT = """
@@ -24,6 +28,10 @@ for line in sys.stdin:
     if tokens == 5:
         time.sleep(600)
     answers = {1: {"out_of_memory": "no room"}, 4: {"ms": 2.5, "held_bytes": 8}}
+    answers |= {"fill": {"held_bytes": 16}, "decode": {"ms": 3.0, "held_bytes": 24, "tokens": []}}
+    if asked.get("do") in answers:
+        tokens = asked["do"]
+    print(asked.get("do"), file=sys.stderr, flush=True)
     print(json.dumps(answers.get(tokens, {})), flush=True)
 """
 
@@ -80,3 +88,49 @@ def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(theirs, monkeypa
         theirs.read(torch.zeros(1, 5, dtype=torch.int64))
     theirs._end()
     assert process.returncode == -15
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        (None, "with kvpress, got None; make one"),
+        (Path(__file__), r"kvpress_python: expected an interpreter, got \[Errno 13\] Permission"),
+    ],
+    ids=["none", "no interpreter"],
+)
+def test_an_interpreter_is_needed(python, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        read(kvpress.Kvpress("theirs", python, tiny_model("llama"), SnapKV(48)), 4)
+
+
+def test_an_environment_without_kvpress_is_named():
+    made = kvpress.Kvpress("theirs", Path(sys.executable), tiny_model("llama"), SnapKV(48))
+    with made, pytest.raises(InvalidArgumentError, match="said ModuleNotFoundError: No module"):
+        read(made, 4)
+
+
+def test_benches_ask_it_like_any_other_cache_and_it_holds_nothing_afterwards(theirs):
+    compared = {
+        "model": tiny_model("llama"),
+        "contenders": [full("transformers"), theirs],
+        "lengths": [4],
+        "rounds": 2,
+    }
+    rows = [
+        *PrefillBench(**compared).times(),
+        *PrefillBench(**compared).peaks(),
+        *DecodeBench(**compared, tokens=2).rows(),
+        *ThroughputBench(**compared, memory_bytes=10**9, tokens=2, most_requests=2).rows(),
+    ]
+    asked = done_by(theirs)
+    assert asked[-1] == "forget"
+    assert "read" not in asked[asked.index("fill") :]
+    own = [row for row in rows if row["cache"] == "theirs"]
+    assert [row["bench"] for row in own] == ["prefill", "memory", "decode", "throughput"]
+    assert own[0]["ms"]["p50"] == 2.5
+    assert [row["held_bytes"] for row in own[1:]] == [8, 24, 24]
+
+
+def done_by(theirs):
+    theirs._said.seek(0)
+    return theirs._said.read().split()

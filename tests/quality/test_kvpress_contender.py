@@ -3,10 +3,10 @@
 import pytest
 import torch
 from benchmarks import kvpress as benchmark
+from benchmarks.kvpress_process import Kvpress
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.measure.kvpress import Kvpress
 from tests.families import random_ids, tiny_model
 
 pytestmark = [
@@ -38,7 +38,7 @@ def test_filling_leaves_as_much_as_reading_and_a_ratio_is_taken_too():
     with Kvpress("ratio", PYTHON, model, SnapKV(keep_ratio=0.25, window_size=16)) as theirs:
         assert theirs.read(ids) > 0
         read = theirs.kept_tokens, theirs.held_bytes
-        theirs.filled(1, 216)
+        theirs.fill(1, 216)
         assert (theirs.kept_tokens, theirs.held_bytes) == read == (66, 66 * 4 * 2 * 2 * 8 * 4)
         assert theirs.versions["transformers"].startswith("5.2.")
 
@@ -50,7 +50,7 @@ def test_what_it_does_not_take_is_said_and_it_goes_on():
             theirs.read(torch.full((1, 64), 10**6))
         theirs.read(random_ids(1, 64))
         assert theirs.kept_tokens == 20
-        theirs.filled(3, 12)  # less than the budget
+        theirs.fill(3, 12)  # less than the budget
         assert theirs(2) > 0
         assert theirs.kept_tokens == 14
 
