@@ -1,8 +1,7 @@
 """From `--baseline`, `--policy`, `--budget` and `--storage` to the caches of a bench."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +29,26 @@ def compared_caches(
         InvalidArgumentError: an unknown baseline, policy, parameter or storage.
     """
     policies = methods([], options.policy or ["snapkv"], integers("budget", options.budget))
-    makers = [
-        *_baselines(options, model, policies),
-        *_compressed(policies, specs([options.storage]), options.storage),
-    ]
+    caches = [*_baselines(options, model, policies), *_compressed(policies, options.storage)]
+    wanted = [each for each in caches if only in (None, each.label)]
     with contextlib.ExitStack() as running:
-        wanted = [make for label, make in makers if only in (None, label)]
-        yield [running.enter_context(make()) for make in wanted]
+        for each in wanted:
+            if isinstance(each, Kvpress):
+                running.enter_context(each)
+        yield wanted
 
 
-_Maker = tuple[str, Callable[[], contextlib.AbstractContextManager[Contender | Kvpress]]]
-
-
-def _baselines(options: Any, model: Any, policies: Sequence[Method]) -> Iterator[_Maker]:
+def _baselines(
+    options: Any, model: Any, policies: Sequence[Method]
+) -> Iterator[Contender | Kvpress]:
     for name in specs([options.baseline]):
         if name == "kvpress":
             yield from _beside(options.kvpress_python, model, policies)
         else:
-            yield _ready(full(name))
+            yield full(name)
 
 
-def _beside(python: str | None, model: Any, policies: Sequence[Method]) -> Iterator[_Maker]:
+def _beside(python: str | None, model: Any, policies: Sequence[Method]) -> Iterator[Kvpress]:
     """kvpress's SnapKV at the settings of every one of ours."""
     alike = [each for each in policies if type(each.policy) is SnapKV]
     if not alike:
@@ -59,21 +57,15 @@ def _beside(python: str | None, model: Any, policies: Sequence[Method]) -> Itera
             f"{', '.join(each.label for each in policies)}; add --policy snapkv"
         )
     for method in alike:
-        label = f"kvpress {method.label}"
         where = None if python is None else Path(python)
-        yield label, partial(Kvpress, label, where, model, method.policy)  # type: ignore[arg-type] # it is SnapKV
+        yield Kvpress(f"kvpress {method.label}", where, model, method.policy)  # type: ignore[arg-type] # it is SnapKV
 
 
-def _compressed(
-    policies: Sequence[Method], storages: Sequence[str], given: str
-) -> Iterator[_Maker]:
+def _compressed(policies: Sequence[Method], given: str) -> Iterator[Contender]:
+    storages = specs([given])
     for storage in storages:
         if storage not in ("dynamic", "static"):
             raise InvalidArgumentError(f"storage: expected dynamic, static or both, got {given!r}")
     for each in policies:
         for storage in storages:
-            yield _ready(compressed(f"{each.label} {storage}", each.policy, storage=storage))
-
-
-def _ready(contender: Contender) -> _Maker:
-    return contender.label, lambda: contextlib.nullcontext(contender)
+            yield compressed(f"{each.label} {storage}", each.policy, storage=storage)
