@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from snapkv import writing
+from snapkv.cache.saving import writing
 from tests.cli.test_eval import NEEDLE
 from tests.families import tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded

@@ -1,25 +1,16 @@
 """`snapkv ask`: a question about documents."""
 
-from typing import Annotated
-
-import typer
+from typing import Any
 
 from snapkv.app import text_files
+from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.cli.options import RunOptions, with_options
+from snapkv.cli.panels import Documents, Question
 from snapkv.errors import InvalidArgumentError
 
 
 @with_options(RunOptions)
-def ask(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE...", help="Text, source code, HTML, PDF, a folder, or - for stdin"
-        ),
-    ],
-    question: Annotated[str, typer.Option("--question", "-q", help="What to answer")],
-    options: RunOptions,
-) -> None:
+def ask(files: Documents, question: Question, options: RunOptions) -> None:
     """Answer a question about documents, from a cache smaller than they are."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
@@ -30,18 +21,14 @@ def ask(
 
     policy = build_policy(options)
 
-    from snapkv.app.prompts import question_prompt
-    from snapkv.cli.session import Session  # imports transformers
+    from snapkv.cli.session import answer_and_show  # imports transformers
 
-    session = Session(options, settings, policy)
-    prompt = question_prompt(
-        session.tokenizer, text_files.join(read), question, answer_start=options.answer_start
-    )
-    session.run(
-        prompt.hiding(question) if session.reads_twice else prompt,
-        request={
-            "documents": [document.name for document in read],
-            "warnings": warnings,
-            "question": question,
-        },
-    )
+    def prompt(tokenizer: Any) -> Prompt:
+        made = question_prompt(
+            tokenizer, text_files.join(read), question, answer_start=options.answer_start
+        )
+        return made.hiding(question) if policy.reads_twice else made
+
+    documents = [document.name for document in read]
+    request = {"documents": documents, "warnings": warnings, "question": question}
+    answer_and_show(options, settings, policy, prompt, request)

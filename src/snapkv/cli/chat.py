@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +13,9 @@ from snapkv.app import text_files
 from snapkv.cache.saving.writing import replacing
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
+from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
-from snapkv.validation import nearest
+from snapkv.validation import format_bytes, nearest
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
@@ -42,12 +43,11 @@ def chat(
     FILE writes the conversation, /save --force FILE also where a file is there, /load FILE goes on
     with a saved one, /quit ends.
     """
-    if options.compare:
-        raise InvalidArgumentError("compare: expected it with ask, got it with chat; leave it out")
-    if options.answer_start:
-        raise InvalidArgumentError(
-            "answer_start: expected it with ask, got it with chat; leave it out"
-        )
+    for name in ("compare", "answer_start"):
+        if getattr(options, name):
+            raise InvalidArgumentError(
+                f"{name}: expected it with ask, got it with chat; leave it out"
+            )
     settings = options.settings()
     if files and text_files.STDIN in files:
         raise InvalidArgumentError(
@@ -60,14 +60,14 @@ def chat(
 
     policy = build_policy(options)
 
-    from rich.console import Console
-
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
 
-    loaded = load_model(options, Console(stderr=True))
+    loaded = load_model(options)
     Chat(
-        Conversation(loaded, policy, settings, document=text_files.join(read), recall=recall),
+        conversation=Conversation(
+            loaded, policy, settings, document=text_files.join(read), recall=recall
+        ),
         load=lambda path: Conversation.load(path, loaded, settings, policy),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
@@ -75,6 +75,7 @@ def chat(
     ).run()
 
 
+@dataclass(kw_only=True)
 class Chat:
     """Reads lines and answers or obeys them.
 
@@ -84,29 +85,15 @@ class Chat:
         inputs: files and folders that were read, which no conversation is saved over.
         as_json: write one JSON object a line instead of text.
         warnings: what was not read of the documents, for the JSON.
+        saved: real paths of the files that this conversation was saved to.
     """
 
-    def __init__(
-        self,
-        conversation: "Conversation",
-        *,
-        load: Callable[[str], "Conversation"],
-        inputs: Sequence[str],
-        as_json: bool,
-        warnings: list[str],
-    ) -> None:
-        self._conversation = conversation
-        self._load = load
-        self._inputs = inputs
-        self._as_json = as_json
-        self._warnings = warnings
-        self._saved: set[str] = set()
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/stats": self._stats,
-            "/save": self._save,
-            "/load": self._replace,
-            "/help": self._help,
-        }
+    conversation: "Conversation"
+    load: Callable[[str], "Conversation"]
+    inputs: Sequence[str]
+    as_json: bool
+    warnings: list[str]
+    saved: set[str] = field(default_factory=set)
 
     def run(self) -> None:
         """Go on until the input ends or says /quit; what goes wrong ends a turn only."""
@@ -130,53 +117,56 @@ class Chat:
                 return line.strip()
 
     def _obey(self, line: str) -> None:
+        commands = {
+            "/stats": self._stats,
+            "/save": self._save,
+            "/load": self._replace,
+            "/help": self._help,
+        }
         name, _, argument = line.partition(" ")
-        if name not in self._commands:
-            known = [*self._commands, "/quit"]
+        if name not in commands:
+            known = [*commands, "/quit"]
             raise InvalidArgumentError(
                 f"command: expected one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
             )
-        self._commands[name](argument.strip())
+        commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:
-        from snapkv.cli.session import write, write_json
-
-        if self._as_json:
-            answer = self._conversation.ask(question)
-            answered = {"question": question, **asdict(answer), "warnings": self._warnings}
+        if self.as_json:
+            answer = self.conversation.ask(question)
+            answered = {"question": question, **asdict(answer), "warnings": self.warnings}
             write_json(answered, indent=None)
         else:
-            self._conversation.ask(question, on_text=write)
+            self.conversation.ask(question, on_text=write)
             write("\n")
 
     def _stats(self, _: str) -> None:
-        from snapkv.cli.session import write, write_json
-        from snapkv.cli.tables import conversation_lines
-
-        report = self._conversation.report()
-        if self._as_json:
-            write_json({"stats": report}, indent=None)
-        else:
-            write("\n".join(conversation_lines(report)) + "\n")
+        cache = self.conversation.report()
+        if self.as_json:
+            write_json({"stats": cache}, indent=None)
+            return
+        write(f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept\n")
+        write(f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}\n")
+        write(f"host: {format_bytes(cache.host_bytes)}\n")
 
     def _save(self, argument: str) -> None:
         first, _, rest = argument.partition(" ")
         forced = first == "--force"
         path = _named(rest.strip() if forced else argument)
-        force = forced or os.path.realpath(path) in self._saved  # it is this conversation's own
-        require_output("save", path, Output(), inputs=self._inputs, force=force)
+        force = forced or os.path.realpath(path) in self.saved  # it is this conversation's own
+        require_output("save", path, Output(), inputs=self.inputs, force=force)
         if forced:  # what is there need not be a saved cache
             with replacing(Path(path)) as partial:
-                self._conversation.save(partial)
+                self.conversation.save(partial)
         else:
-            self._conversation.save(path)
-        self._saved.add(os.path.realpath(path))
+            self.conversation.save(path)
+        self.saved.add(os.path.realpath(path))
         self._note(f"saved {path}")
 
     def _replace(self, path: str) -> None:
-        self._conversation, self._warnings = self._load(_named(path)), []
-        self._saved.clear()
-        self._note(f"loaded {path}: {self._conversation.tokens:,} tokens")
+        self.conversation, self.warnings = self.load(_named(path)), []
+        self.saved.clear()
+        self._note(f"loaded {path}: {self.conversation.tokens:,} tokens")
 
     def _help(self, _: str) -> None:
         self._note("/stats  /save [--force] FILE  /load FILE  /quit; anything else is a question")

@@ -1,7 +1,5 @@
 """From options to a way to draft."""
 
-from rich.console import Console
-
 from snapkv.app import draft_methods
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
@@ -35,7 +33,7 @@ def require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
         )
 
 
-def draft_method(options: RunOptions, loaded: LoadedModel, console: Console) -> DraftMethod | None:
+def draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
     """Where the options say that drafts come from; None for plain decoding.
 
     Raises:
@@ -44,7 +42,7 @@ def draft_method(options: RunOptions, loaded: LoadedModel, console: Console) -> 
     if options.medusa is not None:
         return draft_methods.medusa(loaded, options.medusa)
     if options.assistant is not None:
-        return draft_methods.assistant(loaded, load_other(options.assistant, options, console))
+        return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:
         return draft_methods.prompt_lookup(options.prompt_lookup)
     return draft_methods.self_speculation() if options.self_speculate else None

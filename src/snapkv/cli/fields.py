@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -13,31 +13,33 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least, require_int
 
 
-def field_options(kind: type, *, panel: str) -> list[inspect.Parameter]:
+def field_options(
+    kind: type, *, panel: str, hidden: Collection[str] = ()
+) -> list[inspect.Parameter]:
     """A keyword parameter for every field that the constructor takes, as typer reads them.
 
-    Tuples are written as texts with commas between their items, see `from_options`.
+    Tuples are written as texts with commas between their items, see `from_options`. The `hidden`
+    fields are left out.
     """
     hints, help_texts = get_type_hints(kind), documented_arguments(kind)
     parameters = []
     for field in fields(kind):
-        if not field.init:
+        if not field.init or field.name in hidden:
             continue
-        hint, default = _written(hints[field.name]), field.default
+        hint, default = hints[field.name], field.default
         if default is MISSING:
             raise TypeError(f"{kind.__name__}.{field.name} has no default to show")
-        if isinstance(default, tuple):
-            default = ",".join(map(str, default)) or None
+        if get_origin(hint) is tuple:
+            hint, default = str | None, ",".join(map(str, default)) or None
         option = typer.Option(help=help_texts[field.name], rich_help_panel=panel)
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=Annotated[hint, option],
-            )
-        )
+        parameters.append(keyword(field.name, default, Annotated[hint, option]))
     return parameters
+
+
+def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    """A keyword parameter of a command."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def from_options(kind: type, given: Mapping[str, Any]) -> Any:
@@ -94,11 +96,6 @@ def documented_arguments(kind: type) -> dict[str, str]:
         r"^    (\w+): (.*?)(?=^    \w|\Z)", section.group(1) if section else "", re.S | re.M
     )
     return known | {name: " ".join(text.split()).rstrip(".") for name, text in found}
-
-
-def _written(hint: Any) -> Any:
-    """The type that an option has on the command line."""
-    return str | None if get_origin(hint) is tuple else hint
 
 
 def _items(name: str, text: str | None, kind: type) -> tuple[Any, ...]:

@@ -1,10 +1,11 @@
 """`snapkv generate`: continue a text."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from snapkv.app import text_files
+from snapkv.app.prompts import Prompt, chat_prompt, text_prompt
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.errors import InvalidArgumentError
 
@@ -32,17 +33,13 @@ def generate(
 
     policy = build_policy(options)
 
-    from snapkv.app.prompts import chat_prompt, text_prompt
-    from snapkv.cli.session import Session  # imports transformers
+    from snapkv.cli.session import answer_and_show  # imports transformers
 
-    session = Session(options, settings, policy)
-    text = "\n\n".join(filter(None, [text_files.join(read), prompt]))
-    make_prompt = chat_prompt if chat else text_prompt
-    session.run(
-        make_prompt(session.tokenizer, text, answer_start=options.answer_start),
-        request={
-            "documents": [document.name for document in read],
-            "warnings": warnings,
-            "prompt": prompt,
-        },
-    )
+    def made(tokenizer: Any) -> Prompt:
+        text = "\n\n".join(filter(None, [text_files.join(read), prompt]))
+        make = chat_prompt if chat else text_prompt
+        return make(tokenizer, text, answer_start=options.answer_start)
+
+    documents = [document.name for document in read]
+    request = {"documents": documents, "warnings": warnings, "prompt": prompt}
+    answer_and_show(options, settings, policy, made, request)

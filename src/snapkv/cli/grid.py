@@ -1,13 +1,16 @@
 """The one way in which commands show rows and columns: nothing is cut off, however narrow it is."""
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+from snapkv.cli.standard_output import write, write_json
 
 Cell = str | Text
 """What stands in a table. A str is shown as it is: brackets in it are no markup."""
@@ -54,7 +57,7 @@ class Grid:
         yield from self._paragraphs(lines)
 
     def _table(self, lines: Sequence[Sequence[Text]], widths: Sequence[int], left: int) -> Table:
-        table = Table(title=_named(self.title), caption=_named(self.caption))
+        table = Table(title=_folded(self.title), caption=_folded(self.caption))
         for place, (heading, width) in enumerate(zip(lines[0], widths, strict=True)):
             justify = "left" if place < left else "right"
             table.add_column(heading, width=width, justify=justify, overflow="fold")  # type: ignore[arg-type] # a Literal
@@ -63,13 +66,15 @@ class Grid:
         return table
 
     def _paragraphs(self, lines: Sequence[Sequence[Text]]) -> Iterator[Text]:
-        yield from (_whole(Text(text)) for text in (self.title,) if text)
+        if self.title:
+            yield _folded(self.title)
         for line in lines[1:]:
             yield Text()
             for heading, cell in zip(lines[0], line, strict=True):
                 named = heading.plain.strip()
-                yield _whole(Text.assemble(f"{named}: " if named else "", cell))
-        yield from (_whole(Text(text)) for text in (self.caption,) if text)
+                yield _folded(f"{named}: " if named else "", cell)
+        if self.caption:
+            yield _folded(self.caption)
 
 
 def show(grid: Grid) -> None:
@@ -77,9 +82,19 @@ def show(grid: Grid) -> None:
     console = Console()
     with console.capture() as drawn:
         console.print(grid)
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(drawn.get().encode(encoding, "backslashreplace").decode(encoding))
-    sys.stdout.flush()
+    write(drawn.get())
+
+
+def give(
+    found: dict[str, Any], grid: Callable[[], Grid], *, as_json: bool, place: str = ""
+) -> None:
+    """Print what was found as one JSON object, or as a table and, behind it, where all of it is."""
+    if as_json:
+        write_json(found)
+        return
+    show(grid())
+    if place:
+        typer.echo(place, err=True)
 
 
 def _texts(cells: Iterable[Cell]) -> list[Text]:
@@ -119,11 +134,6 @@ def _longest(texts: Iterable[str]) -> int:
     return max(map(cell_len, texts), default=0)
 
 
-def _named(text: str) -> Text | None:
-    return _whole(Text(text)) if text else None
-
-
-def _whole(text: Text) -> Text:
+def _folded(*parts: Cell) -> Text:
     """A text that goes on in the next line where it is too long for one."""
-    text.overflow = "fold"
-    return text
+    return Text.assemble(*parts, overflow="fold")

@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from snapkv.app import text_files
-from snapkv.cli.options import MethodOptions, with_options
+from snapkv.app.prompts import question_prompt
+from snapkv.cache.saving.writing import replace_file
+from snapkv.cli import panels
+from snapkv.cli.options import MethodOptions, WholeNumber, with_options
 from snapkv.cli.outputs import Output, WritingOptions
+from snapkv.cli.standard_output import write
 from snapkv.errors import InvalidArgumentError, OutputError
-from snapkv.validation import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,41 +22,26 @@ class InspectOptions(MethodOptions, WritingOptions):
 
     beside: Annotated[
         list[str] | None,
-        typer.Option(
+        panels.policy(
             help="Another method on the same page, with parameters: streaming-llm, "
-            "snapkv:kernel_size=1; again for more",
-            rich_help_panel="What to keep",
+            "snapkv:kernel_size=1; again for more"
         ),
     ] = None
     checks: Annotated[
         int,
-        typer.Option(
-            help="Parts of the prompt to hide from the answer, one by one; 0 for none",
-            rich_help_panel="Answer",
-        ),
+        panels.answer(help="Parts of the prompt to hide from the answer, one by one; 0 for none"),
+        WholeNumber(0),
     ] = 64
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", help="The page to write", rich_help_panel="Output"),
-        Output(),
-    ] = "inspection.html"
+    output: Annotated[str, panels.output("--output", "-o", help="The page to write"), Output()] = (
+        "inspection.html"
+    )
 
 
 @with_options(InspectOptions)
-def inspect(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE...", help="Text, source code, HTML, PDF, a folder, or - for stdin"
-        ),
-    ],
-    question: Annotated[str, typer.Option("--question", "-q", help="What to answer")],
-    options: InspectOptions,
-) -> None:
+def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
     """Show on one page which tokens of documents were kept for a question, and why."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
-    require_at_least("checks", options.checks, 0)
     settings = options.settings()
     read, warnings = text_files.read_noting(files)
 
@@ -61,29 +49,21 @@ def inspect(
 
     policy = build_policy(options)
 
-    import torch
-    import transformers
-    from rich.console import Console
-
-    from snapkv import __version__
-    from snapkv.app.prompts import question_prompt
-    from snapkv.cache.saving.writing import replace_file
     from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import AnswersProgress
-    from snapkv.cli.session import write
+    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.session import versions
     from snapkv.cli.sweep import methods
     from snapkv.lab.inspect import as_page, inspect_prompt
 
     beside = methods([], options.beside or [], [getattr(policy, "budget", None) or 1024])
     policies = [(policy.name, policy), *[(method.label, method.policy) for method in beside]]
-    console = Console(stderr=True)
-    loaded = load_model(options, console)
+    loaded = load_model(options)
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
     )
-    with AnswersProgress(console, "inspecting") as progress:
+    with answers_progress("inspecting") as advance:
         found = inspect_prompt(
-            loaded, prompt, policies, settings, checks=options.checks, on_step=progress.advance
+            loaded, prompt, policies, settings, checks=options.checks, on_step=advance
         )
     request = {
         "documents": [document.name for document in read],
@@ -92,9 +72,7 @@ def inspect(
         "model": loaded.description(),
         "settings": asdict(settings),
         "checks": options.checks,
-        "snapkv": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions(),
     }
     page, target = as_page(found, request), Path(options.output)
     try:

@@ -1,17 +1,14 @@
 """`snapkv eval lm-eval`: any task of lm-eval, from compressed caches."""
 
 import importlib.util
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
-from snapkv.cli.options import SweepOptions, with_options
+from snapkv.cli import panels
+from snapkv.cli.options import SweepOptions, WholeNumber, with_options
 from snapkv.cli.outputs import RESULTS, results_folder
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
-from snapkv.validation import require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,37 +16,23 @@ class LmEvalOptions(SweepOptions):
     """What the bridge takes."""
 
     tasks: Annotated[
-        str,
-        typer.Option(
-            help="Names of lm-eval's tasks, groups or tags, with commas", rich_help_panel="Task"
-        ),
+        str, panels.task(help="Names of lm-eval's tasks, groups or tags, with commas")
     ] = ""
-    include_path: Annotated[
-        str | None, typer.Option(help="Folder of your own task files", rich_help_panel="Task")
-    ] = None
+    include_path: Annotated[str | None, panels.task(help="Folder of your own task files")] = None
     num_fewshot: Annotated[
         int | None,
-        typer.Option(
-            help="Examples before every question",
-            show_default="what a task says",
-            rich_help_panel="Task",
-        ),
+        panels.task(help="Examples before every question", show_default="what a task says"),
+        WholeNumber(0),
     ] = None
     template: Annotated[
         Literal["tokenizer", "none"],
-        typer.Option(
-            help="tokenizer: the model's chat template; none: the bare text",
-            rich_help_panel="Task",
-        ),
+        panels.task(help="tokenizer: the model's chat template; none: the bare text"),
     ] = "none"
-    limit: Annotated[
-        int | None, typer.Option(help="Samples of every task", rich_help_panel="Task")
-    ] = None
+    limit: Annotated[int | None, panels.task(help="Samples of every task"), WholeNumber(1)] = None
     output: Annotated[
         str | None,
-        typer.Option(
+        panels.output(
             help="Folder of the answers; a run that was stopped is continued there",
-            rich_help_panel="Output",
             show_default="snapkv-results/lm-eval-MODEL-HASH",
         ),
         RESULTS,
@@ -61,18 +44,16 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     """Any task of lm-eval, from the cache of every method."""
     tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     _require(tasks, options)
-    from rich.console import Console  # torch and the model come with what follows
 
-    from snapkv.cli.grid import show
+    from snapkv.cli.grid import give  # torch and the model come with what follows
     from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import AnswersProgress
+    from snapkv.cli.progress import answers_progress
     from snapkv.cli.sweep import compared_methods
     from snapkv.cli.tables import metrics_table
     from snapkv.lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
-    console = Console(stderr=True)
-    loaded = load_model(options, console)
+    loaded = load_model(options)
     run = HarnessRun(
         loaded=loaded,
         tasks=tasks,
@@ -82,15 +63,15 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         chat=options.template == "tokenizer",
         limit=options.limit,
     )
-    with AnswersProgress(console, "lm-eval") as progress:
+    with answers_progress("lm-eval") as advance:
         folder = results_folder(options.output, "lm-eval", loaded.name, run.fingerprint())
-        rows, unwritten = run.into(folder, progress.advance)
-    if options.json:
-        found = {"run": run.description(), "folder": str(folder), "rows": rows}
-        typer.echo(json_format.dumps(found, indent=2))
-    else:
-        show(metrics_table("lm-eval", rows))
-        typer.echo(f"answers: {folder}", err=True)
+        rows, unwritten = run.into(folder, advance)
+    give(
+        {"run": run.description(), "folder": str(folder), "rows": rows},
+        lambda: metrics_table("lm-eval", rows),
+        as_json=options.json,
+        place=f"answers: {folder}",
+    )
     if unwritten is not None:  # behind what took so long
         raise unwritten
 
@@ -112,7 +93,3 @@ def _require(tasks: list[str], options: LmEvalOptions) -> None:
         raise InvalidArgumentError(
             f"include_path: expected a folder of task files, got {options.include_path!r}"
         )
-    for name, least in (("num_fewshot", 0), ("limit", 1)):
-        value = getattr(options, name)
-        if value is not None:
-            require_at_least(name, value, least)

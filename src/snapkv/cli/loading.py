@@ -16,37 +16,37 @@ from snapkv.cli.options import ModelOptions
 _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_remote_code")
 
 
-def load_model(options: ModelOptions, console: Console) -> LoadedModel:
-    """Load what the options name, the demo model by default; the console says so meanwhile.
+def load_model(options: ModelOptions) -> LoadedModel:
+    """Load what the options name, the demo model by default; standard error says so meanwhile.
 
     Raises:
         SnapKVError: the options name no model that works.
     """
-    interrupts.started()
-    if not options.verbose:
-        silence()
+    begin(verbose=options.verbose)
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
     if options.model is not None:
         given["name"] = options.model
-    with console.status(f"loading {options.model or 'the demo model'}"):
+    with Console(stderr=True).status(f"loading {options.model or 'the demo model'}"):
         return load(**given)
 
 
-def load_other(name: str, options: ModelOptions, console: Console) -> LoadedModel:
+def load_other(name: str, options: ModelOptions) -> LoadedModel:
     """Load a second model, on the device and in the dtype of the first.
 
     Raises:
         SnapKVError: the name is of no model that works.
     """
-    shared = replace(options, model=name, revision=None, attn_implementation=None)
-    return load_model(shared, console)
+    return load_model(replace(options, model=name, revision=None, attn_implementation=None))
 
 
-def silence() -> None:
-    """Keep other people's notes off the terminal; errors are ours to report.
+def begin(*, verbose: bool) -> None:
+    """Go on to what takes long: Ctrl-C ends it in order, and other people's notes are kept off.
 
-    The progress of a download stays: it can take long.
+    Errors are ours to report. The progress of a download stays: it can take long.
     """
+    interrupts.started()
+    if verbose:
+        return
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,18 +1,16 @@
 """`snapkv medusa train`: heads that draft for a model."""
 
-import json as json_format
 from dataclasses import dataclass
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from snapkv.app import text_files
 from snapkv.app.settings import MedusaTraining
-from snapkv.cli.fields import field_options, from_options
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import RunFolder
+from snapkv.cli.standard_output import write_json
 
 _FILES = (
     *("plan.json", "answers.jsonl", "training.safetensors"),
@@ -35,39 +33,30 @@ class TrainOptions(ModelOptions):
 app = typer.Typer(name="medusa", help="Heads that draft tokens.", no_args_is_help=True)
 
 
-_Data = Annotated[
-    list[str], typer.Option(help="Text, source code, HTML, PDF or a folder; again for more")
-]
-
-
-def _train(*, data: list[str], options: TrainOptions, **numbers: Any) -> None:
+@app.command()
+@with_options(TrainOptions, settings=MedusaTraining, panel="Training")
+def train(
+    *,
+    data: Annotated[
+        list[str], typer.Option(help="Text, source code, HTML, PDF or a folder; again for more")
+    ],
+    settings: MedusaTraining,
+    options: TrainOptions,
+) -> None:
     """Train heads on a model's own answers about documents; the model stays as it is."""
-    training = from_options(MedusaTraining, numbers)
     read, warnings = text_files.read_noting(data)
 
-    from rich.console import Console  # torch and the model come with what follows
-
-    from snapkv.app.training.medusa import train
+    from snapkv.app.training import medusa  # torch and the model come with what follows
     from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import AnswersProgress
+    from snapkv.cli.progress import answers_progress
 
-    console = Console(stderr=True)
-    loaded = load_model(options, console)
-    with AnswersProgress(console, "medusa train") as progress:
-        heads = train(
-            loaded,
-            [document.text for document in read],
-            Path(options.output),
-            training,
-            progress.advance,
-        )
+    loaded = load_model(options)
+    texts = [document.text for document in read]
+    with answers_progress("medusa train") as advance:
+        heads = medusa.train(loaded, texts, Path(options.output), settings, advance)
     if options.json:
-        found = {
-            "heads": options.output,
-            "accuracies": heads.accuracies,
-            "warnings": warnings,
-        }
-        typer.echo(json_format.dumps(found, indent=2))
+        found = {"heads": options.output, "accuracies": heads.accuracies, "warnings": warnings}
+        write_json(found)
         return
     for number, (first, *others) in enumerate(heads.accuracies, start=1):
         typer.echo(
@@ -75,13 +64,3 @@ def _train(*, data: list[str], options: TrainOptions, **numbers: Any) -> None:
             f"first {1 + len(others)}"
         )
     typer.echo(f"heads: {options.output}", err=True)
-
-
-vars(_train)["__signature__"] = Signature(
-    [
-        Parameter("data", Parameter.KEYWORD_ONLY, annotation=_Data),
-        *field_options(MedusaTraining, panel="Training"),
-        Parameter("options", Parameter.KEYWORD_ONLY, annotation=TrainOptions),
-    ]
-)
-app.command(name="train")(with_options(TrainOptions)(_train))

@@ -3,33 +3,54 @@
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
-
-import typer
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from snapkv.app.settings import GenerationSettings
+from snapkv.cli import panels
 from snapkv.cli.amounts import count
-from snapkv.cli.fields import integers
+from snapkv.cli.fields import field_options, from_options, integers, keyword
 from snapkv.cli.outputs import Output, require_outputs
 from snapkv.validation import (
     DEFAULT_BUDGET,
     DEFAULT_WINDOW,
     GROUP_REDUCTIONS,
     POOLINGS,
+    require_at_least,
     require_budget,
     require_choice,
     require_int,
     require_kernel,
 )
 
-_model = functools.partial(typer.Option, rich_help_panel="Model")
-_policy = functools.partial(typer.Option, rich_help_panel="What to keep")
-_answer = functools.partial(typer.Option, rich_help_panel="Answer")
-_sweep = functools.partial(typer.Option, rich_help_panel="What to compare")
-_drafts = functools.partial(typer.Option, rich_help_panel="Drafts")
-_output = functools.partial(typer.Option, rich_help_panel="Output")
+Mark = TypeVar("Mark")
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """Marks an option that takes a whole number as people write it, such as 4k.
+
+    Every such option has one in the end; who declares it sets what is checked before the command.
+
+    Attributes:
+        least: the smallest number; None leaves that to the command.
+        is_counted: whether so many things are made, read or repeated, which is never beyond reason.
+    """
+
+    least: int | None = None
+    is_counted: bool = True
+
+    def read(self, name: str, text: str) -> int:
+        """The number that the text stands for; an InvalidArgumentError if it is none or small."""
+        number = count(name, text)
+        if self.least is not None:
+            check = require_at_least if self.is_counted else require_int
+            check(name, number, self.least)
+        return number
+
+
+POSITIVE = WholeNumber(1, is_counted=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +59,25 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        _model(help="Hub id, folder or .gguf file", show_default="the offline demo model"),
+        panels.model(help="Hub id, folder or .gguf file", show_default="the offline demo model"),
     ] = None
-    revision: Annotated[str | None, _model(help="Branch, tag or commit of a hub id")] = None
+    revision: panels.Revision = None
     device: Annotated[
-        str | None, _model(help="cpu, cuda, cuda:1, ...", show_default="the GPU if there is one")
+        str | None,
+        panels.model(help="cpu, cuda, cuda:1, ...", show_default="the GPU if there is one"),
     ] = None
     dtype: Annotated[
-        str | None, _model(help="float32, bfloat16 or float16", show_default="the checkpoint's own")
+        str | None,
+        panels.model(help="float32, bfloat16 or float16", show_default="the checkpoint's own"),
     ] = None
     attn_implementation: Annotated[
-        str | None, _model(help="sdpa, eager, ...", show_default="transformers' choice")
+        str | None, panels.model(help="sdpa, eager, ...", show_default="transformers' choice")
     ] = None
     trust_remote_code: Annotated[
-        bool, _model("--trust-remote-code", help="Run code that comes with the model")
+        bool, panels.model("--trust-remote-code", help="Run code that comes with the model")
     ] = False
     verbose: Annotated[
-        bool, _output("--verbose", help="Show what transformers and torch have to say")
+        bool, panels.output("--verbose", help="Show what transformers and torch have to say")
     ] = False
 
 
@@ -62,39 +85,43 @@ class ModelOptions:
 class MethodOptions(ModelOptions):
     """One method, and how it answers."""
 
-    policy: Annotated[str, _policy(help="Method; `snapkv policies` lists them")] = "snapkv"
+    policy: Annotated[str, panels.policy(help="Method; `snapkv policies` lists them")] = "snapkv"
     budget: Annotated[
-        int | None, _policy(help="Tokens kept per head and layer, window included")
+        int | None,
+        panels.policy(help="Tokens kept per head and layer, window included"),
+        POSITIVE,
     ] = None
-    keep_ratio: Annotated[
-        float | None, _policy(help="Instead of --budget, the fraction of the prefix to keep")
-    ] = None
+    keep_ratio: panels.KeepRatio = None
     window_size: Annotated[
-        int | None, _policy(help="Last tokens of the prompt, which vote and are kept")
+        int | None,
+        panels.policy(help="Last tokens of the prompt, which vote and are kept"),
+        POSITIVE,
     ] = None
     kernel_size: Annotated[
-        int | None, _policy(help="Width of the pooling over neighbours, odd")
+        int | None, panels.policy(help="Width of the pooling over neighbours, odd")
     ] = None
-    pooling: Annotated[str | None, _policy(help="max or avg")] = None
+    pooling: Annotated[str | None, panels.policy(help="max or avg")] = None
     group_reduce: Annotated[
-        str | None, _policy(help="mean, max, sum or none, over heads that share keys")
+        str | None, panels.policy(help="mean, max, sum or none, over heads that share keys")
     ] = None
     set_: Annotated[
         list[str] | None,
-        _policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
+        panels.policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
     ] = None
 
     answer_start: Annotated[
-        str, _answer(help="Text that the answer begins with; the model continues it")
+        str, panels.answer(help="Text that the answer begins with; the model continues it")
     ] = ""
-    max_new_tokens: Annotated[int, _answer(help="Where an answer is cut off")] = (
+    max_new_tokens: Annotated[int, panels.answer(help="Where an answer is cut off")] = (
         GenerationSettings.max_new_tokens
     )
-    temperature: Annotated[float, _answer(help="0 takes the likeliest token each time")] = (
+    temperature: Annotated[float, panels.answer(help="0 takes the likeliest token each time")] = (
         GenerationSettings.temperature
     )
     seed: Annotated[
-        int | None, _answer(help="Of the sampling, and of a method that draws at random")
+        int | None,
+        panels.answer(help="Of the sampling, and of a method that draws at random"),
+        WholeNumber(0, is_counted=False),
     ] = None
 
     def __post_init__(self) -> None:
@@ -102,7 +129,6 @@ class MethodOptions(ModelOptions):
 
         The methods check all of it again, and what these options cannot know.
         """
-        _require_ints(self, {"budget": 1, "window_size": 1, "seed": 0})
         if self.kernel_size is not None:
             require_kernel(self.kernel_size)
         for name, known in (("pooling", POOLINGS), ("group_reduce", GROUP_REDUCTIONS)):
@@ -132,55 +158,44 @@ class RunOptions(MethodOptions):
     """Everything but the prompt of `ask` and `generate`."""
 
     medusa: Annotated[
-        str | None,
-        _drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id"),
+        str | None, panels.drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id")
     ] = None
     assistant: Annotated[
-        str | None, _drafts(metavar="MODEL", help="A smaller model that drafts")
+        str | None, panels.drafts(metavar="MODEL", help="A smaller model that drafts")
     ] = None
     prompt_lookup: Annotated[
-        int | None, _drafts(metavar="N", help="Draft N tokens out of the prompt")
+        int | None,
+        panels.drafts(metavar="N", help="Draft N tokens out of the prompt"),
+        POSITIVE,
     ] = None
     self_speculate: Annotated[
         bool,
-        _drafts(
-            "--self-speculate",
-            help="The compressed cache drafts for a full one, whose text it is",
+        panels.drafts(
+            "--self-speculate", help="The compressed cache drafts for a full one, whose text it is"
         ),
     ] = False
     compare: Annotated[
-        bool, _output("--compare", help="Answer from the full cache too, side by side")
+        bool, panels.output("--compare", help="Answer from the full cache too, side by side")
     ] = False
-    json: Annotated[bool, _output("--json", help="Print one JSON object instead of text")] = False
-
-    def __post_init__(self) -> None:
-        """Check what drafts, too."""
-        super().__post_init__()
-        _require_ints(self, {"prompt_lookup": 1})
+    json: Annotated[bool, panels.output("--json", help="Print one JSON object instead of text")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(ModelOptions):
-    """What every evaluation takes: the methods that it compares."""
+class ComparedOptions(ModelOptions):
+    """The methods that are compared."""
 
     policy: Annotated[
         list[str] | None,
-        _sweep(
+        panels.sweep(
             help="Method, with parameters: snapkv:kernel_size=13; again or with commas for more",
             show_default="snapkv",
         ),
     ] = None
-    budget: Annotated[str, _sweep(help="Tokens kept per head and layer, with commas for more")] = (
-        "1024"
-    )
-    baseline: Annotated[
-        list[str] | None,
-        _sweep(
-            help="Method to run beside them, at its own budget; none for none",
-            show_default="full",
-        ),
-    ] = None
-    json: Annotated[bool, _output("--json", help="Print one JSON object")] = False
+    budget: Annotated[
+        str, panels.sweep(help="Tokens kept per head and layer, with commas for more")
+    ] = "1024"
 
     def __post_init__(self) -> None:
         """Check the budgets; the methods check the rest."""
@@ -188,19 +203,65 @@ class SweepOptions(ModelOptions):
             require_int("budget", budget, minimum=1)
 
 
-def _require_ints(options: object, minima: Mapping[str, int]) -> None:
-    """Refuse numbers below their minima; None stands for one that was not given."""
-    for name, minimum in minima.items():
-        if (number := getattr(options, name)) is not None:
-            require_int(name, number, minimum=minimum)
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(ComparedOptions):
+    """What every evaluation takes."""
+
+    baseline: Annotated[
+        list[str] | None,
+        panels.sweep(
+            help="Method to run beside them, at its own budget; none for none", show_default="full"
+        ),
+    ] = None
+    json: panels.AsJson = False
 
 
 Command = Callable[..., None]
 
 
-@dataclass(frozen=True)
-class WholeNumber:
-    """Marks an option that takes a whole number as people write it, such as 4k."""
+def with_options(
+    kind: type, *, settings: type | None = None, panel: str = "", hidden: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Give a command that takes `options` of a dataclass every field of it as an option.
+
+    Outputs among them are checked before the command begins, see `snapkv.cli.outputs`.
+
+    Args:
+        kind: the dataclass.
+        settings: another one, of which the command takes `settings`, see `snapkv.cli.fields`; the
+            first line of its docstring is the help of a command that has none.
+        panel: where its fields stand in the help.
+        hidden: those of them that are no options.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    shared = [keyword(field.name, field.default, hints[field.name]) for field in fields(kind)]
+    more = field_options(settings, panel=panel, hidden=hidden) if settings else []
+
+    def given_options(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.name not in ("options", "settings")]
+        parameters = [_as_text(p) if _is_count(p) else p for p in (*own, *more, *shared)]
+        marked = {p.name: output for p in shared if (output := _mark(p, Output))}
+        counted = {p.name: number for p in parameters if (number := _mark(p, WholeNumber))}
+
+        @functools.wraps(command)
+        def with_every_option(**given: Any) -> None:
+            for name, number in counted.items():
+                if given[name] is not None:
+                    given[name] = number.read(name, str(given[name]))
+            require_outputs(marked, given)
+            options = kind(**{p.name: given.pop(p.name) for p in shared})
+            if settings is not None:
+                own_settings = {p.name: given.pop(p.name) for p in more}
+                given["settings"] = from_options(settings, own_settings)
+            command(**given, options=options)
+
+        with_every_option.__doc__ = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
+        vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
+        with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
+        return with_every_option
+
+    return given_options
 
 
 def _is_count(parameter: inspect.Parameter) -> bool:
@@ -209,59 +270,17 @@ def _is_count(parameter: inspect.Parameter) -> bool:
 
 
 def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The option as text for `count`, so that 4k works wherever a number does."""
+    """The option as text for `WholeNumber.read`, so that 4k works wherever a number does."""
     hint, info, *marks = get_args(parameter.annotation)
     shown = copy.copy(info)
     shown.metavar = info.metavar or "INTEGER"
     text = str if hint is int else str | None
     unset = parameter.default in (None, parameter.empty)
     default = parameter.default if unset else str(parameter.default)
-    return parameter.replace(
-        annotation=Annotated[text, shown, WholeNumber(), *marks], default=default
-    )
+    marks = marks or [WholeNumber()]
+    return parameter.replace(annotation=Annotated[text, shown, *marks], default=default)
 
 
-def _output_of(hint: Any) -> Output | None:
-    """What an option is marked to write."""
-    return next((mark for mark in get_args(hint) if isinstance(mark, Output)), None)
-
-
-def with_options(kind: type) -> Callable[[Command], Command]:
-    """Give a command that takes `options` of a dataclass every field of it as an option.
-
-    Outputs among them are checked before the command begins, see `snapkv.cli.outputs`.
-    """
-
-    def given_options(command: Command) -> Command:
-        hints = get_type_hints(kind, include_extras=True)
-        names = [field.name for field in fields(kind)]
-        shared = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(kind)
-        ]
-        signature = inspect.signature(command)
-        own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-        counted = {p.name for p in (*own, *shared) if _is_count(p)}
-
-        marked = {name: output for name in names if (output := _output_of(hints[name]))}
-
-        @functools.wraps(command)
-        def with_every_option(**given: Any) -> None:
-            for name in counted:
-                if given[name] is not None:
-                    given[name] = count(name, str(given[name]))
-            require_outputs(marked, given)
-            options = kind(**{name: given.pop(name) for name in names})
-            command(**given, options=options)
-
-        parameters = [_as_text(p) if p.name in counted else p for p in (*own, *shared)]
-        vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
-        with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
-        return with_every_option
-
-    return given_options
+def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
+    """What stands beside the type of an option, of that kind."""
+    return next((each for each in get_args(parameter.annotation) if isinstance(each, kind)), None)

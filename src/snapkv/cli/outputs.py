@@ -8,16 +8,14 @@ import contextlib
 import json
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import typer
-
 from snapkv.cache.saving.writing import is_stream
+from snapkv.cli import panels
 from snapkv.errors import InvalidArgumentError
 
 
@@ -97,7 +95,7 @@ class WritingOptions:
 
     force: Annotated[
         bool,
-        typer.Option("--force", help="Replace files that are there", rich_help_panel="Output"),
+        panels.output("--force", help="Replace files that are there"),
     ] = False
 
 
@@ -184,7 +182,7 @@ def _is_there(name: str, target: Path) -> bool:
 def _require_replaceable(
     name: str, target: Path, output: Output, inputs: Iterable[str], force: bool
 ) -> None:
-    if _identity(target) in _identities(inputs):
+    if _is_read(target, inputs):
         raise InvalidArgumentError(
             f"{name}: expected a file that is not read, got {str(target)!r}, which is one of the "
             "inputs; choose another name"
@@ -224,26 +222,20 @@ def _texts(value: Any) -> Iterator[str]:
             yield from filter(None, {each, *each.split(",")})
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from every other, whatever names and links it has."""
-    try:
-        status = path.stat()
-    except OSError:  # a link that leads nowhere
-        return None
-    return status.st_dev, status.st_ino
+def _is_read(target: Path, inputs: Iterable[str]) -> bool:
+    """Whether a file is one that texts name, those below folders and standard input included.
 
-
-def _identities(texts: Iterable[str]) -> set[tuple[int, int]]:
-    """Of all files that texts name, those below folders and standard input included."""
-    found: set[tuple[int, int] | None] = set()
-    for text in texts:
-        with contextlib.suppress(OSError, ValueError, RuntimeError):  # no path
-            found.update(map(_identity, _files(Path(text).expanduser())))
-    with contextlib.suppress(OSError):  # closed
-        status = os.fstat(0)
-        if stat.S_ISREG(status.st_mode):
-            found.add((status.st_dev, status.st_ino))
-    return {each for each in found if each is not None}
+    What tells it from every other is the same under all its names and links.
+    """
+    with contextlib.suppress(OSError):  # it is a link that leads nowhere, or the input is closed
+        status = target.stat()
+        for text in inputs:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # no path
+                files = filter(os.path.exists, _files(Path(text).expanduser()))
+                if any(os.path.samestat(status, file.stat()) for file in files):
+                    return True
+        return os.path.samestat(status, os.fstat(0))
+    return False
 
 
 def _files(path: Path) -> Iterator[Path]:

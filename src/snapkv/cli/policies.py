@@ -1,9 +1,10 @@
 """`snapkv policies`: the methods, what they do, and their parameters."""
 
-import json as json_format
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+
+from snapkv.cli.standard_output import write_json
 
 
 def policies(
@@ -14,7 +15,7 @@ def policies(
 
     described = {name: _describe(policy) for name, policy in POLICIES.items()}
     if json:
-        typer.echo(json_format.dumps(described, indent=2))
+        write_json(described)
         return
     for name, policy in described.items():
         typer.echo(f"{name}: {policy['summary']}")

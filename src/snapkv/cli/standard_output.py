@@ -1,6 +1,7 @@
 """Standard output, which says its name where it takes no more."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from typing import Any, cast
@@ -56,3 +57,15 @@ def _naming() -> Iterator[None]:
             f"output: expected to write to standard output, got: {error.strerror or error}; make "
             "room, or send it elsewhere"
         ) from error
+
+
+def write(text: str) -> None:
+    """Write to standard output; what its encoding cannot express is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+
+
+def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
+    """Write one JSON object to standard output."""
+    write(json.dumps(record, indent=indent) + "\n")

@@ -40,9 +40,16 @@ def methods(
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
     """
-    made = [_method(spec, None) for spec in specs(baselines)]
+    made = [Method(label=spec, policy=make_policy(*_parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):
-        made += [_method(spec, budget) for budget in (budgets if _takes_budget(spec) else [None])]
+        name, given = _parsed(spec)
+        own = {parameter.rpartition(".")[2] for parameter in given}
+        if "budget" not in accepted(name, {}) or own & {"budget", "keep_ratio"}:
+            made.append(Method(label=spec, policy=make_policy(name, given)))
+            continue
+        for budget in budgets:
+            policy = make_policy(name, {"budget": budget, **given})
+            made.append(Method(label=f"{spec}@{budget}", policy=policy))
     return made
 
 
@@ -52,32 +59,14 @@ def specs(texts: Iterable[str]) -> list[str]:
     return [part.strip() for part in parts if part.strip() not in ("", "none")]
 
 
-def _method(spec: str, budget: int | None) -> Method:
-    name, _ = _split(spec)
-    given = _given(spec)
-    if budget is None:
-        return Method(label=spec, policy=make_policy(name, given))
-    return Method(label=f"{spec}@{budget}", policy=make_policy(name, {"budget": budget, **given}))
-
-
-def _takes_budget(spec: str) -> bool:
-    """Whether the method has a budget that its parameters leave open."""
-    own = {parameter.rpartition(".")[2] for parameter in _given(spec)}
-    return "budget" in accepted(_split(spec)[0], {}) and own.isdisjoint({"budget", "keep_ratio"})
-
-
-def _given(spec: str) -> dict[str, Any]:
-    """The parameters that a policy is written with."""
-    name, parameters = _split(spec)
+def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of a policy, and the parameters that it is written with."""
+    name, _, rest = spec.partition(":")
+    parameters = [part for part in rest.split(",") if part.strip()]
     for parameter in parameters:
         if "=" not in parameter:
             raise InvalidArgumentError(
                 f"policy: expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, got {spec!r}; "
                 "write for instance snapkv:kernel_size=13"
             )
-    return typed_assignments(name, parameters)
-
-
-def _split(spec: str) -> tuple[str, list[str]]:
-    name, _, parameters = spec.partition(":")
-    return name, [part for part in parameters.split(",") if part.strip()]
+    return name, typed_assignments(name, parameters)

@@ -6,7 +6,6 @@ from typing import Any
 from rich.text import Text
 
 from snapkv.app.answering import Answer
-from snapkv.cache.report import CacheReport
 from snapkv.cli.grid import Grid
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.report.score_tables import method_table
@@ -42,15 +41,6 @@ def _costs(answer: Answer) -> dict[str, str]:
         if "full_cache_bytes" in drafts:
             costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
     return costs
-
-
-def conversation_lines(cache: CacheReport) -> list[str]:
-    """What the cache of a conversation holds, where."""
-    return [
-        f"{cache.seen_tokens:,} tokens seen, {cache.kept_tokens:,.0f} kept",
-        f"device: {format_bytes(cache.held_bytes)} of {format_bytes(cache.full_bytes)}",
-        f"host: {format_bytes(cache.host_bytes)}",
-    ]
 
 
 def results_table(results: Results) -> Grid:
