@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 from transformers import CompileConfig
 
 from snapkv import (
@@ -178,3 +179,19 @@ def test_plain_calls_beyond_the_room_are_refused_before_anything_is_stored():
         with pytest.raises(InvalidArgumentError, match="room_tokens"):
             model(random_ids(1, 5), past_key_values=cache)
     assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize("tokens", [2, 12], ids=["whole", "recalled"])
+def test_what_is_taken_back_with_recall_is_as_with_dynamic_storage(tokens):
+    """Beyond the tokens that are still whole, all that was seen comes back first."""
+    model, ids, more = tiny_model("llama"), random_ids(1, 90), random_ids(1, 9, seed=1)
+    logits = []
+    for storage in ("dynamic", "static"):
+        cache = CompressedCache(model, POLICY, storage=storage, recall="host")
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(more, past_key_values=cache)
+            cache.crop(-tokens)
+            logits.append(model(more[:, :4], past_key_values=cache).logits)
+        assert cache.get_seq_length() == 90 + 9 - tokens + 4
+    assert_close(*logits)

@@ -19,7 +19,7 @@ from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.study.reading import Reading
+    from snapkv.lab.study.reading import AnsweredPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class ReadingStudy(Study):
 
     @abstractmethod
     def look(
-        self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
+        self, loaded: "LoadedModel", part: Part, readings: Sequence["AnsweredPrompt"]
     ) -> list[Record]:
         """Rows of one part, with the keys of `by` and `numbers`; a number may be None."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.study.reading import Reading
+    from snapkv.lab.study.reading import AnsweredPrompt
     from snapkv.policies import PromptLayer, SnapKV
 
 SELECTIONS = ("vote", "sinks and recent")
@@ -85,7 +85,7 @@ class HitRate(ReadingStudy):
         return self.generation_windows * self.generation_tokens
 
     def look(
-        self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
+        self, loaded: "LoadedModel", part: Part, readings: Sequence["AnsweredPrompt"]
     ) -> list[Record]:
         """A row per selection, window of the answer and layer."""
         from snapkv.lab.study.reading import observed

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.study.reading import Reading
+    from snapkv.lab.study.reading import AnsweredPrompt
     from snapkv.policies import PromptLayer
 
 
@@ -66,7 +66,7 @@ class Instructions(ReadingStudy):
             yield Part(name=name, variant="all", samples=samples)
 
     def look(
-        self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
+        self, loaded: "LoadedModel", part: Part, readings: Sequence["AnsweredPrompt"]
     ) -> list[Record]:
         """A row per pair of questions and layer."""
         from snapkv.lab.study.reading import observed

@@ -11,7 +11,7 @@ from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.study.reading import Reading
+    from snapkv.lab.study.reading import AnsweredPrompt
     from snapkv.policies import PromptLayer
 
 
@@ -64,7 +64,7 @@ class Overlap(ReadingStudy):
         return self.generation_windows * self.window_tokens
 
     def look(
-        self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
+        self, loaded: "LoadedModel", part: Part, readings: Sequence["AnsweredPrompt"]
     ) -> list[Record]:
         """A row per window and layer."""
         from snapkv.lab.study.reading import observed

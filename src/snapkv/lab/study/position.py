@@ -10,7 +10,7 @@ from snapkv.lab.study.hit_rate import HitRate
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.study.reading import Reading
+    from snapkv.lab.study.reading import AnsweredPrompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Position(HitRate):
             yield Part(name=part.name, variant="first", samples=(first,))
 
     def look(
-        self, loaded: "LoadedModel", part: Part, readings: Sequence["Reading"]
+        self, loaded: "LoadedModel", part: Part, readings: Sequence["AnsweredPrompt"]
     ) -> list[Record]:
         """The rows of `hit-rate`, with the question's place."""
         return [{"question": part.variant, **row} for row in super().look(loaded, part, readings)]

@@ -18,7 +18,7 @@ Seen = TypeVar("Seen")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class AnsweredPrompt:
     """A prompt and its answer as tokens.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Observer(Policy):
         return None
 
 
-def read(loaded: LoadedModel, sample: Sample, template: Template) -> Reading:
+def read(loaded: LoadedModel, sample: Sample, template: Template) -> AnsweredPrompt:
     """Answer a sample from the full cache.
 
     Raises:
@@ -80,7 +80,7 @@ def read(loaded: LoadedModel, sample: Sample, template: Template) -> Reading:
     cache = CompressedCache(loaded.model, FullCache())
     output = continue_ids(loaded, ids, cache, sample.settings)
     answer = loaded.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return Reading(ids=output, prompt_tokens=ids.shape[1], answer=answer)
+    return AnsweredPrompt(ids=output, prompt_tokens=ids.shape[1], answer=answer)
 
 
 @dataclass(frozen=True, kw_only=True)
