@@ -46,7 +46,7 @@ test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m pytest -m docs tests/docs
+	$(BIN)/python -m pytest -m docs tests/docs tests/test_pages.py
 
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/quality

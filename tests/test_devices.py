@@ -23,10 +23,10 @@ from snapkv import (
     Scissorhands,
     SnapKV,
     StreamingLLM,
-    attention,
     prefill,
 )
 from snapkv.decoding import CandidateTree, Medusa, SelfSpeculation
+from snapkv.hf import fidelity
 from snapkv.kvzip import read_context
 from tests.decoding.heads import random_heads
 from tests.families import CASES, random_ids, tiny_model
@@ -68,7 +68,7 @@ IDS = random_ids(2, PROMPT)
 @pytest.fixture
 def require_same(monkeypatch):
     """Run something on the CPU and on the device: it must give the same, and give it there."""
-    monkeypatch.setattr(attention, "_is_behind", lambda states: isinstance(states, Pretended))
+    monkeypatch.setattr(fidelity, "_is_behind", lambda states: isinstance(states, Pretended))
 
     def require(run, family="llama", implementation="sdpa"):
         here = tiny_model(family, implementation)

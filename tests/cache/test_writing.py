@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv import writing
+from snapkv.cache.saving import writing
 from snapkv.cache.saving.writing import append_line, open_for_lines, replace_file, replacing
 from snapkv.errors import OutputError
 

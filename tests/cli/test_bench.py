@@ -110,6 +110,7 @@ def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypat
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows) == 4
 
 
+@pytest.mark.slow
 def test_weights_that_are_mapped_do_not_count_where_they_are_first_used():
     """The real model, whose weights come into memory when they are used."""
     command = (sys.executable, "-m", "snapkv", "bench", "memory", "--baseline", "none", "--json")

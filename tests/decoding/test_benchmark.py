@@ -8,6 +8,7 @@ from snapkv.decoding import MedusaHeads, save_heads
 from tests.families import tiny_model
 
 
+@pytest.mark.slow
 def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
     save_heads(MedusaHeads.untrained(demo.model, 2), tmp_path, base_model="demo")
     monkeypatch.setattr(medusa, "load", lambda _, dtype: demo)

@@ -425,6 +425,7 @@ def killed_after(folder, answers):
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_kill_loses_nothing_and_doubles_nothing(folder, demo):
     save_tiny(folder / "model", demo.tokenizer)
     killed_after(folder, 9)
