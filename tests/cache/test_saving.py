@@ -263,6 +263,16 @@ def forged(notes, change):
         notes["layers"][0]["store"]["keys"] = {"tensor": "elsewhere"}
     elif change == "a record that is none":
         notes["layers"][0]["store"]["keys"] = {"record": "Path", "parts": {}}
+    elif change == "a yes that is a number":
+        notes["layers"][0]["slots"]["is_partial"] = -3
+    elif change == "a layer without notes":
+        notes["layers"][1]["notes"] = {}
+    elif change == "values of fewer tokens":
+        notes["layers"][0]["store"]["values"] = notes["layers"][1]["slots"]["kept"]
+    elif change == "columns before the first":
+        notes["layers"][0]["slots"]["start"] = -5
+    elif change == "a kind of store that is none":
+        notes["layers"][0]["store_kind"] = "sparse"
     elif change == "a parameter that the policy has not":
         notes["policy"]["speed"] = 1
     else:
@@ -277,6 +287,11 @@ def forged(notes, change):
         "a layer less",
         "a tensor that is not there",
         "a record that is none",
+        "a yes that is a number",
+        "a layer without notes",
+        "values of fewer tokens",
+        "columns before the first",
+        "a kind of store that is none",
         "a parameter that the policy has not",
         "options that are text",
     ],

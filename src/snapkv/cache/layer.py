@@ -275,7 +275,7 @@ class CompressedLayer(DynamicLayer):
         """Keep the selected slots of a prompt that ended after so many tokens."""
         tokens = selection.prompt_tokens
         columns = self.slots.columns_of(selection.keep_indices, self.store)
-        self.offload(tokens)
+        self.offload_first(tokens)
         if selection.head_tokens is None:
             self.store = self.store.keep(selection.keep_indices, tokens)
         else:
@@ -294,15 +294,15 @@ class CompressedLayer(DynamicLayer):
 
     def apply_eviction(self, eviction: Eviction) -> None:
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
-        self.notes = replace(self.notes, slot_scores=eviction.scores)
+        scores = eviction.scores
         if eviction.keep_indices is None:
+            self.notes = replace(self.notes, slot_scores=scores)
             return
         slots, seen, fillers = self.store.slots, self.seen_tokens, self.slots.fillers
         kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
         columns = self.slots.columns_of(kept, self.store)
-        if eviction.scores is not None:
-            scores = _of_slots(eviction.scores, kept, kept.shape[1])
-            self.notes = replace(self.notes, slot_scores=scores)
+        scores = None if scores is None else _of_slots(scores, kept, kept.shape[1])
+        self.notes = replace(self.notes, slot_scores=scores)
         if not isinstance(self.store, RaggedStore):  # whose heads hold no fillers
             left = fillers_left(slots, kept.shape[-1], fillers)
             fillers = left if eviction.filler_tokens is None else eviction.filler_tokens
@@ -314,6 +314,11 @@ class CompressedLayer(DynamicLayer):
         """Number the first tokens by their place in the cache."""
         if not sink_tokens or not self.slots.dropped:
             return
+        if isinstance(self.store, RaggedStore):
+            raise InvalidArgumentError(
+                f"sink_tokens: expected 0 where heads keep different numbers of tokens, got "
+                f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
+            )
         assert self.identity.rotation is not None
         keys, moved = move_sinks(
             self.keys,
@@ -349,7 +354,7 @@ class CompressedLayer(DynamicLayer):
         """Whether the next tokens are read over all that was seen, and vote on it."""
         return self.offloaded is not None and self.offloaded.is_due
 
-    def offload(self, tokens: int) -> None:
+    def offload_first(self, tokens: int) -> None:
         """Put those of the first tokens off the device that are not yet; the layer is whole."""
         if self.offloaded is not None:
             done = self.offloaded.tokens
@@ -360,7 +365,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is None:
             return
         seen, slots = self.seen_tokens, self.store.slots
-        self.offload(seen)
+        self.offload_first(seen)
         none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
         self.store = self.store.keep(none, slots)
         self.slots = self.slots.chosen(none, seen)
@@ -379,7 +384,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is None:
             return
         self.offloaded.is_due = False
-        if self.slots.kept is None:
+        if self.slots.kept is None and self.store.hands_over:
             return
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
         if not self.store.hands_over:

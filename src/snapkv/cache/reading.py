@@ -119,8 +119,8 @@ class Reading:
         """Read the next tokens over all that was seen, in layers that can recall it."""
         for layer in self.layers:
             if layer.offloaded is not None:
-                dropped = layer.slots.kept is not None
-                layer.offloaded.is_due = dropped and (is_open or layer.store.slots == 0)
+                is_away = layer.slots.kept is not None or not layer.store.hands_over
+                layer.offloaded.is_due = is_away and (is_open or layer.store.slots == 0)
 
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int, end_ids: tuple[int, ...] = ()) -> Iterator[None]:

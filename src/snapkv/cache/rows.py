@@ -53,7 +53,12 @@ class RowRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of all fields, measured on the tensors."""
-        return sum(tensor.nbytes for tensor, _ in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are there, by name."""
+        return {name: tensor for name, (tensor, _) in self._tensors().items()}
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again, by the fields' names."""

@@ -153,6 +153,7 @@ def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     if layer.observer is not None:
         prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
         layer.observer(replace(prompt, queries=call.query))
+    layer.store.rest()
     if not reading.is_piecewise:
         layer.set_aside()
     return output

@@ -348,20 +348,20 @@ class CompressedCache(Cache):
 
     def __copy__(self) -> Self:
         """A branch: it goes on by itself, and shares what is stored so far."""
-        return self._copied([_branch(layer) for layer in self.layers])
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied.layers = [_branch(layer) for layer in self.layers]
+        compressed = [layer for layer in copied.layers if isinstance(layer, CompressedLayer)]
+        copied.reading = self.reading.of(compressed)
+        copied._padding, copied._check = self._padding.of(compressed), VoteCheck()
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy what is stored; the model that it belongs to is shared."""
         memo.update({id(module): module for module in self._use.modules})
-        return self._copied(copy.deepcopy(self.layers, memo))
-
-    def _copied(self, layers: list[Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
-        copied.layers, copied.options = layers, dict(self.options)
-        copied.reading = self.reading.of(compressed)
-        copied._padding, copied._check = self._padding.of(compressed), VoteCheck()
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
         return copied
 
 

@@ -56,7 +56,7 @@ def read(
         cache = _rebuilt(kind, tensors, notes, model, policy, recall, recall_bytes)
     except SnapKVError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CacheFileError(
             f"path: expected a cache that cache.save has written, got {str(path)!r}, whose "
             f"parts do not fit together ({error!r}); save it again"

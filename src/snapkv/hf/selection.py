@@ -134,9 +134,10 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
     new_tokens = call.query.shape[2]
     layer.absorb_tail()
     store, slots, notes = layer.store, layer.slots, layer.notes
-    keys, scores = call.key, notes.scores_with(new_tokens)
     if isinstance(store, RaggedStore):
         keys, scores = store.states.padded_keys(), notes.slot_scores
+    else:
+        keys, scores = call.key, notes.scores_with(new_tokens)
     step = DecodeStep(
         queries=look_back(layer, call.query),
         keys=keys,

@@ -154,11 +154,15 @@ def _is_splittable(value: Any, tokens: int) -> bool:
 def _part(value: Any, start: int, stop: int) -> Any:
     """The part of an argument that belongs to tokens `start` to `stop`.
 
-    Masks have four axes, the queries along the third; (B, T) masks and position ids, and (B, T, D)
-    position embeddings have the tokens along the second.
+    Masks have four axes, the queries along the third; in front of the tokens' own columns stand
+    those of earlier turns. (B, T) masks and position ids, and (B, T, D) position embeddings have
+    the tokens along the second.
     """
     if isinstance(value, tuple):
         return tuple(_part(item, start, stop) for item in value)
     if not isinstance(value, Tensor):
         return value
-    return value[..., start:stop, :stop] if value.ndim == 4 else value[:, start:stop]
+    if value.ndim != 4:
+        return value[:, start:stop]
+    earlier = value.shape[-1] - value.shape[-2]
+    return value[..., start:stop, : earlier + stop]

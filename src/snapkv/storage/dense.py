@@ -50,6 +50,11 @@ class DenseStore(TokenStore):
         self.values = keep_tokens(self.values, indices, tokens)
         return self
 
+    def __copy__(self) -> "DenseStore":
+        """One with a buffer of its own: only one may write behind what both hold."""
+        copied = DenseStore(in_place=self._buffer is not None)
+        return copied.fill(self.keys, self.values, self.num_kv_heads)
+
     def crop(self, tokens: int) -> TokenStore:
         """Forget the last tokens."""
         self.keys, self.values = self.keys[..., :-tokens, :], self.values[..., :-tokens, :]

@@ -113,6 +113,8 @@ class OffloadedTokens:
 
     def with_tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All offloaded tokens and behind them (B, Hkv, N, D) ones, on the device of those."""
+        if not self.pieces:
+            return keys.clone(), values.clone()
         with _copying(keys.device) as stream:
             whole = [self._whole(keys, "keys"), self._whole(values, "values")]
         if stream is not None:

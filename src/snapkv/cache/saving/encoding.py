@@ -6,16 +6,19 @@ Nothing in a file is run: it names kinds of stores and a few kinds of records.
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.rows import RowRecord
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError
 from snapkv.storage.codes import Codes
 from snapkv.storage.ragged import RaggedStates
+
+Record = TypeVar("Record", bound=RowRecord)
 
 COMPRESSED = "compressed"
 """Kind of a compressed layer; other layers have the name of transformers' class."""
@@ -70,8 +73,49 @@ def decode_layer(
     if layer.offloaded is not None:
         layer.offloaded.is_due = saved["recall_due"]
     layer.store = layer.storage.restored(saved["store_kind"], on_device(saved["store"]))
-    layer.slots = SlotMap(**on_device(saved["slots"]))
-    layer.notes = type(layer.notes)(**on_device(saved["notes"]))
+    layer.slots = _record(SlotMap, on_device(saved["slots"]))
+    layer.notes = _record(type(layer.notes), on_device(saved["notes"]))
+    _require_fitting(layer)
+
+
+def _record(kind: type[Record], state: dict[str, Any]) -> Record:
+    """A record of that kind out of all its saved fields, no more and no less."""
+    record = kind(**state)
+    if missing := record.state().keys() - state.keys():
+        raise ValueError(f"without {', '.join(sorted(missing))}")
+    return record
+
+
+def _require_fitting(layer: CompressedLayer) -> None:
+    """Refuse parts that are no tensors of one batch, or do not say what is in the slots.
+
+    Raises:
+        ValueError: such parts.
+    """
+    store, slots = layer.store, layer.slots
+    numbers = (slots.start, slots.chosen_at, store.num_kv_heads)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"expected counts, got {numbers}")
+    if type(slots.is_partial) is not bool:
+        raise ValueError(f"is_partial: expected true or false, got {slots.is_partial!r}")
+    tensors = [*slots.tensors.values(), *layer.notes.tensors.values()]
+    if not store.is_filled:
+        if tensors or store.values is not None or slots.start:
+            raise ValueError("tokens without keys and values")
+        return
+    if store.keys.ndim != 4 or store.keys.shape[:3] != store.values.shape[:3]:
+        raise ValueError(f"keys {tuple(store.keys.shape)}, values {tuple(store.values.shape)}")
+    if not store.num_kv_heads or store.keys.shape[1] % store.num_kv_heads:
+        raise ValueError(f"{store.keys.shape[1]} heads of {store.num_kv_heads}")
+    if any(len(tensor) != len(store.keys) for tensor in tensors):
+        raise ValueError("rows of several batches")
+    kept = slots.kept
+    if kept is None and slots.start:
+        raise ValueError(f"all is stored, but for the first {slots.start} columns")
+    if kept is not None and (
+        kept.shape[:2] != store.keys.shape[:2] or not kept.shape[2] <= store.slots
+    ):
+        raise ValueError(f"columns {tuple(kept.shape)} for {store.slots} slots")
 
 
 def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None:

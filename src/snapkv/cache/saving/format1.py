@@ -31,6 +31,7 @@ def _layer(saved: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, An
             "fillers": state["filler_tokens"],
             "gaps": state.get("gaps"),
             "chosen_at": state["chosen_at"],
+            "is_partial": _is_partial(state),
         },
         "notes": {
             "slot_scores": state["slot_scores"],
@@ -57,6 +58,11 @@ def _store(state: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if state.get("packed") is not None:
         return "quantized", {"codes": state["packed"], **store}
     return "static" if state.get("fixed") else "dense", store
+
+
+def _is_partial(state: dict[str, Any]) -> bool:
+    """Whether the first prompt was still held to a cap, which was not saved."""
+    return state["kept"] is not None and not state["chosen_at"] and not state["recall_due"]
 
 
 def _start(state: dict[str, Any], tensors: Mapping[str, Tensor]) -> int:
