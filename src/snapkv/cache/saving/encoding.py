@@ -103,8 +103,9 @@ def _require_fitting(layer: CompressedLayer) -> None:
         if tensors or store.values is not None or slots.start:
             raise ValueError("tokens without keys and values")
         return
-    if store.keys.ndim != 4 or store.keys.shape[:3] != store.values.shape[:3]:
-        raise ValueError(f"keys {tuple(store.keys.shape)}, values {tuple(store.values.shape)}")
+    shapes = [tuple(states.shape) for states in (store.keys, store.values)]
+    if [len(shape) for shape in shapes] != [4, 4] or shapes[0][:3] != shapes[1][:3]:
+        raise ValueError(f"keys {shapes[0]}, values {shapes[1]}")
     if not store.num_kv_heads or store.keys.shape[1] % store.num_kv_heads:
         raise ValueError(f"{store.keys.shape[1]} heads of {store.num_kv_heads}")
     if any(len(tensor) != len(store.keys) for tensor in tensors):
