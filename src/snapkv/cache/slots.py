@@ -107,7 +107,8 @@ class SlotMap(RowRecord):
         """(B, H or H', K): the columns of (B, H' or 1, K) slots; -1 stays."""
         stored = store.keys.shape[1]
         heads = max(indices.shape[1], stored)
-        indices = indices.expand(-1, heads, -1)
+        if heads > indices.shape[1]:
+            indices = indices.expand(-1, heads, -1)
         if self.kept is None:
             return indices
         columns = self.columns(store)

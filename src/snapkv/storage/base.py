@@ -165,7 +165,7 @@ def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
         (B, H or H', K + N, D), contiguous.
     """
     kept = ops.gather_tokens(states, indices)
-    behind = states[..., tokens:, :]
-    if not behind.shape[-2]:
+    if tokens == states.shape[-2]:
         return kept
+    behind = states[..., tokens:, :]
     return torch.cat([kept, behind.repeat_interleave(kept.shape[1] // states.shape[1], dim=1)], -2)
