@@ -17,7 +17,7 @@ from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selec
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage
-from snapkv.storage.dense import DenseStore, Dynamic
+from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
 from snapkv.storage.sinks import move_sinks
@@ -46,13 +46,11 @@ class CompressedLayer(DynamicLayer):
 
     supports_early_init = False
 
-    def __init__(
-        self, policy: Policy, identity: LayerIdentity, storage: Storage | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
         # Not transformers' own, which would assign keys and values.
         self.policy = policy
         self.identity = identity
-        self.storage = storage or Dynamic(in_place=not isinstance(policy, EvictingPolicy))
+        self.storage = storage
         self.store = self.storage.empty()
         self.slots = SlotMap()
         self.notes = DecodeNotes()

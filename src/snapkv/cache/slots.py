@@ -229,7 +229,7 @@ class SlotMap(RowRecord):
     def chosen(self, kept: Tensor, seen_tokens: int, **changes: Any) -> Self:
         """Of all tokens seen by then the slots hold what was kept, and those that come behind."""
         made = replace(self, kept=kept.to(torch.int32), start=seen_tokens, **changes)
-        assert made.needs_own_mask is not None  # asked of the device now, not by the next token
+        _ = made.needs_own_mask  # asked of the device now, not by the next token
         return made
 
     def whole(self) -> Self:

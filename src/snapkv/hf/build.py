@@ -21,8 +21,8 @@ from snapkv.validation import require_choice, require_int
 
 _KEPT_AS_THEY_ARE = ("DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
 
-StorageMaker = Callable[[], Storage | None]
-"""Makes the storage of one layer; None for storage that grows."""
+StorageMaker = Callable[[], Storage]
+"""Makes the storage of one layer."""
 
 
 def require_model(model: Any) -> None:
@@ -39,14 +39,14 @@ def require_model(model: Any) -> None:
 
 
 def layers_for(
-    model: PreTrainedModel, policy: Policy, storage: StorageMaker | None = None
+    model: PreTrainedModel, policy: Policy, storage: StorageMaker = Dynamic
 ) -> list[CacheLayerMixin]:
     """transformers' own choice of layers for the model, the full-attention ones compressed.
 
     Args:
         model: the model.
         policy: what the compressed layers keep.
-        storage: of the compressed layers; None for storage that grows.
+        storage: of the compressed layers; see `storage_for`.
 
     Raises:
         InvalidTypeError: `model` is not a transformers model.
@@ -68,8 +68,8 @@ def layers_for(
     _require_known(name, layers)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
     identities = _identities(model, policy, full)
-    made = [None if storage is None else storage() for _ in full]
-    if any(each is not None and each.is_compileable for each in made):
+    made = [storage() for _ in full]
+    if any(each.is_compileable for each in made):
         _require_only_full(name, layers)
     for index, identity, own in zip(full, identities, made, strict=True):
         layers[index] = CompressedLayer(policy, identity, own)

@@ -15,8 +15,8 @@ from snapkv.storage.dense import DenseStore
 class QuantizedStore(TokenStore):
     """Codes of a prompt's tokens; those behind it stay as they are, until the next prompt.
 
-    While a step is computed the store is spread out, so one layer at a time is whole. The codes are
-    never made of codes: they stay until a prompt chooses again.
+    While a step is computed the store is spread out, so one layer at a time is whole. The codes
+    stay as they are until a later prompt ends, which is coded with what they stand for.
 
     Attributes:
         codes: of the keys and of the values.
