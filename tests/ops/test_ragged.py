@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
-from snapkv.ops import RaggedLayout, ScoreOptions, attention_weights, ragged_attention
+from snapkv.ops import RaggedLayout, ScoreOptions, attention_weights, choice, ragged_attention
 from snapkv.ops.ragged import api as ragged
 from tests.ops.ragged_cases import (
     LENGTHS,
@@ -148,14 +148,15 @@ def test_the_kernel_on_a_device_equals_the_reference(impl):
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device):
-    arguments = states(LENGTHS["tiny"], 1, device=device)
-    assert ragged._obstacle(arguments["queries"], None) is None
+def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device, monkeypatch):
+    arguments, said = states(LENGTHS["tiny"], 1, device=device), []
+    monkeypatch.setattr(choice, "say_once", lambda operation, impl, where: said.append(impl))
+    ragged_attention(**arguments)
+    with_gradients = {**arguments, "queries": arguments["queries"].requires_grad_()}
     with pytest.raises(InvalidArgumentError, match="gradients"):
-        ragged_attention(
-            **{**arguments, "queries": arguments["queries"].requires_grad_()}, impl="triton"
-        )
-    assert "gradients" in ragged._obstacle(arguments["queries"], None)
+        ragged_attention(**with_gradients, impl="triton")
+    ragged_attention(**with_gradients)
+    assert said == ["triton", "blocked"]
 
 
 @pytest.mark.parametrize("queries", [3, 40])
