@@ -12,7 +12,10 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 DEFAULT_BUDGET = 1024
 DEFAULT_WINDOW = 32
 
-POOLINGS = ("max", "avg")
+DEFAULT_KERNEL = 7
+DEFAULT_DECAY = 0.9
+
+POOLINGS = ("max", "avg", "fading")
 GROUP_REDUCTIONS = ("mean", "max", "sum", "none")
 
 MOST = 2**63 - 1
@@ -65,13 +68,47 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
         )
 
 
+def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
+    """Raise unless they say how votes are pooled.
+
+    Args:
+        pooling: one of `POOLINGS`.
+        kernel_size: the width of "max" and "avg"; None for the default, or for "fading".
+        decay: the factor of "fading"; None for the default, or for the others.
+    """
+    require_choice("pooling", pooling, POOLINGS)
+    if pooling != "fading" and decay is not None:
+        raise InvalidArgumentError(
+            f"decay: expected none with pooling={pooling!r}, which does not fade, got {decay!r}; "
+            "leave it out, or choose the pooling fading"
+        )
+    if pooling == "fading" and kernel_size is not None:
+        raise InvalidArgumentError(
+            f"kernel_size: expected none with pooling='fading', which has a decay instead of a "
+            f"width, got {kernel_size!r}; leave it out, or choose the pooling max"
+        )
+    if kernel_size is not None:
+        require_kernel(kernel_size)
+    if decay is not None:
+        require_fraction("decay", decay, "0.9")
+
+
 def require_kernel(kernel_size: Any) -> None:
-    """Raise unless a pooling window has a middle."""
+    """Raise unless a pooling window has a middle, or is a pair of how far it reaches."""
+    if isinstance(kernel_size, tuple | list):
+        if len(kernel_size) != 2:
+            raise InvalidArgumentError(
+                f"kernel_size: expected a width or a pair (before, behind), got {kernel_size!r}; "
+                "pass for instance (0, 12)"
+            )
+        for name, reach in zip(("before", "behind"), kernel_size, strict=True):
+            require_int(f"kernel_size, {name}", reach, minimum=0)
+        return
     require_int("kernel_size", kernel_size, minimum=1)
     if kernel_size % 2 == 0:
         raise InvalidArgumentError(
             f"kernel_size: expected an odd number, so that a position stays in the middle of "
-            f"its cluster, got {kernel_size}; pass {kernel_size + 1}"
+            f"its cluster, got {kernel_size}; pass {kernel_size + 1}, or a pair (before, behind)"
         )
 
 
@@ -94,14 +131,26 @@ def require_int(argument: str, value: object, minimum: int, maximum: int | None 
 
 def require_ratio(argument: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1]."""
+    _require_number(argument, value, "(0, 1]", "0.25", value == 1)
+
+
+def require_fraction(argument: str, value: object, example: str) -> None:
+    """Raise unless `value` is a number in (0, 1)."""
+    _require_number(argument, value, "(0, 1)", example, False)
+
+
+def _require_number(
+    argument: str, value: object, interval: str, example: str, is_upper_end: bool
+) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidTypeError(
-            f"{argument}: expected a number in (0, 1], got {value!r} of type "
-            f"{type(value).__name__}; pass a fraction such as 0.25"
+            f"{argument}: expected a number in {interval}, got {value!r} of type "
+            f"{type(value).__name__}; pass a fraction such as {example}"
         )
-    if not 0 < value <= 1:
+    if not (0 < value < 1 or is_upper_end):
         raise InvalidArgumentError(
-            f"{argument}: expected a number in (0, 1], got {value}; pass a fraction such as 0.25"
+            f"{argument}: expected a number in {interval}, got {value}; pass a fraction such as "
+            f"{example}"
         )
 
 

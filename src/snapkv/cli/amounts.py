@@ -27,6 +27,21 @@ def counts(name: str, text: str) -> tuple[int, ...]:
     return tuple(_count(name, part, "items of type int with commas between them") for part in parts)
 
 
+def kernel(text: str) -> int | tuple[int, int]:
+    """A pooling kernel: a width such as 7, or how far it reaches before and behind, as 0+12.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    found = re.fullmatch(r"\s*(-?\d+)\s*(?:\+\s*(\d+))?\s*", text)
+    if found is None:
+        raise InvalidArgumentError(
+            f"kernel_size: expected a width such as 7, or how far before and behind as 0+12, got "
+            f"{text!r}; write for instance --kernel-size 0+12"
+        )
+    return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+
+
 def byte_count(name: str, text: str) -> int:
     """Bytes with a unit: GB and G are 10^9 of them, GiB 2^30.
 

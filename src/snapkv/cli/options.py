@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import count
+from snapkv.cli.amounts import count, kernel
 from snapkv.cli.fields import field_options, from_options, integers, keyword
 from snapkv.cli.outputs import Output, require_outputs
 from snapkv.validation import (
@@ -21,7 +21,7 @@ from snapkv.validation import (
     require_budget,
     require_choice,
     require_int,
-    require_kernel,
+    require_pooling,
 )
 
 Mark = TypeVar("Mark")
@@ -98,9 +98,11 @@ class MethodOptions(ModelOptions):
         POSITIVE,
     ] = None
     kernel_size: Annotated[
-        int | None, panels.policy(help="Width of the pooling over neighbours, odd")
+        str | None,
+        panels.policy(help="Width of the pooling over neighbours, odd, or BEFORE+BEHIND: 0+12"),
     ] = None
-    pooling: Annotated[str | None, panels.policy(help="max or avg")] = None
+    pooling: Annotated[str | None, panels.policy(help="max, avg or fading")] = None
+    decay: Annotated[float | None, panels.policy(help="Factor per token of fading, 0.9")] = None
     group_reduce: Annotated[
         str | None, panels.policy(help="mean, max, sum or none, over heads that share keys")
     ] = None
@@ -129,11 +131,11 @@ class MethodOptions(ModelOptions):
 
         The methods check all of it again, and what these options cannot know.
         """
-        if self.kernel_size is not None:
-            require_kernel(self.kernel_size)
-        for name, known in (("pooling", POOLINGS), ("group_reduce", GROUP_REDUCTIONS)):
-            if (given := getattr(self, name)) is not None:
-                require_choice(name, given, known)
+        width = None if self.kernel_size is None else kernel(self.kernel_size)
+        if not self.set_:
+            require_pooling(self.pooling or POOLINGS[0], width, self.decay)
+        if self.group_reduce is not None:
+            require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
         elif self.policy == MethodOptions.policy and not self.set_:

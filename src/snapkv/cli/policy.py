@@ -3,15 +3,23 @@
 import contextlib
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from snapkv.cli.amounts import count
+from snapkv.cli.amounts import count, kernel
 from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy
 from snapkv.validation import nearest
 
-_OWN_FLAGS = ("budget", "keep_ratio", "window_size", "kernel_size", "pooling", "group_reduce")
+_OWN_FLAGS = (
+    "budget",
+    "keep_ratio",
+    "window_size",
+    "kernel_size",
+    "pooling",
+    "decay",
+    "group_reduce",
+)
 
 
 def build_policy(options: MethodOptions) -> Policy:
@@ -22,6 +30,8 @@ def build_policy(options: MethodOptions) -> Policy:
         InvalidTypeError: a value of the wrong type.
     """
     given = {name: value for name in _OWN_FLAGS if (value := getattr(options, name)) is not None}
+    if "kernel_size" in given:
+        given["kernel_size"] = kernel(given["kernel_size"])
     given |= typed_assignments(options.policy, options.set_ or [])
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
@@ -135,4 +145,6 @@ def _typed(text: str, hint: Any) -> Any:
         if kind in kinds:
             with contextlib.suppress(ValueError):  # an InvalidArgumentError is one
                 return count("set", text) if kind is int else kind(text)
+    if any(get_origin(kind) is tuple for kind in kinds):
+        return kernel(text)
     return text

@@ -108,15 +108,19 @@ def _require_one_device(model: PreTrainedModel) -> None:
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     """A saved description as today's policies have it, of a cache that kept what it kept.
 
-    Before all methods that have sinks could be told how many, they had none and said nothing; and
-    a budget could have room for fewer of them than it was told.
+    What is None by default was not there. Before all methods that have sinks could be told how
+    many, they had none and said nothing; and a budget could have room for fewer than it was told.
     """
     complete: dict[str, Any] = {
         key: _completed(value) if isinstance(value, dict) and "name" in value else value
         for key, value in saved.items()
     }
     kind = POLICIES.get(saved["name"])
-    if kind is not None and any(field.name == "sink_tokens" for field in fields(kind)):
+    known = [field for field in fields(kind) if field.init] if kind is not None else []
+    for field in known:
+        if field.default is None:
+            complete.setdefault(field.name, None)
+    if any(field.name == "sink_tokens" for field in known):
         complete.setdefault("sink_tokens", 0)
         if complete["budget"] is not None:
             room = complete["budget"] - complete["window_size"]

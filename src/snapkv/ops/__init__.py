@@ -3,7 +3,7 @@
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes.api import gather_tokens, pool_votes, window_votes
+from snapkv.ops.votes.api import fade_votes, gather_tokens, pool_votes, window_votes
 from snapkv.ops.votes.reference import (
     attention_received,
     attention_received_by_distance,
@@ -25,6 +25,7 @@ __all__ = [
     "attention_to_stored",
     "attention_weight_blocks",
     "attention_weights",
+    "fade_votes",
     "gather_tokens",
     "keep_best",
     "kept_indices",

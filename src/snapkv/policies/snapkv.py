@@ -9,7 +9,13 @@ from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.states import PromptLayer
-from snapkv.validation import GROUP_REDUCTIONS, POOLINGS, require_choice, require_kernel
+from snapkv.validation import (
+    DEFAULT_DECAY,
+    DEFAULT_KERNEL,
+    GROUP_REDUCTIONS,
+    require_choice,
+    require_pooling,
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,12 @@ class SnapKV(PrefixPolicy):
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
         window_size: the last tokens of the prompt; they vote and are always kept.
-        kernel_size: width of the pooling, odd; 1 switches pooling off.
-        pooling: "max" or "avg".
+        kernel_size: width of "max" and "avg" pooling, odd and centred, 7 by default; 1 switches
+            pooling off. Or a pair ``(before, behind)``: how far a vote reaches to either side.
+        pooling: "max" or "avg" over neighbours, as in the paper; or "fading", where a vote lifts
+            what stands behind it, by a factor less for every token: what is copied next stands
+            behind the place that is voted for.
+        decay: that factor of "fading", in (0, 1), 0.9 by default.
         group_reduce: how the query heads of a KV head are combined: "mean", "max", "sum"; "none"
             lets every query head keep its own set, as the paper does, at the price of storing
             keys and values once per query head.
@@ -36,15 +46,21 @@ class SnapKV(PrefixPolicy):
     rates_what_is_held: ClassVar[bool] = True
 
     _: KW_ONLY
-    kernel_size: int = 7
-    pooling: Literal["max", "avg"] = "max"
+    kernel_size: int | tuple[int, int] | None = None
+    pooling: Literal["max", "avg", "fading"] = "max"
+    decay: float | None = None
     group_reduce: Literal["mean", "max", "sum", "none"] = "mean"
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
         super().__post_init__()
-        require_kernel(self.kernel_size)
-        require_choice("pooling", self.pooling, POOLINGS)
+        require_pooling(self.pooling, self.kernel_size, self.decay)
+        if self.pooling == "fading":
+            object.__setattr__(self, "decay", self.decay or DEFAULT_DECAY)
+        elif isinstance(self.kernel_size, list):  # as a file has it
+            object.__setattr__(self, "kernel_size", tuple(self.kernel_size))
+        elif self.kernel_size is None:
+            object.__setattr__(self, "kernel_size", DEFAULT_KERNEL)
         require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
 
     @property
@@ -58,6 +74,18 @@ class SnapKV(PrefixPolicy):
         Raises:
             UnsupportedModelError: "none" on a model whose heads share one stored latent.
         """
+        return self.pool(self.votes(layer))
+
+    def pool(self, votes: Tensor) -> Tensor:
+        """What votes become before the best are chosen, the same shape."""
+        if self.pooling == "fading":
+            assert self.decay is not None
+            return ops.fade_votes(votes, self.decay)
+        assert self.kernel_size is not None
+        return ops.pool_votes(votes, self.kernel_size, self.pooling)
+
+    def votes(self, layer: PromptLayer) -> Tensor:
+        """Votes of the window before pooling, shape and errors as of `score`."""
         if self.group_reduce == "none" and layer.stored_heads is not None:
             raise UnsupportedModelError(
                 "group_reduce: expected mean, max or sum for a model with latent attention, whose "
@@ -74,7 +102,7 @@ class SnapKV(PrefixPolicy):
         if not own_keys:
             votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
-        return ops.pool_votes(votes[..., :prefix_tokens], self.kernel_size, self.pooling)
+        return votes[..., :prefix_tokens]
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""

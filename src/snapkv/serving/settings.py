@@ -17,8 +17,11 @@ PREFIX = "snapkv_"
 SERVED = ("snapkv", "streaming-llm", "tova")
 """Methods that keep the same number of tokens in all layers and heads, known in advance."""
 
-OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling")
+OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 """Parameters that a request may set for itself."""
+
+_OF_POOLING = ("kernel_size", "decay")
+"""What belongs to a kind of pooling, and not to another that a request chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,12 @@ class ServingSettings:
             self._require_known(name)
         budget = given.pop("budget", self.budget)
         require_int(f"{PREFIX}budget", budget, minimum=0)
-        policy = self._made(budget or None, {**self.parameters, **given})
+        own = {
+            name: value
+            for name, value in self.parameters.items()
+            if "pooling" not in given or name not in _OF_POOLING
+        }
+        policy = self._made(budget or None, own | given)
         return policy if budget else None
 
     def _require_known(self, name: str) -> None:

@@ -1,14 +1,12 @@
 """How a method rated the prompt: its votes, what pooling made of them, and the lowest kept."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv import ops
 from snapkv.cache.last_queries import last_tokens
-from snapkv.policies import Policy, PromptLayer, Selection
+from snapkv.policies import Policy, PromptLayer, Selection, SnapKV
 from snapkv.policies.base import PrefixPolicy
 
 
@@ -66,11 +64,10 @@ def _scored(
     if layer.keys.shape[2] <= scorer.window_size:
         return None, None
     layer = replace(layer, queries=last_tokens(layer.queries, scorer.query_tokens))
-    pooled: Any = scorer
-    if getattr(scorer, "kernel_size", 1) == 1:
+    if not isinstance(scorer, SnapKV) or scorer.kernel_size == 1:
         return None, scorer.score(layer)
-    votes = replace(pooled, kernel_size=1).score(layer)
-    return votes, ops.pool_votes(votes, pooled.kernel_size, pooled.pooling)
+    votes = scorer.votes(layer)
+    return votes, scorer.pool(votes)
 
 
 def _scorer(policy: Policy) -> PrefixPolicy | None:

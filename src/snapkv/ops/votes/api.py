@@ -7,15 +7,16 @@ from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes import blocked, reference
+from snapkv.ops.votes import blocked, reference, scan
 
-Implementation = Literal["auto", "reference", "blocked", "triton"]
+Implementation = Literal["auto", "reference", "blocked", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
 
 _VOTES = {"reference": reference.window_votes, "blocked": blocked.window_votes}
 _POOLING = {"reference": reference.pool_votes}
+_FADING = {"reference": reference.fade_votes, "scan": scan.fade_votes}
 _GATHERING = {"reference": reference.gather_tokens}
 
 
@@ -50,7 +51,11 @@ def window_votes(
 
 
 def pool_votes(
-    votes: Tensor, kernel_size: int, pooling: str, *, impl: Implementation = "auto"
+    votes: Tensor,
+    kernel_size: int | tuple[int, int],
+    pooling: str,
+    *,
+    impl: Implementation = "auto",
 ) -> Tensor:
     """Smooth votes along the prefix, as `snapkv.ops.votes.reference.pool_votes` says.
 
@@ -59,6 +64,22 @@ def pool_votes(
     """
     pool = _implementation("pool_votes", impl, votes, _POOLING)
     return pool(votes, kernel_size, pooling)
+
+
+def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") -> Tensor:
+    """Let votes lift what follows them, as `snapkv.ops.votes.reference.fade_votes` says.
+
+    Args:
+        votes: (B, H, P) float32.
+        decay: the factor per position, in (0, 1).
+        impl: "reference", a loop; "scan", doubling steps; "triton", one pass. "auto" takes the
+            kernel where it can run, else "scan".
+
+    Raises:
+        InvalidArgumentError: an unknown implementation, or one that cannot run here.
+    """
+    fade = _implementation("fade_votes", impl, votes, _FADING, "scan")
+    return fade(votes, decay)
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor, *, impl: Implementation = "auto") -> Tensor:

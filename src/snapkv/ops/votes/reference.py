@@ -271,22 +271,47 @@ def reduce_group(votes: Tensor, num_kv_heads: int, how: str) -> Tensor:
     return grouped.mean(dim=2) if how == "mean" else grouped.sum(dim=2)
 
 
-def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
+def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) -> Tensor:
     """Smooth votes along the prefix so that neighbours of a strong position survive with it.
 
     Stride 1, ``kernel_size // 2`` of padding on each side (Listing 1, line 13). Average pooling
-    divides by ``kernel_size`` at the edges too, as ``avg_pool1d`` does by default.
+    divides by the width at the edges too, as ``avg_pool1d`` does by default.
 
     Args:
         votes: (B, H, P) float32.
-        kernel_size: odd; 1 leaves the votes unchanged.
+        kernel_size: width of the kernel, odd and centred; 1 leaves the votes unchanged. Or a pair
+            ``(before, behind)``: a vote reaches so many positions before its own and behind it.
         pooling: "max" or "avg".
 
     Returns:
         (B, H, P) float32.
     """
     pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
-    return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
+    if isinstance(kernel_size, int):
+        return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
+    before, behind = kernel_size
+    outside = float("-inf") if pooling == "max" else 0.0
+    return pool(F.pad(votes, (behind, before), value=outside), before + behind + 1, stride=1)
+
+
+def fade_votes(votes: Tensor, decay: float) -> Tensor:
+    """Let every vote lift what stands behind it, by a factor less for each position.
+
+    A vote says where copying begins, and what is copied next stands behind it: the stronger the
+    vote, the longer the run that it carries. ``s[j] = max(v[j], decay * s[j - 1])``.
+
+    Args:
+        votes: (B, H, P) float32.
+        decay: the factor, in (0, 1).
+
+    Returns:
+        (B, H, P) float32.
+    """
+    faded = votes.clone()
+    for place in range(1, votes.shape[-1]):
+        carried = decay * faded[..., place - 1]
+        faded[..., place] = torch.maximum(votes[..., place], carried)
+    return faded
 
 
 def keep_best(
