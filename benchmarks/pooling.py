@@ -14,17 +14,20 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from benchmarks.environment import describe_environment
 from benchmarks.pooling_cases import Case, Maker, Text
 from benchmarks.pooling_page import figure, render
 from benchmarks.pooling_reading import (
     FadingBothWays,
+    FadingSoFar,
     ReadText,
-    Scored,
+    SinksStill,
     compressed_rows,
     scored_full,
     scored_rows,
+    voted,
 )
 from benchmarks.reading import ReadPrompt
 from benchmarks.records import RESULTS, Row, read_rows
@@ -59,6 +62,23 @@ def _both_ways(decay: float, before: float) -> Policy:
     )
 
 
+def _still(decay: float) -> Policy:
+    return lambda budget, window: SinksStill(
+        budget, window_size=window, pooling="fading", decay=decay
+    )
+
+
+def _still_pair(before: int, behind: int) -> Policy:
+    pair = (before, behind)
+    return lambda budget, window: SinksStill(budget, window_size=window, kernel_size=pair)
+
+
+def _so_far(decay: float, reach: int) -> Policy:
+    return lambda budget, window: FadingSoFar(
+        budget, window_size=window, pooling="fading", decay=decay, reach=reach
+    )
+
+
 POOLINGS: dict[str, Policy] = {
     "centred 7": _centred(7),
     "centred 13": _centred(13),
@@ -74,10 +94,21 @@ POOLINGS: dict[str, Policy] = {
     "fading 0.90, back 0.5": _both_ways(0.90, 0.5),
     "fading 0.90, back 0.7": _both_ways(0.90, 0.7),
     "fading 0.935, back 0.5": _both_ways(0.935, 0.5),
+    "0+12, sinks still": _still_pair(0, 12),
+    "0+20, sinks still": _still_pair(0, 20),
+    "fading 0.80, sinks still": _still(0.80),
+    "fading 0.85, sinks still": _still(0.85),
+    "fading 0.90, sinks still": _still(0.90),
+    "fading 0.935, sinks still": _still(0.935),
+    "fading 0.95, sinks still": _still(0.95),
+    "fading 0.90, 20 far": _so_far(0.90, 20),
+    "fading 0.95, 32 far": _so_far(0.95, 32),
 }
 """Every pooling that a row may name."""
 
 _FEW = ("centred 7", "centred 13", "0+12", "fading 0.90", "fading 0.935")
+_WITHOUT_SINKS = tuple(name for name in POOLINGS if name.endswith(("still", "far")))
+_PAPERS_TO_FADING = tuple(name for name in POOLINGS if name not in _WITHOUT_SINKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,37 +135,52 @@ def _screened(make: Maker) -> Iterator[Text]:
         yield make.lines(1024, index, questions=3)
         yield make.prose(1024, 32, index)
         yield make.code(1024, 32, index)
-    for index in range(2, 6):
-        yield make.needles(1024, index, turns=index < 4)
-    yield make.needles(2048, 0, turns=False)
+    for index in range(2, 4):
+        yield make.needles(1024, index, turns=True)
 
 
+SINKS_PART = Part(
+    name="sinks",
+    settings=[
+        *((16, name) for name in ("centred 7", "0+12", "fading 0.90", *_WITHOUT_SINKS)),
+        *(
+            (window, f"fading {decay}, sinks still")
+            for window in (8, 32)
+            for decay in ("0.90", "0.935")
+        ),
+        (32, "0+12, sinks still"),
+    ],
+    shares=(32, 16, 8, 4),
+    texts=_screened,
+)
 SCREENING = Part(
     name="screening",
-    settings=[(16, name) for name in POOLINGS]
+    settings=[(16, name) for name in _PAPERS_TO_FADING]
     + [(window, name) for window in (8, 32, 64) for name in _FEW],
     shares=(32, 16, 8, 4),
     texts=_screened,
 )
 
-PARTS = {part.name: part for part in (SCREENING,)}
+PARTS = {part.name: part for part in (SCREENING, SINKS_PART)}
 
 
 def measure(part: Part) -> None:
     """Read every text that has no row yet; append a row for each of its questions."""
-    loaded = load("demo")
-    done = {(row["part"], row["text"]) for row in _rows()}
+    loaded, known = load("demo"), _rows()
+    done = {(row["part"], row["text"]) for row in known if "run" not in row}
+    run = {
+        "run": part.name,
+        "model": loaded.description(),
+        "environment": describe_environment(),
+    }
     with ROWS.open("a", encoding="utf-8") as file:
-        common = {"model": loaded.description(), "environment": describe_environment()}
+        for row in () if run in known else (run,):
+            _write(file, [row])
         for text in part.texts(Maker(loaded.tokenizer)):
             if (part.name, text.name) in done:
                 continue
             read = ReadText(loaded.model, text.ids)
-            rows = [_row(read, case, part) for case in text.cases]
-            for number, row in enumerate(rows):
-                whole = {"part": part.name, "text": text.name, "question": number, **row, **common}
-                file.write(json.dumps(whole) + "\n")
-            file.flush()
+            _write(file, [_row(read, text, number, part) for number in range(len(text.cases))])
             print(f"{part.name}: {text.name}", file=sys.stderr)
 
 
@@ -142,42 +188,48 @@ def _rows() -> list[Row]:
     return read_rows(ROWS) if ROWS.exists() else []
 
 
-def _row(read: ReadText, case: Case, part: Part) -> Row:
+def _write(file: TextIO, rows: Sequence[Row]) -> None:
+    """All rows of a text at once, so that none is left half measured."""
+    file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    file.flush()
+
+
+def _row(read: ReadText, text: Text, number: int, part: Part) -> Row:
+    case = text.cases[number]
     prompt = read.asked(case.question_ids)
+    full = scored_full(prompt, case)
     return {
+        "part": part.name,
+        "text": text.name,
+        "question": number,
         "group": case.group,
         "setting": case.setting,
         "prompt_tokens": prompt.prompt_tokens,
         "answer_tokens": len(case.answer_ids),
-        "full": _scores(scored_full(prompt, case)),
-        "answers": [
-            answer for share in part.shares for answer in _answers(prompt, case, part, share)
-        ],
+        "full": {"right": list(map(int, full.right)), "nll": full.nll},
+        "answers": list(_answers(prompt, case, part)),
     }
 
 
-def _answers(prompt: ReadPrompt, case: Case, part: Part, share: int) -> Iterator[Row]:
-    """What every setting answers at one budget; windows that it has no room for are left out."""
-    budget = prompt.prompt_tokens // share
-    settings = [(window, name) for window, name in part.settings if window < budget]
-    if not settings:
-        return
-    policies = [POOLINGS[name](budget, window) for window, name in settings]
-    kept = compressed_rows(prompt, policies)
-    scores = scored_rows(prompt, kept.cache, len(policies), case)
-    for place, (window, name) in enumerate(settings):
-        yield {
-            "share": share,
-            "budget": budget,
-            "window": window,
-            "pooling": name,
-            **_scores(scores[place]),
-            "lost": kept.lost_of(place),
-        }
+def _answers(prompt: ReadPrompt, case: Case, part: Part) -> Iterator[list[object]]:
+    """What every setting answers at every budget, as `pooling_rows.COLUMNS` says.
 
-
-def _scores(scored: Scored) -> Row:
-    return {"right": [int(right) for right in scored.right], "nll": scored.nll}
+    Windows that a budget has no room for are left out.
+    """
+    settings = sorted(part.settings, key=lambda setting: setting[0])
+    policies = [POOLINGS[name](window + 1, window) for window, name in settings]
+    ballots = [voted(states, policies) for states in prompt.layers]
+    for share in part.shares:
+        budget = prompt.prompt_tokens // share
+        fitting = [[one for one in of_layer if one.window < budget] for of_layer in ballots]
+        if not fitting[0]:
+            continue
+        kept = compressed_rows(prompt, fitting, budget)
+        shown = [setting for setting in settings if setting[0] < budget]
+        scores = scored_rows(prompt, kept.cache, len(shown), case)
+        for place, (setting, scored) in enumerate(zip(shown, scores, strict=True)):
+            right = list(map(int, scored.right))
+            yield [share, budget, *setting, right, scored.nll, *kept.lost_of(place)]
 
 
 def main() -> None:

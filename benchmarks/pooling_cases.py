@@ -111,7 +111,8 @@ class Maker:
             for place, token in enumerate(hay)
             if self._tokenizer.decode(token).endswith((".", "?", "!"))
         ]
-        for place, needle in zip(sorted(draw.sample(ends, len(own)), reverse=True), own):
+        places = sorted(draw.sample(ends, len(own)), reverse=True)
+        for place, needle in zip(places, own, strict=True):
             hay[place:place] = needle
         return hay
 

@@ -6,6 +6,7 @@ right answer is fed to all of them in one forward pass.
 """
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -34,6 +35,39 @@ class FadingBothWays(SnapKV):
         """The larger of what fades forward and what fades backward."""
         backward = ops.fade_votes(votes.flip(-1), self.before).flip(-1)
         return torch.maximum(super().pool(votes), backward)
+
+
+@dataclass(frozen=True)
+class SinksStill(SnapKV):
+    """Any pooling, but the votes for the first tokens lift nothing beside themselves."""
+
+    name: ClassVar[str] = "snapkv"
+
+    def pool(self, votes: Tensor) -> Tensor:
+        """Pooled without the first tokens' votes, which stand where they are."""
+        others = votes.clone()
+        others[..., :SINKS] = 0
+        pooled = super().pool(others)
+        pooled[..., :SINKS] = votes[..., :SINKS]
+        return pooled
+
+
+@dataclass(frozen=True)
+class FadingSoFar(SnapKV):
+    """Fading that ends after a number of tokens."""
+
+    name: ClassVar[str] = "snapkv"
+
+    reach: int = field(default=20, kw_only=True)
+
+    def pool(self, votes: Tensor) -> Tensor:
+        """The largest of what the last votes, so many, carry on to a position."""
+        assert self.decay is not None
+        pooled = votes.clone()
+        for steps in range(1, self.reach + 1):
+            carried = votes[..., :-steps] * self.decay**steps
+            pooled[..., steps:] = torch.maximum(pooled[..., steps:], carried)
+        return pooled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +122,34 @@ def _last(queries: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Ballot:
+    """The votes of one window in one layer, and what poolings make of them.
+
+    Attributes:
+        window: how many of the last queries voted.
+        votes: (1, H, P) float32.
+        pooled: (poolings, H, P) float32.
+    """
+
+    window: int
+    votes: Tensor
+    pooled: Tensor
+
+
+@torch.inference_mode()
+def voted(states: PromptLayer, policies: Sequence[SnapKV]) -> list[Ballot]:
+    """The ballots of one layer; policies of one window stand next to each other."""
+    ballots = []
+    for window, group in itertools.groupby(policies, key=lambda policy: policy.window_size):
+        own = list(group)
+        votes = own[0].votes(replace(states, queries=states.queries[:, :, -window:]))
+        ballots.append(Ballot(window, votes, torch.cat([policy.pool(votes) for policy in own])))
+    return ballots
+
+
+@dataclass(frozen=True)
 class Kept:
-    """What policies of one budget keep of a prompt, a row each.
+    """What every policy keeps of a prompt at one budget, a row each.
 
     Attributes:
         cache: a batch with a row per policy.
@@ -102,8 +162,9 @@ class Kept:
     lost_beyond_sinks: Tensor
 
     def lost_of(self, row: int) -> list[float]:
-        """Six numbers of one policy: of all layers and heads the mean, the highest mean of a
-        layer, the highest of a head; then the same without the first tokens.
+        """Six numbers of one policy: the mean, the highest of a layer, the highest of a head.
+
+        Then the same three without the first tokens.
         """
         return [
             round(float(number), 4)
@@ -113,59 +174,55 @@ class Kept:
 
 
 @torch.inference_mode()
-def compressed_rows(prompt: ReadPrompt, policies: Sequence[SnapKV]) -> Kept:
-    """A cache of one row per policy, each as it would be after a prefill; all of one budget."""
-    cache = CompressedCache(prompt.model, policies[0])
+def compressed_rows(prompt: ReadPrompt, ballots: Sequence[Sequence[Ballot]], budget: int) -> Kept:
+    """A cache of one row per policy, each as it would be after a prefill.
+
+    Args:
+        prompt: what was read.
+        ballots: of every layer, see `voted`; of windows shorter than the budget.
+        budget: of all policies.
+    """
+    cache = CompressedCache(prompt.model, SnapKV(budget, window_size=ballots[0][0].window))
     cache.expect_prompt(prompt.prompt_tokens)
-    lost: list[Tensor] = []
-    for layer, states in zip(cache.layers, prompt.layers, strict=True):
-        votes = {policy.window_size: _votes(policy, states) for policy in policies}
-        of_rows = [votes[policy.window_size] for policy in policies]
-        kept = torch.cat([kept_of(*pair) for pair in zip(policies, of_rows, strict=True)])
-        lost.append(_lost(of_rows, kept))
-        shape = (len(policies), -1, -1, -1)
-        layer.update(states.keys.expand(shape), states.values.expand(shape))
-        layer.end_prompt(Selection(keep_indices=kept, prompt_tokens=prompt.prompt_tokens), states)
-    return Kept(cache, *torch.stack(lost, dim=2))
-
-
-def _votes(policy: SnapKV, states: PromptLayer) -> Tensor:
-    return policy.votes(replace(states, queries=states.queries[:, :, -policy.window_size :]))
-
-
-def kept_of(policy: SnapKV, votes: Tensor) -> Tensor:
-    """What `policy.select` keeps by these votes, (1, H, budget), without voting again."""
-    assert policy.budget is not None
-    prefix, window = votes.shape[-1], policy.window_size
-    best = ops.keep_best(policy.pool(votes), [policy.budget - window], None)
-    return torch.cat([best, torch.arange(prefix, prefix + window).expand(*best.shape[:2], -1)], 2)
-
-
-def _lost(votes: Sequence[Tensor], kept: Tensor) -> Tensor:
-    """(2, policies, H): the lost mass of each policy's choice, with the first tokens and without."""
-    return torch.stack(
-        [
-            torch.cat(
-                [lost_mass(own, row[None], first) for own, row in zip(votes, kept, strict=True)]
+    lost: list[list[Tensor]] = [[], []]
+    for layer, states, of_layer in zip(cache.layers, prompt.layers, ballots, strict=True):
+        best = [best_of(ballot, budget) for ballot in of_layer]
+        for first, noted in zip((0, SINKS), lost, strict=True):
+            pairs = zip(of_layer, best, strict=True)
+            noted.append(
+                torch.cat([lost_mass(ballot.votes, kept, first) for ballot, kept in pairs])
             )
-            for first in (0, SINKS)
-        ]
-    )
+        kept = torch.cat([_with_window(*pair) for pair in zip(of_layer, best, strict=True)])
+        shape = (len(kept), -1, -1, -1)
+        keys, values = states.keys.expand(shape), states.values.expand(shape)  # not copied per row
+        layer.store.fill(keys, values, keys.shape[1])
+        layer.end_prompt(Selection(keep_indices=kept, prompt_tokens=prompt.prompt_tokens), states)
+    return Kept(cache, *(torch.stack(of_layers, dim=1) for of_layers in lost))
 
 
-def lost_mass(votes: Tensor, keep_indices: Tensor, first: int = 0) -> Tensor:
-    """The share of a window's votes on the prefix that is not kept: (1, H) float32.
+def best_of(ballot: Ballot, budget: int) -> Tensor:
+    """What a policy keeps of the prefix: (poolings, H, budget - window) int64, ascending."""
+    rows = ballot.pooled.shape[0]
+    return ops.keep_best(ballot.pooled, [budget - ballot.window] * rows, None)
+
+
+def _with_window(ballot: Ballot, best: Tensor) -> Tensor:
+    prefix = ballot.votes.shape[-1]
+    window = torch.arange(prefix, prefix + ballot.window)
+    return torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
+
+
+def lost_mass(votes: Tensor, kept: Tensor, first: int = 0) -> Tensor:
+    """The share of a window's votes on the prefix that is not kept: (rows, H) float32.
 
     Args:
         votes: (1, H, P) float32, before pooling.
-        keep_indices: (1, H, K), distinct; those at P and behind are the window's.
+        kept: (rows, H, K) int64, distinct positions of the prefix.
         first: so many first tokens are left out of what is kept and of the whole.
     """
-    counted = votes.clone()
-    counted[..., :first] = 0
-    behind = int(keep_indices.max()) + 1 - votes.shape[-1]
-    with_window = torch.nn.functional.pad(counted, (0, max(behind, 0)))
-    return 1 - with_window.gather(-1, keep_indices).sum(dim=-1) / counted.sum(dim=-1)
+    whole = votes[..., first:].sum(dim=-1)
+    own = votes.expand(kept.shape[0], -1, -1).gather(-1, kept)
+    return 1 - own.masked_fill(kept < first, 0).sum(dim=-1) / whole
 
 
 @torch.inference_mode()
