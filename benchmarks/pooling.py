@@ -10,6 +10,7 @@ is written when it is measured, and a run that was stopped goes on behind it. Ro
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from benchmarks.pooling_reading import (
     FadingBothWays,
     FadingSoFar,
     ReadText,
+    Scored,
     SinksStill,
     compressed_rows,
     scored_full,
@@ -34,6 +36,7 @@ from benchmarks.records import RESULTS, Row, read_rows
 from snapkv import SnapKV
 from snapkv.app.models import load
 from snapkv.lab.drawing import save
+from snapkv.lab.evaluate.tasks.ruler import GENERATORS
 
 ROWS = RESULTS / "pooling.jsonl"
 PAGE = RESULTS / "pooling.md"
@@ -135,9 +138,29 @@ def _screened(make: Maker) -> Iterator[Text]:
         yield make.lines(1024, index, questions=3)
         yield make.prose(1024, 32, index)
         yield make.code(1024, 32, index)
-    for index in range(2, 4):
-        yield make.needles(1024, index, turns=True)
 
+
+def _all_kinds(make: Maker) -> Iterator[Text]:
+    """Round after round, so that a run that is stopped has some of every kind."""
+    ruler = [make.ruler(task, 1024, ROUNDS) for task in GENERATORS]
+    turns = itertools.cycle(ruler)
+    for index in range(FIRST, FIRST + ROUNDS):
+        yield make.needles(1024, index, turns=True)
+        yield make.lines(1024, index, questions=2)
+        yield make.quotes(1024, index, questions=3)
+        yield make.rag(6, index, questions=3)
+        yield from (next(next(turns)) for _ in range(RULER_A_ROUND))
+        yield make.prose(1024, 32, index)
+        yield make.code(1024, 32, index)
+        if index % 4 == 0:
+            yield make.needles(2048, index, turns=False)
+
+
+FIRST = 10
+"""The number of the main part's first texts: others than those of the first look."""
+
+ROUNDS = 24
+RULER_A_ROUND = 5
 
 SINKS_PART = Part(
     name="sinks",
@@ -161,7 +184,23 @@ SCREENING = Part(
     texts=_screened,
 )
 
-PARTS = {part.name: part for part in (SCREENING, SINKS_PART)}
+MAIN = Part(
+    name="main",
+    settings=[
+        (16, "centred 7"),
+        (32, "centred 7"),
+        (16, "centred 13"),
+        (16, "0+12, sinks still"),
+        (16, "fading 0.90"),
+        (8, "fading 0.935, sinks still"),
+        (16, "fading 0.935, sinks still"),
+        (32, "fading 0.935, sinks still"),
+    ],
+    shares=(32, 16, 8, 4),
+    texts=_all_kinds,
+)
+
+PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN)}
 
 
 def measure(part: Part) -> None:
@@ -180,7 +219,9 @@ def measure(part: Part) -> None:
             if (part.name, text.name) in done:
                 continue
             read = ReadText(loaded.model, text.ids)
-            _write(file, [_row(read, text, number, part) for number in range(len(text.cases))])
+            _write(
+                file, [question_row(read, text, number, part) for number in range(len(text.cases))]
+            )
             print(f"{part.name}: {text.name}", file=sys.stderr)
 
 
@@ -194,7 +235,8 @@ def _write(file: TextIO, rows: Sequence[Row]) -> None:
     file.flush()
 
 
-def _row(read: ReadText, text: Text, number: int, part: Part) -> Row:
+def question_row(read: ReadText, text: Text, number: int, part: Part) -> Row:
+    """The row of one question: what the full cache and every setting of a part answer."""
     case = text.cases[number]
     prompt = read.asked(case.question_ids)
     full = scored_full(prompt, case)
@@ -207,8 +249,13 @@ def _row(read: ReadText, text: Text, number: int, part: Part) -> Row:
         "prompt_tokens": prompt.prompt_tokens,
         "answer_tokens": len(case.answer_ids),
         "full": {"right": list(map(int, full.right)), "nll": full.nll},
-        "answers": list(_answers(prompt, case, part)),
+        "answers": list(_answers(prompt, case, part)) if _says_something(full) else [],
     }
+
+
+def _says_something(full: Scored) -> bool:
+    """Whether settings can be told apart: not where the full cache has no part of an answer."""
+    return any(full.right) or not full.right
 
 
 def _answers(prompt: ReadPrompt, case: Case, part: Part) -> Iterator[list[object]]:

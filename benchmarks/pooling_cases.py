@@ -5,6 +5,7 @@ of a record several lines, of documents several questions. An answer is made of 
 is right or wrong by itself.
 """
 
+import functools
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -39,8 +40,10 @@ class Case:
             hidden, and the first of two questions where it is the second.
         between_ids: read behind the compressed text, before the answer.
         answer_ids: the right answer.
-        parts: for each part of the answer the places of its tokens; none where only the loss is
-            looked at.
+        parts: for each part of the answer the places of the tokens that must be right; none where
+            only the loss is looked at. The first token of an answer is among them only where the
+            question is read from the compressed cache: else it is predicted before anything is
+            dropped, and is the same for all.
     """
 
     group: str
@@ -147,8 +150,9 @@ class Maker:
         for question in draw.sample(answered, min(questions, len(answered))):
             sample = phrase_sample("", {}, passages, question.text, question.answers)
             context = sample.context
-            shortest = min(question.answers, key=len)
-            cases.append(self._asked("rag", sample.plain_question, f" {shortest}"))
+            longest = max(question.answers, key=len)
+            cases.append(self._asked("rag", sample.plain_question, f" {longest}"))
+        cases = [case for case in cases if len(case.answer_ids) > 1]
         return Text(name=f"rag/{documents}/{index}", ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> Text:
@@ -165,7 +169,7 @@ class Maker:
                 setting="visible",
                 question_ids=quote.question_ids,
                 answer_ids=quote.answer_ids,
-                parts=[range(len(quote.answer_ids))],
+                parts=[range(1, len(quote.answer_ids))],
             )
             for quote in document.quotes
         ]
@@ -186,13 +190,14 @@ class Maker:
 
     def _ruler_case(self, task: str, question: str, sample: Sample) -> Case:
         references = sample.references
+        colon = ":" if task.startswith("niah") else ""  # as the needles have it
         if GENERATORS[task].any_reference or len(references) == 1:
-            return self._asked(f"RULER {task}", question, f" {references[0]}")
+            return self._asked(f"RULER {task}", question, f"{colon} {references[0]}")
         mark = {"vt": "", "cwe": ""}.get(task, ",")
         answer: list[int] = []
         parts = []
         for place, reference in enumerate(references):
-            begin = f" {place + 1}. " if task == "cwe" else f"{mark if place else ''} "
+            begin = f" {place + 1}. " if task == "cwe" else f"{mark if place else colon} "
             value = self._encode(begin + reference)
             parts.append(range(len(answer) + self._begun(value, begin), len(answer) + len(value)))
             answer += value
@@ -247,7 +252,7 @@ class Maker:
             setting="visible",
             question_ids=self._encode(question),
             answer_ids=ids,
-            parts=[range(len(ids))],
+            parts=[range(1, len(ids))],
         )
 
     def _second(self, first: Case, case: Case) -> Case:
@@ -258,7 +263,7 @@ class Maker:
             question_ids=first.question_ids,
             between_ids=[*first.answer_ids, *self._encode("."), *case.question_ids],
             answer_ids=case.answer_ids,
-            parts=case.parts,
+            parts=[range(len(case.answer_ids))],
         )
 
     def _encode(self, text: str) -> list[int]:
@@ -274,7 +279,7 @@ def _hiding(case: Case) -> Case:
         question_ids=(),
         between_ids=case.question_ids,
         answer_ids=case.answer_ids,
-        parts=case.parts,
+        parts=[range(len(case.answer_ids))],
     )
 
 
@@ -296,6 +301,7 @@ _KINDS = {
 """Kinds of needles: what is hidden, and what it is called in the text."""
 
 
+@functools.cache
 def _squad() -> list[Question]:
     return phrase_questions(load_corpus("squad").questions)
 
