@@ -5,6 +5,7 @@ of a record several lines, of documents several questions. An answer is made of 
 is right or wrong by itself.
 """
 
+import contextlib
 import functools
 import random
 import re
@@ -159,10 +160,17 @@ class Maker:
         """A natural text; sentences of it are begun and to be continued."""
         draw = random.Random(f"{SEED}/quotes/{tokens}/{index}")
         source = list(self._prose.values())[index % 2]
-        start = source.index(". ", draw.randrange(len(source) - 16 * tokens)) + 2
-        document = quoted_document(
-            self._tokenizer, source[start:], tokens=tokens, questions=questions, answer_tokens=8
-        )
+        document = None
+        while document is None:
+            start = source.index(". ", draw.randrange(len(source) - 16 * tokens)) + 2
+            with contextlib.suppress(ValueError):  # a stretch with too few sentences
+                document = quoted_document(
+                    self._tokenizer,
+                    source[start:],
+                    tokens=tokens,
+                    questions=questions,
+                    answer_tokens=8,
+                )
         cases = [
             Case(
                 group="quotations",
@@ -186,13 +194,15 @@ class Maker:
         for sample in made.samples(self._tokenizer):
             question = f"{sample.question} {sample.answer_start}"
             case = self._ruler_case(task, question.rstrip(), sample)
-            yield Text(name=f"ruler/{sample.name}", ids=self._encode(sample.context), cases=[case])
+            if len(case.answer_ids) > 1:
+                ids = self._encode(sample.context)
+                yield Text(name=f"ruler/{sample.name}", ids=ids, cases=[case])
 
     def _ruler_case(self, task: str, question: str, sample: Sample) -> Case:
         references = sample.references
         colon = ":" if task.startswith("niah") else ""  # as the needles have it
         if GENERATORS[task].any_reference or len(references) == 1:
-            return self._asked(f"RULER {task}", question, f"{colon} {references[0]}")
+            return self._asked(f"RULER {task}", question, f"{colon} {max(references, key=len)}")
         mark = {"vt": "", "cwe": ""}.get(task, ",")
         answer: list[int] = []
         parts = []
