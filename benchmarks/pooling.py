@@ -24,6 +24,7 @@ from benchmarks.pooling_reading import (
     FadingBothWays,
     FadingSoFar,
     ReadText,
+    RunThenFading,
     Scored,
     SinksStill,
     compressed_rows,
@@ -82,6 +83,12 @@ def _so_far(decay: float, reach: int) -> Policy:
     )
 
 
+def _run_then(run: int, decay: float) -> Policy:
+    return lambda budget, window: RunThenFading(
+        budget, window_size=window, pooling="fading", decay=decay, run=run
+    )
+
+
 POOLINGS: dict[str, Policy] = {
     "centred 7": _centred(7),
     "centred 13": _centred(13),
@@ -104,14 +111,18 @@ POOLINGS: dict[str, Policy] = {
     "fading 0.90, sinks still": _still(0.90),
     "fading 0.935, sinks still": _still(0.935),
     "fading 0.95, sinks still": _still(0.95),
+    "0+6 then 0.90, sinks still": _run_then(6, 0.90),
+    "0+12 then 0.90, sinks still": _run_then(12, 0.90),
     "fading 0.90, 20 far": _so_far(0.90, 20),
     "fading 0.95, 32 far": _so_far(0.95, 32),
 }
 """Every pooling that a row may name."""
 
 _FEW = ("centred 7", "centred 13", "0+12", "fading 0.90", "fading 0.935")
-_WITHOUT_SINKS = tuple(name for name in POOLINGS if name.endswith(("still", "far")))
-_PAPERS_TO_FADING = tuple(name for name in POOLINGS if name not in _WITHOUT_SINKS)
+_WITHOUT_SINKS = tuple(
+    name for name in POOLINGS if name.endswith(("still", "far")) and "then" not in name
+)
+_PAPERS_TO_FADING = tuple(name for name in POOLINGS if not name.endswith(("still", "far")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +211,22 @@ MAIN = Part(
     texts=_all_kinds,
 )
 
-PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN)}
+MORE = Part(
+    name="more",
+    settings=[
+        (8, "0+12, sinks still"),
+        (8, "fading 0.90, sinks still"),
+        (16, "fading 0.90, sinks still"),
+        (16, "fading 0.95, sinks still"),
+        (16, "0+20, sinks still"),
+        (16, "0+6 then 0.90, sinks still"),
+        (16, "0+12 then 0.90, sinks still"),
+    ],
+    shares=(32, 16, 8, 4),
+    texts=_all_kinds,
+)
+
+PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE)}
 
 
 def measure(part: Part) -> None:

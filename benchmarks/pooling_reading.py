@@ -53,6 +53,27 @@ class SinksStill(SnapKV):
 
 
 @dataclass(frozen=True)
+class RunThenFading(SnapKV):
+    """Fading that begins only behind a run of tokens; the sinks stand still.
+
+    Args:
+        run: so many tokens behind a vote are lifted as high as itself.
+    """
+
+    name: ClassVar[str] = "snapkv"
+
+    run: int = field(default=12, kw_only=True)
+
+    def pool(self, votes: Tensor) -> Tensor:
+        """What fades behind the pair (0, run)."""
+        others = votes.clone()
+        others[..., :SINKS] = 0
+        pooled = super().pool(ops.pool_votes(others, (0, self.run), "max"))
+        pooled[..., :SINKS] = votes[..., :SINKS]
+        return pooled
+
+
+@dataclass(frozen=True)
 class FadingSoFar(SnapKV):
     """Fading that ends after a number of tokens."""
 
