@@ -7,21 +7,28 @@ from typing import Any
 
 from benchmarks.pooling_rows import (
     Answer,
-    Setting,
     answers_of,
     count,
     loss_above_full,
     paired,
 )
+from benchmarks.pooling_tables import (
+    CHOSEN,
+    LEAST,
+    at,
+    mean_of_groups,
+    named,
+    right_in,
+    settings_of,
+    shares_of,
+    table,
+    told_apart,
+    with_signal,
+    worse_in,
+)
 from benchmarks.records import Row, environment_line, markdown_table
 from snapkv.lab.drawing import STYLE
 from snapkv.lab.report.figures import line_style
-
-CHOSEN: Setting = (16, "fading 0.935, sinks still")
-"""What the others are compared with."""
-
-LEAST = 5
-"""Right answers of the full cache below which a group says nothing of right answers."""
 
 LOST_BINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
@@ -30,7 +37,7 @@ def render(rows: list[Row]) -> str:
     """The page that these rows make."""
     of_parts = {
         name: [row for row in rows if row.get("part") == name]
-        for name in ("main", "screening", "sinks")
+        for name in ("main", "more", "screening", "sinks")
     }
     main = of_parts["main"]
     answers = list(answers_of(main))
@@ -40,6 +47,7 @@ def render(rows: list[Row]) -> str:
         _overall(answers),
         "![Right answers and loss against the budget](pooling.svg)",
         *_families(answers),
+        _variations(answers, list(answers_of(of_parts["more"]))),
         _pairs(answers),
         _worse(answers),
         _lost(answers),
@@ -82,93 +90,23 @@ def _environments(rows: Iterable[Row]) -> str:
     return " ".join(f"{line}." for line in lines)
 
 
-def _settings(answers: Iterable[Answer]) -> list[Setting]:
-    return list(dict.fromkeys(answer.setting for answer in answers))
-
-
-def _shares(answers: Iterable[Answer]) -> list[int]:
-    return sorted({answer.share for answer in answers}, reverse=True)
-
-
-def _named(setting: Setting) -> str:
-    return f"window {setting[0]}, {setting[1]}"
-
-
-def _at(answers: Iterable[Answer], setting: Setting, share: int | None = None) -> list[Answer]:
-    return [
-        answer for answer in answers if answer.setting == setting and share in (None, answer.share)
-    ]
-
-
-def _cell(answers: Sequence[Answer]) -> str:
-    if not answers:
-        return "no room"
-    counted, loss = count(answers), loss_above_full(answers)
-    right = f"{counted}" if counted.of else ""
-    return ", ".join(filter(None, [right, "" if loss is None else f"{loss:+.2f}"]))
-
-
-def _table(answers: Sequence[Answer]) -> str:
-    shares = _shares(answers)
-    return markdown_table(
-        ["setting", *(f"1/{share}" for share in shares)],
-        [
-            [_named(setting), *(_cell(_at(answers, setting, share)) for share in shares)]
-            for setting in _settings(answers)
-        ],
-    )
-
-
-def _with_signal(answers: Sequence[Answer]) -> list[str]:
-    """Groups of which the full cache has enough right."""
-    groups = dict.fromkeys(answer.group for answer in answers)
-    return [
-        group
-        for group in groups
-        if max(
-            (
-                count(_at(_of(answers, group), setting, share)).of
-                for setting, share in _cells(answers)
-            ),
-            default=0,
-        )
-        >= LEAST
-    ]
-
-
-def _cells(answers: Sequence[Answer]) -> list[tuple[Setting, int]]:
-    return [(setting, share) for setting in _settings(answers) for share in _shares(answers)]
-
-
-def _of(answers: Iterable[Answer], group: str) -> list[Answer]:
-    return [answer for answer in answers if answer.group == group]
-
-
 def _overall(answers: list[Answer]) -> str:
-    groups = _with_signal(answers)
+    groups = with_signal(answers)
     counted = [answer for answer in answers if answer.group in groups]
-    shares = _shares(counted)
+    shares = shares_of(counted)
     questions = len({answer.question for answer in counted})
     macro = markdown_table(
         ["setting", *(f"1/{share}" for share in shares)],
         [
-            [_named(setting), *(_mean_of_groups(counted, groups, setting, s) for s in shares)]
-            for setting in _settings(counted)
+            [named(setting), *(mean_of_groups(counted, groups, setting, s) for s in shares)]
+            for setting in settings_of(counted)
         ],
     )
     return (
         f"## All groups together\n\n{questions} questions of {len(groups)} groups in which the "
-        f"full cache has {LEAST} or more right: {', '.join(groups)}.\n\n{_table(counted)}\n\n"
+        f"full cache has {LEAST} or more right: {', '.join(groups)}.\n\n{table(counted)}\n\n"
         f"The mean over groups, each counted once, however many questions it has:\n\n{macro}"
     )
-
-
-def _mean_of_groups(
-    answers: Sequence[Answer], groups: Sequence[str], setting: Setting, share: int
-) -> str:
-    own = _at(answers, setting, share)
-    counts = [counted for group in groups if (counted := count(_of(own, group))).of]
-    return f"{fmean(counted.share for counted in counts):.2f}" if counts else "no room"
 
 
 def _families(answers: Sequence[Answer]) -> list[str]:
@@ -178,7 +116,7 @@ def _families(answers: Sequence[Answer]) -> list[str]:
         found.setdefault(_family(answer.group), []).append(answer)
     return [
         f"## {name}\n\n{len({answer.question for answer in own})} questions. {_MEANT[name]}\n\n"
-        f"{_table(own)}"
+        f"{table(own)}"
         for name, own in found.items()
     ]
 
@@ -215,26 +153,45 @@ _MEANT = {
 """What each kind of task is."""
 
 
+def _variations(main: Sequence[Answer], more: Sequence[Answer]) -> str:
+    """More settings beside some of the others, on the questions that all were asked."""
+    both = {answer.question for answer in more} & {answer.question for answer in main}
+    beside = [a for a in main if a.setting in _BESIDE and a.question in both]
+    own = [*beside, *(answer for answer in more if answer.question in both)]
+    return (
+        f"## Variations\n\nOther runs, factors and windows, on {_questions(own)} of the questions. "
+        '"0+12 then 0.90": the twelve tokens behind a vote are lifted as high as itself, and those '
+        f"behind them fade.\n\n{table(own)}"
+    )
+
+
+_BESIDE = (
+    (8, "fading 0.935, sinks still"),
+    (16, "fading 0.935, sinks still"),
+    (16, "0+12, sinks still"),
+)
+
+
 def _pairs(answers: list[Answer]) -> str:
     """The chosen setting against every other one, question by question."""
-    shares = _shares(answers)
-    table = markdown_table(
+    shares = shares_of(answers)
+    shown = markdown_table(
         ["against", *(f"1/{share}" for share in shares)],
         [
             [
-                _named(other),
+                named(other),
                 *(
                     "{} : {}".format(*paired([a for a in answers if a.share == s], CHOSEN, other))
                     for s in shares
                 ),
             ]
-            for other in _settings(answers)
+            for other in settings_of(answers)
             if other != CHOSEN
         ],
     )
     return (
-        f"## Pairs\n\nAnswers that only {_named(CHOSEN)} has right, and answers that only the "
-        f"other has right, of those that the full cache has right:\n\n{table}"
+        f"## Pairs\n\nAnswers that only {named(CHOSEN)} has right, and answers that only the "
+        f"other has right, of those that the full cache has right:\n\n{shown}"
     )
 
 
@@ -242,34 +199,15 @@ def _worse(answers: list[Answer]) -> str:
     """Where the chosen setting is not the best."""
     lines = []
     for group in dict.fromkeys(answer.group for answer in answers):
-        for share in _shares(answers):
+        for share in shares_of(answers):
             own = [answer for answer in answers if (answer.group, answer.share) == (group, share)]
-            lines += _worse_in(own, f"{group}, 1/{share}")
+            lines += worse_in(own, f"{group}, 1/{share}")
     shown = "\n".join(f"- {line}" for line in lines) or "Nowhere."
     return (
-        f"## Where {_named(CHOSEN)} is not the best\n\nThe best other setting of a group, where "
+        f"## Where {named(CHOSEN)} is not the best\n\nThe best other setting of a group, where "
         "it has more than one right answer more; in groups without answers, a loss lower by more "
         f"than 0.02 nats a token. Of few answers, differences are within chance.\n\n{shown}"
     )
-
-
-def _worse_in(answers: list[Answer], name: str) -> list[str]:
-    ours = _at(answers, CHOSEN)
-    others = {other: _at(answers, other) for other in _settings(answers) if other != CHOSEN}
-    if not ours or not others:
-        return []
-    mine, loss = count(ours), loss_above_full(ours)
-    if mine.of:
-        best = max(others, key=lambda other: count(others[other]).right)
-        theirs = count(others[best])
-        if theirs.right > mine.right + 1:
-            return [f"{name}: {_named(best)} has {theirs.right} of {theirs.of}, it {mine.right}"]
-    elif loss is not None:
-        losses = {other: loss_above_full(own) for other, own in others.items()}
-        lowest, best = min((value, other) for other, value in losses.items() if value is not None)
-        if lowest < loss - 0.02:
-            return [f"{name}: {_named(best)} loses {lowest:+.2f}, it {loss:+.2f}"]
-    return []
 
 
 def _without_signal(rows: list[Row]) -> str:
@@ -306,49 +244,35 @@ def _group(group: str, rows: list[Row]) -> str:
     return (
         f"### {group[0].upper()}{group[1:]}\n\n{len(rows)} questions about {texts} texts, prompts "
         f"of {tokens[0]:,} to {tokens[-1]:,} tokens. The full cache: {right}{loss}.\n\n"
-        f"{_table(answers)}"
+        f"{table(answers)}"
     )
 
 
 def _lost(answers: list[Answer]) -> str:
     """How right answers go with the mass of votes that was not kept."""
-    own = [answer for answer in _at(answers, CHOSEN) if answer.counted]
+    own = [answer for answer in at(answers, CHOSEN) if answer.counted]
     names = ["mean", "highest layer", "highest head"]
     names += [f"{name}, without the first 4" for name in names]
     places = range(len(names))
-    table = markdown_table(
+    shown = markdown_table(
         ["lost mass", *names],
         [
             *(
-                [f"{low:.1f} to {high:.1f}", *(_right_in(own, n, low, high) for n in places)]
+                [f"{low:.1f} to {high:.1f}", *(right_in(own, n, low, high) for n in places)]
                 for low, high in itertools.pairwise(LOST_BINS)
             ),
-            ["told apart", *(_told_apart(own, place) for place in places)],
+            ["told apart", *(told_apart(own, place) for place in places)],
         ],
     )
     return (
         "## How much of the votes is lost, and whether the answer is right\n\nThe lost mass is the "
         "part of the window's votes on the prefix, before pooling, that falls on positions which "
-        f"are not kept. All answers of {_named(CHOSEN)}, at all budgets: the share of right "
+        f"are not kept. All answers of {named(CHOSEN)}, at all budgets: the share of right "
         "answers of those that the full cache has right, and how many there are. Mean: over all "
         "layers and KV heads; highest layer: the layer with the highest mean over its heads. "
         '"Told apart" is how often, of a right and a wrong answer, the wrong one has lost more: '
-        f"0.5 is chance.\n\n{table}"
+        f"0.5 is chance.\n\n{shown}"
     )
-
-
-def _right_in(answers: Iterable[Answer], place: int, low: float, high: float) -> str:
-    inside = [a for a in answers if low <= a.lost[place] < high or a.lost[place] == high == 1]
-    counted = count(inside)
-    return f"{counted.share:.2f} of {counted.of}" if counted.of else ""
-
-
-def _told_apart(answers: Iterable[Answer], place: int) -> str:
-    lost: tuple[list[float], list[float]] = [], []
-    for answer in answers:
-        lost[all(answer.counted)].append(answer.lost[place])
-    pairs = [(wrong > right) + (wrong == right) / 2 for wrong in lost[0] for right in lost[1]]
-    return f"{fmean(pairs):.2f}" if pairs else ""
 
 
 def _first_look(sinks: list[Answer], screened: list[Answer]) -> str:
@@ -356,8 +280,8 @@ def _first_look(sinks: list[Answer], screened: list[Answer]) -> str:
     return (
         "## The first look: more settings, few texts\n\nThe settings above were chosen from "
         "these, on other texts. Here the first token of an answer counts too, and all questions "
-        f"were asked. {_questions(sinks)} questions:\n\n{_table(sinks)}\n\nThe poolings without "
-        f"still sinks, {_questions(screened)} questions:\n\n{_table(screened)}"
+        f"were asked. {_questions(sinks)} questions:\n\n{table(sinks)}\n\nThe poolings without "
+        f"still sinks, {_questions(screened)} questions:\n\n{table(screened)}"
     )
 
 
@@ -386,15 +310,15 @@ def figure(rows: list[Row]) -> Any:
     with rc_context(STYLE):
         made = Figure(figsize=(9.0, 4.4), layout="constrained")
         left, right = made.subplots(1, 2)
-        for index, setting in enumerate(_settings(answers)):
-            shares = [share for share in _shares(answers) if _at(answers, setting, share)]
-            cells = [_at(answers, setting, share) for share in shares]
+        for index, setting in enumerate(settings_of(answers)):
+            shares = [share for share in shares_of(answers) if at(answers, setting, share)]
+            cells = [at(answers, setting, share) for share in shares]
             style = line_style(index)
             left.plot(shares, [100 * count(cell).share for cell in cells], **style)
             losses = [loss_above_full(cell) for cell in cells]
-            right.plot(shares, losses, label=_named(setting), **style)
-        _label(left, _shares(answers), "right where the full cache is right (percent)")
-        _label(right, _shares(answers), "loss per token above the full cache (nats)")
+            right.plot(shares, losses, label=named(setting), **style)
+        _label(left, shares_of(answers), "right where the full cache is right (percent)")
+        _label(right, shares_of(answers), "loss per token above the full cache (nats)")
         left.set_ylim(0, 100)
         right.set_ylim(bottom=0)
         made.legend(loc="outside upper center", ncols=3, frameon=False)
