@@ -94,9 +94,9 @@ class Count:
         return max(low / scale, 0.0), min(high / scale, 1.0)
 
     def __str__(self) -> str:
-        """Such as "0.50 (0.25 to 0.75)"."""
+        """Such as "0.50 of 10 (0.24 to 0.76)"."""
         low, high = self.interval()
-        return f"{self.share:.2f} ({low:.2f} to {high:.2f})"
+        return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
 def count(answers: Iterable[Answer]) -> Count:

@@ -209,7 +209,7 @@ def test_an_interval_is_wilsons():
 def test_the_page_is_made_of_rows(tmp_path):
     rows = list(_made_rows())
     page = render(rows)
-    assert "| window 16, centred 7 | 0.50 (0.09 to 0.91), +0.25 |" in page
+    assert "| window 16, centred 7 | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
     assert "### Numbers" in page
     assert "### Prose" in page
     assert figure(rows).axes
