@@ -20,9 +20,6 @@ SERVED = ("snapkv", "streaming-llm", "tova")
 OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 """Parameters that a request may set for itself."""
 
-_OF_POOLING = ("kernel_size", "decay")
-"""What belongs to a kind of pooling, and not to another that a request chooses."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
@@ -87,11 +84,9 @@ class ServingSettings:
             self._require_known(name)
         budget = given.pop("budget", self.budget)
         require_int(f"{PREFIX}budget", budget, minimum=0)
-        own = {
-            name: value
-            for name, value in self.parameters.items()
-            if "pooling" not in given or name not in _OF_POOLING
-        }
+        own = dict(self.parameters)
+        if "pooling" in given:  # of the server's, what the request's has no use for
+            own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
         policy = self._made(budget or None, own | given)
         return policy if budget else None
 
