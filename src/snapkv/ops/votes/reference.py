@@ -5,6 +5,7 @@ Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W win
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -286,12 +287,16 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
     Returns:
         (B, H, P) float32.
     """
+    if not votes.shape[-1]:
+        return votes
     pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
     if isinstance(kernel_size, int):
         return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
-    before, behind = kernel_size
+    before, behind = (min(reach, votes.shape[-1]) for reach in kernel_size)
     outside = float("-inf") if pooling == "max" else 0.0
-    return pool(F.pad(votes, (behind, before), value=outside), before + behind + 1, stride=1)
+    padded = F.pad(votes, (behind, before), value=outside)
+    pooled = pool(padded, before + behind + 1, stride=1)
+    return pooled if pooling == "max" else pooled * ((before + behind + 1) / (sum(kernel_size) + 1))
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
@@ -307,11 +312,8 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
     Returns:
         (B, H, P) float32.
     """
-    faded = votes.clone()
-    for place in range(1, votes.shape[-1]):
-        carried = decay * faded[..., place - 1]
-        faded[..., place] = torch.maximum(votes[..., place], carried)
-    return faded
+    faded = accumulate(votes.unbind(-1), lambda last, vote: torch.maximum(vote, decay * last))
+    return torch.stack(list(faded), dim=-1) if votes.shape[-1] else votes
 
 
 def keep_best(
