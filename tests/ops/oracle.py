@@ -137,8 +137,12 @@ def pooled_scores(
     pooling: str,
     decay: float | None = None,
     group_reduce: str,
+    first_tokens: int = 0,
 ) -> list[Row]:
-    """Pooled votes of every KV head, or of every query head for "none"."""
+    """Pooled votes of every KV head, or of every query head for "none".
+
+    The votes of the first tokens are not pooled: they stay where they are and lift nothing.
+    """
     group_size = len(queries) // len(keys)
     votes = []
     for head, head_queries in enumerate(queries):
@@ -149,11 +153,18 @@ def pooled_scores(
             reduce_group(votes[first : first + group_size], group_reduce)
             for first in range(0, len(votes), group_size)
         ]
-    if pooling == "fading":
-        assert decay is not None
-        return [fade(head, decay) for head in votes]
-    assert kernel_size is not None
-    return [pool(head, kernel_size, pooling) for head in votes]
+    pooled = []
+    for head in votes:
+        first, zeros = head[:first_tokens], [0.0] * len(head[:first_tokens])
+        others = zeros + head[first_tokens:]
+        if pooling == "fading":
+            assert decay is not None
+            lifted = fade(others, decay)
+        else:
+            assert kernel_size is not None
+            lifted = pool(others, kernel_size, pooling)
+        pooled.append(first + lifted[first_tokens:])
+    return pooled
 
 
 def kept_prefix_tokens(

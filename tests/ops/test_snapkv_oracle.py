@@ -5,6 +5,7 @@ is only fair where rounding cannot decide, so every example asserts that the ora
 further from the next score than rounding reaches (`ROUNDING` per voting query).
 """
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ def oracle_scores(layer, policy, row=0):
         pooling=policy.pooling,
         decay=policy.decay,
         group_reduce=policy.group_reduce,
+        first_tokens=policy.sink_tokens,
     )
 
 
@@ -44,7 +46,10 @@ def oracle_kept(layer, policy, row=0):
     keep = oracle.kept_prefix_tokens(
         prompt_tokens, policy.window_size, policy.budget, policy.keep_ratio
     )
-    scores = oracle_scores(layer, policy, row)
+    sinks = policy.sink_tokens
+    scores = [
+        [math.inf] * len(head[:sinks]) + head[sinks:] for head in oracle_scores(layer, policy, row)
+    ]
     for head in scores:
         assert oracle.cut_gap(head, keep) > ROUNDING * policy.window_size, "choose another seed"
     return [oracle.kept_positions(head, prompt_tokens, keep) for head in scores]
@@ -101,6 +106,8 @@ POOLINGS = [
         for kernel in (1, 5, (0, 6), (4, 1))
     ),
     {"pooling": "fading", "decay": 0.8},
+    {"pooling": "fading", "decay": 0.8, "sink_tokens": 0},
+    {"kernel_size": (0, 4), "sink_tokens": 2},
 ]
 
 
