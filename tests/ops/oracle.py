@@ -136,9 +136,13 @@ def pooled_scores(
     kernel_size: int | tuple[int, int] | None,
     pooling: str,
     decay: float | None = None,
+    sink_tokens: int = 0,
     group_reduce: str,
 ) -> list[Row]:
-    """Pooled votes of every KV head, or of every query head for "none"."""
+    """Pooled votes of every KV head, or of every query head for "none".
+
+    Sinks lift nothing, and come before everything else.
+    """
     group_size = len(queries) // len(keys)
     votes = []
     for head, head_queries in enumerate(queries):
@@ -149,11 +153,17 @@ def pooled_scores(
             reduce_group(votes[first : first + group_size], group_reduce)
             for first in range(0, len(votes), group_size)
         ]
-    if pooling == "fading":
-        assert decay is not None
-        return [fade(head, decay) for head in votes]
-    assert kernel_size is not None
-    return [pool(head, kernel_size, pooling) for head in votes]
+    pooled = []
+    for head in votes:
+        lifting = [0.0] * len(head[:sink_tokens]) + head[sink_tokens:]
+        if pooling == "fading":
+            assert decay is not None
+            scores = fade(lifting, decay)
+        else:
+            assert kernel_size is not None
+            scores = pool(lifting, kernel_size, pooling)
+        pooled.append([math.inf] * len(head[:sink_tokens]) + scores[sink_tokens:])
+    return pooled
 
 
 def kept_prefix_tokens(

@@ -55,7 +55,7 @@ class AdaKV(AroundScores):
         rows = [
             self._row_shares(row, kept, layer.keys.shape[2] - tokens)
             for row, kept, tokens in zip(
-                scores, self.policy.kept_prefix_tokens(layer), layer.row_lengths, strict=True
+                scores, self.policy.mean_prefix_tokens(layer), layer.row_lengths, strict=True
             )
         ]
         return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget
+from snapkv.policies.auto_budget import AutoBudget
+from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget, require_one_limit
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
@@ -84,10 +85,15 @@ class Policy(ABC):
         """
         raise NotImplementedError(f"{self.name} passes no require_cap")
 
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
+        """What the window voted for and `select` has dropped; None for methods without votes."""
+        del layer, selection
+        return None
+
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
         parameters = {
-            name: value.describe() if isinstance(value := getattr(self, name), Policy) else value
+            name: value.describe() if hasattr(value := getattr(self, name), "describe") else value
             for name in (parameter.name for parameter in fields(self) if parameter.init)
         }
         return {"name": self.name, **parameters}
@@ -170,6 +176,7 @@ class PrefixPolicy(Policy):
 
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+            "auto", or an `AutoBudget`, lets the votes choose, for methods that have some.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
             k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting").
         window_size: the last tokens of the prompt, always kept.
@@ -182,7 +189,10 @@ class PrefixPolicy(Policy):
     rates_what_is_held: ClassVar[bool] = False
     """Whether `score` is right where tokens between those of the prefix have been dropped."""
 
-    budget: int | None = None
+    scores_are_votes: ClassVar[bool] = False
+    """Whether a budget may be chosen by the scores, as shares of the window's attention."""
+
+    budget: int | Literal["auto"] | AutoBudget | None = None
     _: KW_ONLY
     keep_ratio: float | None = None
     window_size: int = field(default=DEFAULT_WINDOW)
@@ -191,7 +201,20 @@ class PrefixPolicy(Policy):
         """Check every parameter once, here."""
         if self.budget is None and self.keep_ratio is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
-        require_budget(self.budget, self.keep_ratio, self.window_size, self.sink_tokens)
+        require_one_limit(self.budget, self.keep_ratio)
+        object.__setattr__(self, "budget", AutoBudget.read(self.budget))
+        tokens = self.budget
+        if isinstance(tokens, AutoBudget):
+            self._require_votes()
+            tokens = tokens.most or self.window_size + self.sink_tokens + tokens.least
+        require_budget(tokens, self.keep_ratio, self.window_size, self.sink_tokens)
+
+    def _require_votes(self) -> None:
+        if not self.scores_are_votes:
+            raise InvalidArgumentError(
+                f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "
+                "votes of SnapKV, got 'auto'; pass a number, or use SnapKV(budget='auto')"
+            )
 
     @property
     def sink_tokens(self) -> int:
@@ -205,7 +228,12 @@ class PrefixPolicy(Policy):
     @property
     def most_tokens(self) -> int | None:
         """The budget."""
-        return self.budget
+        return self.budget.most if isinstance(self.budget, AutoBudget) else self._budget_tokens
+
+    @property
+    def _budget_tokens(self) -> int | None:
+        """The budget as a number; None where it is none."""
+        return self.budget if isinstance(self.budget, int) else None
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
@@ -267,8 +295,31 @@ class PrefixPolicy(Policy):
         prefixes = self.prefix_lengths(layer)
         if self.keep_ratio is not None:
             return [math.floor(self.keep_ratio * tokens) for tokens in prefixes]
-        assert self.budget is not None
+        if isinstance(self.budget, AutoBudget):
+            voted = self.budget.voted(self._shares(layer)).amax(dim=-1).tolist()
+            return self._within(self.budget, voted, prefixes)
+        assert isinstance(self.budget, int)
         return [min(tokens, self.budget - self.window_size) for tokens in prefixes]
+
+    def mean_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: as `kept_prefix_tokens`, on average over heads that need not keep the same."""
+        if not isinstance(self.budget, AutoBudget):
+            return self.kept_prefix_tokens(layer)
+        voted = self.budget.voted(self._shares(layer)).float().mean(dim=-1).ceil().int().tolist()
+        return self._within(self.budget, voted, self.prefix_lengths(layer))
+
+    def _within(self, auto: AutoBudget, voted: list[int], prefixes: list[int]) -> list[int]:
+        return [
+            auto.within(positions, tokens, self.window_size)
+            for positions, tokens in zip(voted, prefixes, strict=True)
+        ]
+
+    def _shares(self, layer: PromptLayer) -> Tensor:
+        """(B, H, P) float32: scores as shares of the window's attention; sinks 1, pads 0."""
+        shares = self.score(layer) / self.summed_weights(layer)
+        slots = shares.shape[-1]
+        shares = shares.masked_fill(layer.is_among_first(self.sink_tokens, slots), 1.0)
+        return shares.masked_fill(layer.is_among_first(0, slots), 0.0)
 
     def prefix_lengths(self, layer: PromptLayer) -> list[int]:
         """B numbers: tokens of each row before the window, pads left out."""

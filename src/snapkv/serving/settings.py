@@ -20,6 +20,9 @@ SERVED = ("snapkv", "streaming-llm", "tova")
 OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 """Parameters that a request may set for itself."""
 
+_NOT_WITH = {"fading": "kernel_size", "max": "decay", "avg": "decay"}
+"""What a server's own setting cannot mean any more where a request chooses that pooling."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
@@ -85,8 +88,7 @@ class ServingSettings:
         budget = given.pop("budget", self.budget)
         require_int(f"{PREFIX}budget", budget, minimum=0)
         own = dict(self.parameters)
-        if "pooling" in given:  # of the server's, what the request's has no use for
-            own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
+        own.pop(_NOT_WITH.get(str(given.get("pooling")), ""), None)
         policy = self._made(budget or None, own | given)
         return policy if budget else None
 
@@ -128,7 +130,7 @@ def _parameters(policy: str) -> list[str]:
 def _ample(given: Mapping[str, Any]) -> int:
     """A budget that any window fits into, for checking the rest."""
     sizes = [value for value in given.values() if isinstance(value, int)]
-    return max([DEFAULT_BUDGET, *sizes]) + 1
+    return DEFAULT_BUDGET + sum(sizes)
 
 
 def _require_servable(given: Mapping[str, Any]) -> None:
