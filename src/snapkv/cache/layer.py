@@ -49,9 +49,7 @@ class CompressedLayer(DynamicLayer):
 
     def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
         # Not transformers' own, which would assign keys and values.
-        self.policy = policy
-        self.identity = identity
-        self.storage = storage
+        self.policy, self.identity, self.storage = policy, identity, storage
         self.store = self.storage.empty()
         self.slots = SlotMap()
         self.notes = DecodeNotes()
@@ -261,10 +259,12 @@ class CompressedLayer(DynamicLayer):
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
         at = self.seen_tokens - (self.store.slots - prompt.keys.shape[2])
-        queries = None
+        queries = lost = None
         if self.history_tokens:
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
-        self.notes = replace(self.notes, last_queries=queries)
+        if selection is not None and self.slots.is_whole:
+            lost = self.policy.lost_votes(prompt, selection)
+        self.notes = self.notes.of_choice(queries, lost)
         self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
         if selection is not None:
             self._keep(selection, at)

@@ -46,6 +46,8 @@ def _type_name(hint: Any) -> str:
     """A type as an error message would name it: "int or None", "max, avg"."""
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return "pair of int"
     if members := get_args(hint):
-        return " or ".join("None" if kind is type(None) else kind.__name__ for kind in members)
-    return str(hint.__name__)
+        return " or ".join(_type_name(kind) for kind in members)
+    return "None" if hint is type(None) else str(hint.__name__)

@@ -53,7 +53,7 @@ class AdaKV(AroundScores):
         scores = self.policy.score(layer)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
-        kept = self.policy.kept_prefix_tokens(layer)
+        kept = self.policy.mean_prefix_tokens(layer)
         pads = [layer.keys.shape[2] - tokens for tokens in layer.row_lengths]
         must_stay = self.policy.must_stay(layer)
         every = [None] * len(scores) if must_stay is None else must_stay[:, 0]

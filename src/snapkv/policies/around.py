@@ -4,6 +4,7 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import Need, Policy, PrefixPolicy
 from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
+from snapkv.policies.states import LostVotes, PromptLayer, Selection
 
 
 class AroundScores(Policy):
@@ -41,3 +42,7 @@ class AroundScores(Policy):
     def needs(self) -> frozenset[Need]:
         """What the scoring policy needs."""
         return self.policy.needs
+
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
+        """By the votes of the scoring policy."""
+        return self.policy.lost_votes(layer, selection)

@@ -75,6 +75,10 @@ class CriticalKV(AroundScores, PrefixPolicy):
         """B numbers: what the scoring policy keeps where it keeps least."""
         return self.policy.least_prefix_tokens(layer)
 
+    def mean_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: what the scoring policy keeps on average over heads."""
+        return self.policy.mean_prefix_tokens(layer)
+
     def score(self, layer: PromptLayer) -> Tensor:
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
         scores = self.policy.score(layer)

@@ -6,7 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, keep_best_and_recent
+from snapkv.policies.base import ALL_QUERIES, EvictingPolicy
+from snapkv.policies.recent import keep_best_and_recent
 from snapkv.policies.spans import Spans
 from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection

@@ -11,7 +11,8 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
+from snapkv.policies.base import EvictingPolicy
+from snapkv.policies.recent import keep_best_and_recent
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.base import EvictingPolicy, Need, keep_best_and_recent
+from snapkv.policies.base import EvictingPolicy, Need
+from snapkv.policies.recent import keep_best_and_recent
 from snapkv.policies.spans import Spans
 from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection

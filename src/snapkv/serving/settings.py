@@ -20,8 +20,8 @@ SERVED = ("snapkv", "streaming-llm", "tova")
 OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 """Parameters that a request may set for itself."""
 
-_OF_POOLING = ("kernel_size", "decay")
-"""What belongs to a kind of pooling, and not to another that a request chooses."""
+_NOT_WITH = {"fading": "kernel_size", "max": "decay", "avg": "decay"}
+"""What a server's own setting cannot mean any more where a request chooses that pooling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +87,8 @@ class ServingSettings:
             self._require_known(name)
         budget = given.pop("budget", self.budget)
         require_int(f"{PREFIX}budget", budget, minimum=0)
-        own = {
-            name: value
-            for name, value in self.parameters.items()
-            if "pooling" not in given or name not in _OF_POOLING
-        }
+        own = dict(self.parameters)
+        own.pop(_NOT_WITH.get(str(given.get("pooling")), ""), None)
         policy = self._made(budget or None, own | given)
         return policy if budget else None
 
@@ -133,7 +130,7 @@ def _parameters(policy: str) -> list[str]:
 def _ample(given: Mapping[str, Any]) -> int:
     """A budget that any window fits into, for checking the rest."""
     sizes = [value for value in given.values() if isinstance(value, int)]
-    return max([DEFAULT_BUDGET, *sizes]) + 1
+    return DEFAULT_BUDGET + sum(sizes)
 
 
 def _require_servable(given: Mapping[str, Any]) -> None:
