@@ -121,7 +121,8 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
 def test_the_list_in_json(snapkv):
     listed = json.loads(snapkv("policies", "--json").out)
     assert list(listed) == list(POLICIES)
-    assert listed["snapkv"]["parameters"]["budget"] == {"type": "int or None", "default": 1024}
+    budget = {"type": "int or auto or AutoBudget or None", "default": 1024}
+    assert listed["snapkv"]["parameters"]["budget"] == budget
     assert listed["full"]["parameters"] == {}
 
 
