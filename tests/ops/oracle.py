@@ -136,12 +136,12 @@ def pooled_scores(
     kernel_size: int | tuple[int, int] | None,
     pooling: str,
     decay: float | None = None,
-    sink_tokens: int = 0,
     group_reduce: str,
+    first_tokens: int = 0,
 ) -> list[Row]:
     """Pooled votes of every KV head, or of every query head for "none".
 
-    Sinks lift nothing, and come before everything else.
+    The votes of the first tokens are not pooled: they stay where they are and lift nothing.
     """
     group_size = len(queries) // len(keys)
     votes = []
@@ -155,14 +155,15 @@ def pooled_scores(
         ]
     pooled = []
     for head in votes:
-        lifting = [0.0] * len(head[:sink_tokens]) + head[sink_tokens:]
+        first, zeros = head[:first_tokens], [0.0] * len(head[:first_tokens])
+        others = zeros + head[first_tokens:]
         if pooling == "fading":
             assert decay is not None
-            scores = fade(lifting, decay)
+            lifted = fade(others, decay)
         else:
             assert kernel_size is not None
-            scores = pool(lifting, kernel_size, pooling)
-        pooled.append([math.inf] * len(head[:sink_tokens]) + scores[sink_tokens:])
+            lifted = pool(others, kernel_size, pooling)
+        pooled.append(first + lifted[first_tokens:])
     return pooled
 
 

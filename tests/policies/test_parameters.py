@@ -110,7 +110,7 @@ BAD_PARAMETERS = [
             (True, InvalidTypeError, "True of type bool"),
             (None, InvalidTypeError, "None of type NoneType"),
         )
-        if value is not None or not issubclass(policy, SnapKV)  # which has its pooling's own
+        if value is not None or not issubclass(policy, SnapKV)  # which goes by its pooling then
     ),
     *(
         (policy, {"budget": 10, "window_size": 7, "sink_tokens": 4}, InvalidArgumentError, *said)

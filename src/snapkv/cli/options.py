@@ -12,6 +12,7 @@ from snapkv.cli import panels
 from snapkv.cli.amounts import count, kernel, token_budget, token_budgets
 from snapkv.cli.fields import field_options, from_options, keyword
 from snapkv.cli.outputs import Output, require_outputs
+from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT_BUDGET,
     DEFAULT_WINDOW,
@@ -188,11 +189,39 @@ class RunOptions(MethodOptions):
         ),
     ] = False
     compare: Annotated[
-        bool, panels.output("--compare", help="Answer from the full cache too, side by side")
+        bool,
+        panels.output(
+            "--compare",
+            help="Answer from the full cache too, side by side; where they differ, what to try",
+        ),
     ] = False
+    check: Annotated[
+        int | None,
+        panels.output(
+            metavar="N",
+            help="Compare N tokens with the full cache's, at its price; exit 3 if they differ",
+        ),
+        POSITIVE,
+    ] = None
     json: Annotated[bool, panels.output("--json", help="Print one JSON object instead of text")] = (
         False
     )
+
+    def __post_init__(self) -> None:
+        """Refuse a check of tokens that are drawn, or of more than there will be."""
+        super().__post_init__()
+        if self.check is None:
+            return
+        if self.temperature:
+            raise InvalidArgumentError(
+                f"check: expected temperature 0, since drawn tokens differ by chance, got "
+                f"{self.temperature}; leave temperature or check out"
+            )
+        if self.check > self.max_new_tokens:
+            raise InvalidArgumentError(
+                f"check: expected at most max_new_tokens={self.max_new_tokens}, got {self.check}; "
+                "check fewer, or raise max_new_tokens"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from snapkv.policies import POLICIES, Policy
 Kind = TypeVar("Kind")
 
 _BESIDE = "beside."
-_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize")
+_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "protect", "fair")
 
 
 def write(cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import Need, Policy, PrefixPolicy
+from snapkv.policies.fair import Segments
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import LostVotes, PromptLayer, Selection
 
 
@@ -22,6 +24,14 @@ class AroundScores(Policy):
                 f"policy: expected a method that keeps its best scores, got {self.policy.name}, "
                 "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
             )
+
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless the scoring policy has room."""
+        self.policy.require_protection(spans)
+
+    def require_fairness(self, segments: Segments) -> None:
+        """Raise: a method around the scores shares its budget by a rule of its own."""
+        Policy.require_fairness(self, segments)
 
     @property
     def query_tokens(self) -> int:

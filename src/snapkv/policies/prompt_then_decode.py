@@ -6,6 +6,7 @@ from typing import ClassVar
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
 from snapkv.policies.tova import TOVA
 
@@ -93,6 +94,11 @@ class PromptThenDecode(EvictingPolicy):
     def history_tokens(self) -> int:
         """What `decode` wants."""
         return self.decode.history_tokens
+
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless both have room."""
+        self.prompt.require_protection(spans)
+        self.decode.require_protection(spans)
 
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what `prompt` keeps, with what `decode` notes of it."""

@@ -48,9 +48,16 @@ class PyramidKV(SnapKV):
 
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
+        return self._kept_at(layer, layer.depth)
+
+    def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: the same in the top layer."""
+        return self._kept_at(layer, -1)
+
+    def _kept_at(self, layer: PromptLayer, depth: int) -> list[int]:
         means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
         return [
-            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])
+            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[depth])
             for mean, tokens in zip(means, prefixes, strict=True)
         ]
 

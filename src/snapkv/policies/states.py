@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops import ScoreOptions
+from snapkv.policies.fair import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class LayerStates:
         layer_idx: index of the layer in the model.
         depth: how many compressed layers come before this one.
         num_layers: how many compressed layers the model has.
+        protected: (B, 1 or heads of the cache, S) bool, slots whose tokens must stay, whatever
+            their scores; None where none must.
     """
 
     queries: Tensor
@@ -35,6 +38,7 @@ class LayerStates:
     num_layers: int = 1
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
+    protected: Tensor | None = None
 
     @property
     def leading_fillers(self) -> Tensor | None:
@@ -66,6 +70,8 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
+        fair: segments that share the budget by their lengths, or None; only of a prompt of which
+            nothing was dropped.
     """
 
     values: Tensor
@@ -73,6 +79,7 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
+    fair: Segments | None = None
     _found: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:

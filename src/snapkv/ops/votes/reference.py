@@ -322,6 +322,7 @@ def keep_best(
     pad_tokens: Tensor | None = None,
     *,
     first_tokens: int = 0,
+    protected: Tensor | None = None,
 ) -> Tensor:
     """Top-k of every head, ascending: a pad never wins, of equal scores the lower position does.
 
@@ -335,10 +336,20 @@ def keep_best(
         pad_tokens: (B,), leading pads of each row; a pad never beats a token.
         first_tokens: how many of a row's first real positions come before all others, whatever
             their scores; they count among `keep_tokens`.
+        protected: (B, Hp, P) bool, positions that come before all others in the same way, no pads
+            among them, with the first tokens no more than are kept. Hp is 1, H or a divisor of it;
+            where `scores` has one head, each of Hp chooses for itself.
 
     Returns:
         (B, H, max(keep_tokens)) int64, ascending and but for -1 unique along the last axis.
     """
+    if protected is not None:
+        heads = max(scores.shape[1], protected.shape[1])
+        scores, protected = (
+            states.repeat_interleave(heads // states.shape[1], dim=1)
+            for states in (scores, protected)
+        )
+        scores = scores.masked_fill(protected, float("inf"))
     if first_tokens:
         slots = torch.arange(scores.shape[-1], device=scores.device)
         start = 0 if pad_tokens is None else pad_tokens[:, None, None]
