@@ -114,7 +114,7 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert done.status == 0
     assert "newcomer: A policy with fields of every kind." in done.out
     assert "    decay=None  (float or None)" in done.out
-    assert "    kernel_size=7  (int or pair of int or None)" in done.out
+    assert "    kernel_size=7  (int or pair or None)" in done.out
     assert "    pooling=max  (max, avg, fading)" in done.out
 
 
