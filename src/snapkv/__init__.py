@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         H2O,
         TOVA,
         AdaKV,
+        AutoBudget,
         CriticalKV,
         ExpectedAttention,
         FastGen,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaKV",
+    "AutoBudget",
     "CacheFileError",
     "CacheMismatchError",
     "CacheReport",

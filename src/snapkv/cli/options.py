@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import count, kernel
-from snapkv.cli.fields import field_options, from_options, integers, keyword
+from snapkv.cli.amounts import count, kernel, token_budget, token_budgets
+from snapkv.cli.fields import field_options, from_options, keyword
 from snapkv.cli.outputs import Output, require_outputs
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
@@ -54,6 +54,15 @@ class WholeNumber:
 POSITIVE = WholeNumber(1, is_counted=False)
 
 
+class TokenBudget(WholeNumber):
+    """Marks an option that takes a number of tokens, or auto."""
+
+    def read(self, name: str, text: str) -> Any:
+        """What a policy takes as its budget."""
+        del name
+        return token_budget(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, and where. None means that the option was not given."""
@@ -88,9 +97,11 @@ class MethodOptions(ModelOptions):
 
     policy: Annotated[str, panels.policy(help="Method; `snapkv policies` lists them")] = "snapkv"
     budget: Annotated[
-        int | None,
-        panels.policy(help="Tokens kept per head and layer, window included"),
-        POSITIVE,
+        Any,
+        panels.policy(
+            metavar="INTEGER|auto", help="Tokens kept per head and layer, window included"
+        ),
+        TokenBudget(),
     ] = None
     keep_ratio: panels.KeepRatio = None
     window_size: Annotated[
@@ -140,8 +151,8 @@ class MethodOptions(ModelOptions):
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
         elif self.policy == MethodOptions.policy and not self.set_:
-            window = self.window_size or DEFAULT_WINDOW
-            require_budget(self.budget or DEFAULT_BUDGET, None, window)
+            tokens = self.budget if isinstance(self.budget, int) else DEFAULT_BUDGET
+            require_budget(tokens, None, self.window_size or DEFAULT_WINDOW)
 
     def settings(self) -> GenerationSettings:
         """How to generate.
@@ -225,13 +236,12 @@ class ComparedOptions(ModelOptions):
         ),
     ] = None
     budget: Annotated[
-        str, panels.sweep(help="Tokens kept per head and layer, with commas for more")
+        str, panels.sweep(help="Tokens kept per head and layer, or auto, with commas for more")
     ] = "1024"
 
     def __post_init__(self) -> None:
         """Check the budgets; the methods check the rest."""
-        for budget in integers("budget", self.budget):
-            require_int("budget", budget, minimum=1)
+        token_budgets(self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)

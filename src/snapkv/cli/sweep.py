@@ -4,11 +4,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from snapkv.cli.fields import integers
+from snapkv.cli.amounts import token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method
+from snapkv.validation import AUTO
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
@@ -20,12 +21,12 @@ def compared_methods(options: SweepOptions) -> list[Method]:
     return methods(
         ["full"] if options.baseline is None else options.baseline,
         options.policy or ["snapkv"],
-        integers("budget", options.budget),
+        token_budgets(options.budget),
     )
 
 
 def methods(
-    baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int]
+    baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
     """The baselines, then every policy at every budget.
 
@@ -49,8 +50,15 @@ def methods(
             continue
         for budget in budgets:
             policy = make_policy(name, {"budget": budget, **given})
-            made.append(Method(label=f"{spec}@{budget}", policy=policy))
+            made.append(Method(label=f"{spec}@{_shown(budget)}", policy=policy))
     return made
+
+
+def _shown(budget: int | str | dict[str, Any]) -> str:
+    """A budget as it is written on the command line."""
+    if not isinstance(budget, dict):
+        return str(budget)
+    return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())
 
 
 def specs(texts: Iterable[str]) -> list[str]:

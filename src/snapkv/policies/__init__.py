@@ -1,6 +1,7 @@
 """What to keep: one file per method; a new policy is a file here and a name in this list."""
 
 from snapkv.policies.adakv import AdaKV
+from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.expected_attention import ExpectedAttention
@@ -42,6 +43,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 __all__ = [
     "AdaKV",
+    "AutoBudget",
     "CriticalKV",
     "DecodeStep",
     "EvictingPolicy",
