@@ -205,7 +205,7 @@ def test_a_check_is_a_line_and_a_status():
 )
 def test_lost_votes_call_for_a_larger_budget(lost, ending):
     typed, options = TYPED[:-1], RunOptions(budget=64)
-    note = Votes.of(answered(lost_votes=lost, lost_votes_highest=lost), options, typed)
+    note = Votes.of(answered(lost_votes=lost), options, typed)
     if ending is None:
         assert plain(note) == []
         assert note.record()["command"] is None
