@@ -33,7 +33,6 @@ def answer_and_show(
     policy: Policy,
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
-    *,
     typed: Sequence[str],
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
