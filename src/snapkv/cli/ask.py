@@ -33,4 +33,4 @@ def ask(context: typer.Context, files: Documents, question: Question, options: R
 
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "question": question}
-    answer_and_show(options, settings, policy, prompt, request, typed=context.obj)
+    answer_and_show(options, settings, policy, prompt, request, context.obj)

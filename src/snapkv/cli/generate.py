@@ -43,4 +43,4 @@ def generate(
 
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "prompt": prompt}
-    answer_and_show(options, settings, policy, made, request, typed=context.obj)
+    answer_and_show(options, settings, policy, made, request, context.obj)

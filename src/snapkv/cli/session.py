@@ -1,5 +1,6 @@
 """What `ask` and `generate` do once it is known what to read: load, answer, show."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,7 +14,7 @@ from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.prompts import Prompt
-from snapkv.app.remedies import Tried, first_that_keeps
+from snapkv.app.remedies import first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.grid import say, show
@@ -32,7 +33,6 @@ def answer_and_show(
     policy: Policy,
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
-    *,
     typed: Sequence[str],
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
@@ -66,8 +66,7 @@ def answer_and_show(
         with reading_progress(policy.name, on_text) as progress:
             return answer(loaded, prompt, policy, settings, drafts=drafts, **progress)
 
-    def tried(answer_ids: Sequence[int], policies: list[Policy]) -> Tried:
-        return first_that_keeps(loaded, prompt, settings, answer_ids, policies)
+    tried = functools.partial(first_that_keeps, loaded, prompt, settings)
 
     def full_start(tokens: int) -> Answer:
         return answered(FullCache(), None, settings=replace(settings, max_new_tokens=tokens))
@@ -85,8 +84,7 @@ def answer_and_show(
         told = {note.key: note.record() for note in notes}
         write_json(versions() | {"model": loaded.description()} | request | made | told)
     else:
-        for note in notes:
-            say(note.lines(), to_errors=not options.compare)
+        say([line for note in notes for line in note.lines()], to_errors=not options.compare)
     if status := max(note.status for note in notes):
         raise typer.Exit(status)
 
