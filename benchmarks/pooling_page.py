@@ -23,6 +23,7 @@ from benchmarks.pooling_tables import (
     shares_of,
     table,
     told_apart,
+    with_room,
     with_signal,
     worse_in,
 )
@@ -65,7 +66,7 @@ _HEAD = """\
 A prompt is read once with the full cache. Each setting then keeps what its policy keeps of that
 reading, and the right answer is fed to the model token by token. A budget is a part of the prompt,
 in tokens per KV head and layer, the window included; "no room" is a budget no larger than the
-window.
+window, in some of the prompts at least.
 
 - "Centred 7" is the paper's pooling: the maximum over seven neighbours. "0+12" is the maximum over
   a position and the twelve before it: a vote lifts the twelve tokens behind it.
@@ -311,7 +312,7 @@ def figure(rows: list[Row]) -> Any:
         made = Figure(figsize=(9.0, 4.4), layout="constrained")
         left, right = made.subplots(1, 2)
         for index, setting in enumerate(settings_of(answers)):
-            shares = [share for share in shares_of(answers) if at(answers, setting, share)]
+            shares = [share for share in shares_of(answers) if with_room(answers, setting, share)]
             cells = [at(answers, setting, share) for share in shares]
             style = line_style(index)
             left.plot(shares, [100 * count(cell).share for cell in cells], **style)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         H2O,
         TOVA,
         AdaKV,
+        AutoBudget,
         CriticalKV,
         ExpectedAttention,
         FastGen,
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
         Scissorhands,
         SnapKV,
         StreamingLLM,
+        default_policy,
     )
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaKV",
+    "AutoBudget",
     "CacheFileError",
     "CacheMismatchError",
     "CacheReport",
@@ -72,6 +75,7 @@ __all__ = [
     "StreamingLLM",
     "TOVA",
     "UnsupportedModelError",
+    "default_policy",
     "install",
     "uninstall",
 ]

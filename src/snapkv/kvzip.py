@@ -183,12 +183,14 @@ class _Observer:
     def prompt(self) -> PromptLayer:
         """The layer as a policy sees it, with what was noted."""
         assert self._seen is not None
+        protected = self._seen.protected
         return replace(
             self._seen,
             queries=self._seen.queries[:, :, :0],
             keys=self._seen.keys[:, :, : self._tokens],
             values=self._seen.values[:, :, : self._tokens],
             received=self._received,
+            protected=None if protected is None else protected[..., : self._tokens],
         )
 
 

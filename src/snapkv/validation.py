@@ -12,8 +12,15 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 DEFAULT_BUDGET = 1024
 DEFAULT_WINDOW = 32
 
+DEFAULT = "default"
+"""The method of `snapkv.policies.default` by name; what it makes is a `SnapKV`."""
+
+AUTO = "auto"
+"""A budget that the votes choose."""
+
 DEFAULT_KERNEL = 7
-DEFAULT_DECAY = 0.9
+DEFAULT_DECAY = 0.935
+FADING_SINKS = 4
 
 POOLINGS = ("max", "avg", "fading")
 GROUP_REDUCTIONS = ("mean", "max", "sum", "none")
@@ -47,11 +54,7 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
     """
     require_int("window_size", window_size, minimum=1)
     require_int("sink_tokens", sink_tokens, minimum=0)
-    if keep_ratio is not None and budget is not None:
-        raise InvalidArgumentError(
-            f"budget and keep_ratio: expected one of them, got budget={budget} and "
-            f"keep_ratio={keep_ratio}; leave one out"
-        )
+    require_one_limit(budget, keep_ratio)
     if keep_ratio is not None:
         require_ratio("keep_ratio", keep_ratio)
         return
@@ -65,6 +68,15 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
         raise InvalidArgumentError(
             f"budget: expected at least window_size={window_size} + sink_tokens={sink_tokens}, "
             f"since both are part of the budget, got {budget}; raise budget or lower one of them"
+        )
+
+
+def require_one_limit(budget: object, keep_ratio: object) -> None:
+    """Raise if both say how much to keep."""
+    if keep_ratio is not None and budget is not None:
+        raise InvalidArgumentError(
+            f"budget and keep_ratio: expected one of them, got budget={budget} and "
+            f"keep_ratio={keep_ratio}; leave one out"
         )
 
 

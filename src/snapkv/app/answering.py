@@ -47,6 +47,7 @@ class Answer:
             where there is only one.
         cache: what the cache saw and held when the answer was complete.
         drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
+        token_ids: the tokens that were generated.
     """
 
     text: str
@@ -58,6 +59,7 @@ class Answer:
     token_ms: float | None
     cache: CacheReport
     drafts: dict[str, Any] | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 def answer(
@@ -145,6 +147,7 @@ def answer_ids(
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
         cache=cache.report(),
+        token_ids=tuple(new_ids),
     )
     return found, output
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from snapkv.policies.fair import Segments
+from snapkv.policies.spans import Spans
+
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Turns (B, H, N, D) states on by (B, N) positions, float32."""
 
@@ -38,3 +41,16 @@ class TurnRule:
     """
 
     refresh_every: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanRule:
+    """What is said of spans of positions, counted over the whole conversation, pads left out.
+
+    Attributes:
+        protect: what every layer and head keeps, or None.
+        fair: what shares the budget, or None.
+    """
+
+    protect: Spans | None = None
+    fair: Segments | None = None

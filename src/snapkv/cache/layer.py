@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from snapkv.cache.identity import LayerIdentity, TurnRule
+from snapkv.cache.identity import LayerIdentity, SpanRule, TurnRule
 from snapkv.cache.notes import DecodeNotes
 from snapkv.cache.slots import SlotMap, pads_first
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
@@ -41,6 +41,7 @@ class CompressedLayer(DynamicLayer):
         notes: what is noted of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: how later prompts choose again; None where they are stored whole.
+        spans: what must stay whatever the scores, and what shares the budget.
         observer: is shown every pass before the prompt ends, or None.
     """
 
@@ -48,14 +49,13 @@ class CompressedLayer(DynamicLayer):
 
     def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
         # Not transformers' own, which would assign keys and values.
-        self.policy = policy
-        self.identity = identity
-        self.storage = storage
+        self.policy, self.identity, self.storage = policy, identity, storage
         self.store = self.storage.empty()
         self.slots = SlotMap()
         self.notes = DecodeNotes()
         self.offloaded: OffloadedTokens | None = None
         self.turns: TurnRule | None = None
+        self.spans = SpanRule()
         self.observer: Callable[[PromptLayer], None] | None = None
 
     # What transformers asks of a layer.
@@ -259,10 +259,12 @@ class CompressedLayer(DynamicLayer):
         turns follow, the prompt is all that was seen so far or, without recall, all that is stored.
         """
         at = self.seen_tokens - (self.store.slots - prompt.keys.shape[2])
-        queries = None
+        queries = lost = None
         if self.history_tokens:
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
-        self.notes = replace(self.notes, last_queries=queries)
+        if selection is not None and self.slots.is_whole:
+            lost = self.policy.lost_votes(prompt, selection)
+        self.notes = self.notes.of_choice(queries, lost)
         self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
         if selection is not None:
             self._keep(selection, at)

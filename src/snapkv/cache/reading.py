@@ -259,7 +259,13 @@ class Reading:
             InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
         """
         self.policy.require_cap(cap_tokens)
-        offloaded = self.layers[0].offloaded
+        offloaded, fair = self.layers[0].offloaded, self.layers[0].spans.fair
+        if fair is not None:
+            raise InvalidArgumentError(
+                f"fair: expected none where a prompt is held to a cap, since what it drops on the "
+                f"way is in no segment's share, got {', '.join(dict(fair.parts))}; read it with "
+                "snapkv.prefill.layer_by_layer"
+            )
         if offloaded is not None:
             raise InvalidArgumentError(
                 f"recall: expected none where a prompt is held to a cap, got "

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from io import StringIO
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -24,9 +25,15 @@ class CacheReport(dict[str, Any]):
             evicts while generating notes (H2O's sums, the queries Scissorhands looks back at).
         host_bytes: bytes of the keys and values that `recall` has put off the device.
         full_bytes: bytes transformers' own cache would hold after the same tokens.
+        lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
+            over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
+            methods without votes, and what was dropped in more than one step.
+        lost_vote_peak: the highest pooled vote of a dropped position, as a share of the window's
+            attention, mean over rows, heads and layers; 0 and None as above.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
-            `held_bytes` and `full_bytes`. `kind` is "compressed", or the name of transformers'
-            own layer where the layer is not full attention and stays as it is.
+            `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
+            "compressed", or the name of transformers' own layer where the layer is not full
+            attention and stays as it is.
     """
 
     @classmethod
@@ -43,6 +50,8 @@ class CacheReport(dict[str, Any]):
             index_bytes=sum(layer.index_bytes for layer in compressed),
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed if layer.offloaded),
             full_bytes=sum(row["full_bytes"] for row in rows),
+            lost_votes=_mean([row["lost_votes"] for row in rows if "lost_votes" in row]),
+            lost_vote_peak=_mean([_lost(layer, "lost_peak") for layer in compressed]),
             layers=rows,
         )
 
@@ -100,6 +109,7 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
             "kept_tokens": _whole_number(layer.store.mean_tokens),
             "held_bytes": layer.held_bytes,
             "full_bytes": _full_bytes(layer),
+            "lost_votes": _lost(layer, "lost_mass"),
         }
     held = tensor_bytes(layer)
     stored = getattr(layer, "keys", None)
@@ -111,6 +121,20 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
         "held_bytes": held,
         "full_bytes": held,
     }
+
+
+def _lost(layer: CompressedLayer, note: str) -> float | None:
+    """The mean of one of its notes of lost votes; 0 where nothing was dropped."""
+    noted = getattr(layer.notes, note)
+    if noted is None:
+        return 0.0 if layer.slots.is_whole else None
+    return round(float(noted.mean()), 6)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None where any of them is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known and len(known) == len(values) else None
 
 
 def _full_bytes(layer: CompressedLayer) -> int:

@@ -59,6 +59,11 @@ class SlotMap(RowRecord):
         """Whether a prompt has ended and some of it was dropped."""
         return self.kept is not None and not self.is_partial
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was dropped so far, and no pads stand between turns."""
+        return self.kept is None and not self.is_partial and self.gaps is None
+
     def seen(self, slots: int) -> int:
         """Tokens seen, where the store has that many slots."""
         return self.start + slots - self.chosen_slots

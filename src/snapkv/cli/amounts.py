@@ -2,8 +2,10 @@
 
 import re
 from decimal import Decimal
+from typing import Any
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.validation import AUTO, require_int
 
 _PREFIXES = " kmgt"
 
@@ -40,6 +42,48 @@ def kernel(text: str) -> int | tuple[int, int]:
             f"{text!r}; write for instance --kernel-size 0+12"
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+
+
+def token_budget(text: str) -> int | str | dict[str, Any]:
+    """A budget: a whole number of at least 1, auto, or auto with parameters: auto:most=4k.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    word, _, rest = text.strip().partition(":")
+    if word != AUTO:
+        number = count("budget", text)
+        require_int("budget", number, 1)
+        return number
+    given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
+    return {AUTO: given} if given else AUTO
+
+
+def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
+    """Budgets with commas between them, see `token_budget`.
+
+    Raises:
+        InvalidArgumentError: something else, or none.
+    """
+    parts = [part for part in re.split(r",(?!\s*\w+=)", text) if part.strip()]
+    if not parts:
+        raise InvalidArgumentError(
+            f"budget: expected numbers of tokens with commas between them, got {text!r}; write for "
+            "instance --budget 1024,4k or --budget auto"
+        )
+    return tuple(token_budget(part) for part in parts)
+
+
+def _auto_parameter(text: str) -> tuple[str, int | float]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    if name in ("least", "most"):
+        return name, count(f"budget, {name}", value)
+    if name == "lost_vote" and re.fullmatch(r"\d*\.?\d+", value):
+        return name, float(value)
+    raise InvalidArgumentError(
+        f"budget: expected auto with lost_vote, least or most, got {text.strip()!r}; write for "
+        "instance --budget auto:lost_vote=0.001,most=4k"
+    )
 
 
 def byte_count(name: str, text: str) -> int:

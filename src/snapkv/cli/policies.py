@@ -46,6 +46,8 @@ def _type_name(hint: Any) -> str:
     """A type as an error message would name it: "int or None", "max, avg"."""
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return "pair"
     if members := get_args(hint):
-        return " or ".join("None" if kind is type(None) else kind.__name__ for kind in members)
+        return " or ".join("None" if kind is type(None) else _type_name(kind) for kind in members)
     return str(hint.__name__)

@@ -4,28 +4,29 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from snapkv.cli.fields import integers
+from snapkv.cli.amounts import token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method
+from snapkv.validation import AUTO, DEFAULT
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """The methods that the options name: the full cache and SnapKV by default.
+    """The methods that the options name: the full cache and the default policy without any.
 
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
     """
     return methods(
         ["full"] if options.baseline is None else options.baseline,
-        options.policy or ["snapkv"],
-        integers("budget", options.budget),
+        options.policy or [DEFAULT],
+        token_budgets(options.budget),
     )
 
 
 def methods(
-    baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int]
+    baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
     """The baselines, then every policy at every budget.
 
@@ -49,8 +50,15 @@ def methods(
             continue
         for budget in budgets:
             policy = make_policy(name, {"budget": budget, **given})
-            made.append(Method(label=f"{spec}@{budget}", policy=policy))
+            made.append(Method(label=f"{spec}@{_shown(budget)}", policy=policy))
     return made
+
+
+def _shown(budget: int | str | dict[str, Any]) -> str:
+    """A budget as it is written on the command line."""
+    if not isinstance(budget, dict):
+        return str(budget)
+    return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())
 
 
 def specs(texts: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from snapkv.cache.last_queries import look_back, remember_queries
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import handoff
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored
@@ -290,6 +291,8 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         pad_tokens=layer.slots.pads,
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
+        protected=protected_slots(layer, layer.store.slots, layer.slots.pads),
+        fair=layer.spans.fair,
         **of_layer(whole, layer),
     )
     with torch.no_grad():

@@ -114,8 +114,8 @@ def storage_for(
     if storage == "static" and (policy.most_tokens is None or evicts):
         raise InvalidArgumentError(
             f"storage: expected a policy that keeps a budget of tokens of the prompt and all "
-            f"behind it for storage='static', got {policy.name}; use SnapKV(budget=...), or "
-            "storage='dynamic'"
+            f"behind it for storage='static', got {policy.name}; use SnapKV(budget=...) with a "
+            "number or an AutoBudget(most=...), or storage='dynamic'"
         )
     if quantize is not None:
         require_choice("quantize", quantize, ("int8", "int4", "fp8"))

@@ -14,13 +14,14 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.padding import PaddingWatch
 from snapkv.cache.reading import Reading
 from snapkv.cache.report import CacheReport
+from snapkv.cache.spans import Fair, Protect, apply, described, span_rule
 from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import handoff, saved
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
-from snapkv.policies import EvictingPolicy, Policy, SnapKV
+from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage.codes import Bits
 from snapkv.storage.sliding import let_go_of_the_past
 
@@ -44,7 +45,7 @@ class CompressedCache(Cache):
 
     Args:
         model: a decoder-only transformers model.
-        policy: what to keep; `SnapKV()` by default.
+        policy: what to keep; `snapkv.default_policy()` by default: SnapKV with fading pooling.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers of the
             budget and `room_tokens`, so that `generate` compiles the decoding step (with CUDA
             graphs on a GPU) once for all prompts of a batch size: call `reset()` and use the cache
@@ -61,9 +62,18 @@ class CompressedCache(Cache):
             tokens.
         quantize: hold what is kept of a prompt in few bits, "int8", "int4" or "fp8"; the model's
             own dtype by default.
+        protect: half-open spans of positions, such as ``[(0, 200)]``, that every layer and head
+            keeps whatever the scores. Positions are those of `kept_positions`: of each row's own
+            tokens, over the whole conversation; where a span reaches past the end of a prompt, what
+            is there stays. They count towards the budget.
+        fair: named spans that share the budget by their lengths, such as ``{"rules": (0, 200),
+            "contract": (200, 1500)}``, each with its own best; what lies in none is one more.
+            Protected tokens count in their segment. Only for policies that score a prefix.
 
     Raises:
-        InvalidArgumentError: an unknown option, or one that does not go with the policy.
+        InvalidArgumentError: an unknown option, or one that does not go with the policy; or more is
+            protected than the budget holds beside the window. Where only the prompt can tell, its
+            end raises this, before anything is dropped.
         InvalidTypeError: `model` or `policy` is not one.
         InvalidArgumentError: `policy` has not been given the tokenizer it needs.
         UnsupportedModelError: the model cannot be compressed correctly; the message says why.
@@ -81,8 +91,10 @@ class CompressedCache(Cache):
         recall_bytes: int | None = None,
         refresh_every: int | None = None,
         quantize: Bits | None = None,
+        protect: Protect | None = None,
+        fair: Fair | None = None,
     ) -> None:
-        policy = SnapKV() if policy is None else policy
+        policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
             raise InvalidTypeError(
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
@@ -91,14 +103,16 @@ class CompressedCache(Cache):
         later = TurnOptions(
             turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
         )
+        spans = span_rule(protect, fair)
         made_by = storage_for(policy, storage, room_tokens, quantize)
         super().__init__(layers=layers_for(model, policy, made_by))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         later.apply(compressed, policy)
+        apply(spans, compressed, policy)
         self._use = use(model)
         self.policy = policy
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}
-        self.options: dict[str, Any] = made | vars(later)
+        self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
         self._padding = PaddingWatch(compressed, recall)

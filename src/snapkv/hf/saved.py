@@ -18,7 +18,7 @@ from snapkv.policies import POLICIES, Policy
 Kind = TypeVar("Kind")
 
 _BESIDE = "beside."
-_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize")
+_OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "protect", "fair")
 
 
 def write(cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[str, Tensor]) -> None:
@@ -117,14 +117,14 @@ def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     }
     kind = POLICIES.get(saved["name"])
     known = [field for field in fields(kind) if field.init] if kind is not None else []
+    if any(field.name == "sink_tokens" for field in known):
+        complete.setdefault("sink_tokens", 0)
+        if isinstance(complete["budget"], int):
+            room = complete["budget"] - complete["window_size"]
+            complete["sink_tokens"] = min(complete["sink_tokens"], room)
     for field in known:
         if field.default is None:
             complete.setdefault(field.name, None)
-    if any(field.name == "sink_tokens" for field in known):
-        complete.setdefault("sink_tokens", 0)
-        if complete["budget"] is not None:
-            room = complete["budget"] - complete["window_size"]
-            complete["sink_tokens"] = min(complete["sink_tokens"], room)
     return complete
 
 

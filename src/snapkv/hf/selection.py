@@ -19,6 +19,7 @@ from snapkv.cache.last_queries import (
 )
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.slots import pads_first, put_in_order, slots_of
+from snapkv.cache.spans import protected_slots
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import AttentionCall
 from snapkv.hf.model_parts import output_weight
@@ -65,6 +66,7 @@ def _packed(layer: CompressedLayer, prompt: PromptLayer) -> tuple[PromptLayer, T
         values=put_in_order(prompt.values, order),
         pad_tokens=(~visible).sum(dim=-1),
         token_ids=None if prompt.token_ids is None else prompt.token_ids.gather(1, order),
+        protected=_in_order(prompt.protected, order),
     )
     return packed, order, visible.gather(1, order)[:, None]
 
@@ -104,6 +106,7 @@ def choose_for_whole_rows(
             keys=store.states.padded_keys(),
             values=store.states.padded_values(),
             pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
+            protected=protected_slots(layer, store.slots, None),
         )
     else:
         prompt, order, held = _packed(layer, prompt)
@@ -138,6 +141,9 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
         keys, scores = store.states.padded_keys(), notes.slot_scores
     else:
         keys, scores = call.key, notes.scores_with(new_tokens)
+    columns, pads = slots.packed_columns(store), slots.packed_pads
+    spans = layer.spans.protect
+    positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
         queries=look_back(layer, call.query),
         keys=keys,
@@ -145,8 +151,9 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
         head_notes=notes.head_notes,
         token_ids=notes.token_ids,
         filler_tokens=slots.fillers,
-        columns=slots.packed_columns(store),
-        pad_tokens=slots.packed_pads,
+        columns=columns,
+        pad_tokens=pads,
+        protected=None if spans is None else spans.cover(positions),
         seen_tokens=layer.seen_tokens,
         **of_layer(call, layer),
     )
@@ -173,7 +180,8 @@ def _evict_by_rows(
     packed = replace(
         step,
         keys=put_in_order(step.keys, order),
-        scores=None if step.scores is None else put_in_order(step.scores, order),
+        scores=_in_order(step.scores, order),
+        protected=_in_order(step.protected, order),
         columns=put_in_order(step.columns, order),
         filler_tokens=(~visible).sum(dim=-1),
     )
@@ -182,8 +190,12 @@ def _evict_by_rows(
     return replace(
         eviction,
         keep_indices=None if kept is None else slots_of(kept, order),
-        scores=None if scores is None else put_in_order(scores, order.argsort(dim=-1)),
+        scores=_in_order(scores, order.argsort(dim=-1)),
     )
+
+
+def _in_order(states: Tensor | None, order: Tensor) -> Tensor | None:
+    return None if states is None else put_in_order(states, order)
 
 
 def of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
@@ -227,5 +239,7 @@ def prompt_layer(
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
+        protected=protected_slots(layer, slots, pads),
+        fair=layer.spans.fair,
         **of_layer(call, layer),
     )

@@ -1,8 +1,10 @@
 """What to keep: one file per method; a new policy is a file here and a name in this list."""
 
 from snapkv.policies.adakv import AdaKV
+from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.criticalkv import CriticalKV
+from snapkv.policies.default import default_policy
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
@@ -42,6 +44,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 __all__ = [
     "AdaKV",
+    "AutoBudget",
     "CriticalKV",
     "DecodeStep",
     "EvictingPolicy",
@@ -64,4 +67,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "TOVA",
+    "default_policy",
 ]

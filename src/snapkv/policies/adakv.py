@@ -47,17 +47,17 @@ class AdaKV(AroundScores):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
+        self.policy.require_room(layer, self.policy.least_prefix_tokens(layer))
         if self.policy.fits(layer):
             return None
         scores = self.policy.score(layer)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
-        rows = [
-            self._row_shares(row, kept, layer.keys.shape[2] - tokens)
-            for row, kept, tokens in zip(
-                scores, self.policy.kept_prefix_tokens(layer), layer.row_lengths, strict=True
-            )
-        ]
+        kept = self.policy.mean_prefix_tokens(layer)
+        pads = [layer.keys.shape[2] - tokens for tokens in layer.row_lengths]
+        must_stay = self.policy.must_stay(layer)
+        every = [None] * len(scores) if must_stay is None else must_stay[:, 0]
+        rows = [self._row_shares(*row) for row in zip(scores, kept, pads, every, strict=True)]
         return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))
 
     def require_cap(self, cap_tokens: int) -> None:
@@ -68,27 +68,40 @@ class AdaKV(AroundScores):
         """What the scoring policy holds: as many tokens in every head."""
         return self.policy.select_under_cap(layer, cap_tokens)
 
-    def _row_shares(self, scores: Tensor, mean: int, pads: int) -> list[int]:
+    def _row_shares(
+        self, scores: Tensor, mean: int, pads: int, must_stay: Tensor | None
+    ) -> list[int]:
         """How many prefix positions each head of a row keeps, `mean` on average.
 
         Args:
             scores: (H, P) float32.
             mean: prefix positions per head of an even split.
             pads: leading pads of the row, which take no part.
+            must_stay: (P,) bool, what all heads keep whatever the scores; None for sinks only.
         """
-        sinks = min(self.policy.sink_tokens, mean)  # every head's; the rest is shared out
-        heads, rest, behind = scores.shape[0], mean - sinks, scores[:, pads + sinks :]
+        sure = min(self.policy.sink_tokens, mean)  # every head's; the rest is shared out
+        behind = scores[:, pads + sure :]
+        if must_stay is not None:
+            behind = scores[:, pads:][:, ~must_stay[pads:]]
+            sure = scores.shape[1] - pads - behind.shape[1]
+        heads, rest = scores.shape[0], mean - sure
         best = ops.keep_best(behind.reshape(1, 1, -1), [rest * heads])[0, 0]
         winners = torch.bincount(best // max(behind.shape[1], 1), minlength=heads)
         shares = [
-            sinks + float(won) * (1 - self.safeguard) + rest * self.safeguard
+            sure + float(won) * (1 - self.safeguard) + rest * self.safeguard
             for won in winners.tolist()
         ]
         return largest_remainder(shares, mean * heads)
 
     def _ragged(self, layer: PromptLayer, scores: Tensor, shares: Tensor) -> Selection:
         """The sinks and best of each head, as many as its share, and the window; right-aligned."""
-        best = ops.keep_best(scores, shares, layer.pad_tokens, first_tokens=self.policy.sink_tokens)
+        best = ops.keep_best(
+            scores,
+            shares,
+            layer.pad_tokens,
+            first_tokens=self.policy.sink_tokens,
+            protected=self.policy.must_stay(layer),
+        )
         window = torch.arange(scores.shape[-1], layer.keys.shape[2], device=best.device)
         window = window.expand(*shares.shape, -1)
         own = layer.row_tokens.clamp(max=self.policy.window_size)[:, None]

@@ -2,6 +2,9 @@
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import Need, Policy, PrefixPolicy
+from snapkv.policies.fair import Segments
+from snapkv.policies.spans import Spans
+from snapkv.policies.states import LostVotes, PromptLayer, Selection
 
 
 class AroundScores(Policy):
@@ -22,6 +25,14 @@ class AroundScores(Policy):
                 "which chooses by itself; pass SnapKV, PyramidKV, KeyDiff or another of that kind"
             )
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless the scoring policy has room."""
+        self.policy.require_protection(spans)
+
+    def require_fairness(self, segments: Segments) -> None:
+        """Raise: a method around the scores shares its budget by a rule of its own."""
+        Policy.require_fairness(self, segments)
+
     @property
     def query_tokens(self) -> int:
         """What the scoring policy wants."""
@@ -31,3 +42,7 @@ class AroundScores(Policy):
     def needs(self) -> frozenset[Need]:
         """What the scoring policy needs."""
         return self.policy.needs
+
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
+        """By the votes of the scoring policy."""
+        return self.policy.lost_votes(layer, selection)

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget
+from snapkv.policies.auto_budget import AutoBudget
+from snapkv.policies.fair import Segments, keep_fair
+from snapkv.policies.spans import Spans, require_room
+from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget, require_one_limit
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
@@ -84,10 +87,39 @@ class Policy(ABC):
         """
         raise NotImplementedError(f"{self.name} passes no require_cap")
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless the method keeps what `LayerStates.protected` says, and can have room.
+
+        Raises:
+            InvalidArgumentError: it does not, or no prompt that is compressed leaves them room.
+        """
+        del spans
+        raise InvalidArgumentError(
+            f"protect: expected a method that keeps protected tokens whatever their scores, such "
+            f"as SnapKV(budget=1024), got {self!r}; use one of them, or leave protect out"
+        )
+
+    def require_fairness(self, segments: Segments) -> None:
+        """Raise unless the method shares its budget as `PromptLayer.fair` says.
+
+        Raises:
+            InvalidArgumentError: it does not.
+        """
+        del segments
+        raise InvalidArgumentError(
+            f"fair: expected a method that keeps the best of a prefix by itself, such as "
+            f"SnapKV(budget=1024), got {self!r}; use one of them, or leave fair out"
+        )
+
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
+        """What the window voted for and `select` has dropped; None for methods without votes."""
+        del layer, selection
+        return None
+
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
         parameters = {
-            name: value.describe() if isinstance(value := getattr(self, name), Policy) else value
+            name: value.describe() if hasattr(value := getattr(self, name), "describe") else value
             for name in (parameter.name for parameter in fields(self) if parameter.init)
         }
         return {"name": self.name, **parameters}
@@ -126,42 +158,9 @@ class EvictingPolicy(Policy):
     def evict(self, step: DecodeStep) -> Eviction:
         """Choose the KV cache slots to keep after a step of decoding was attended to and stored."""
 
-
-def keep_best_and_recent(
-    scores: Tensor, best_tokens: int | Tensor, recent_tokens: int, filler_tokens: Tensor | None
-) -> Tensor:
-    """Top-k of the older slots and all of the most recent ones; fillers go first.
-
-    Args:
-        scores: (B, H, S) float32 over all slots; those of the recent ones are not looked at.
-        best_tokens: how many of the older slots to keep, of all rows or (B,) of each.
-        recent_tokens: how many of the last slots to keep.
-        filler_tokens: (B,) leading slots that hold pads, or None.
-
-    Returns:
-        (B, H, best + recent) int64, ascending; (B, H, S) where there are no more slots than that;
-        rows that keep fewer than others begin with -1.
-    """
-    B, H, S = scores.shape
-    older = max(S - recent_tokens, 0)
-    best = ops.keep_best(
-        scores[..., :older], _wanted(scores, best_tokens, older, filler_tokens), filler_tokens
-    )
-    recent = torch.arange(older, S, device=scores.device)
-    return torch.cat([best, recent.expand(B, H, -1)], dim=-1)
-
-
-def _wanted(
-    scores: Tensor, best_tokens: int | Tensor, older: int, filler_tokens: Tensor | None
-) -> list[int] | Tensor:
-    """How many of the older slots each row keeps; numbers where all keep the same."""
-    B = scores.shape[0]
-    if filler_tokens is None and isinstance(best_tokens, int):
-        return [min(best_tokens, older)] * B
-    wanted = torch.as_tensor(best_tokens, device=scores.device).expand(B).clamp(max=older)
-    if filler_tokens is None:
-        return wanted
-    return wanted.minimum((older - filler_tokens).clamp(min=0))
+    def _require_whole_spans(self, spans: Spans, room: int, beside: str) -> None:
+        """Raise unless whole spans fit: tokens to come may stand in them too."""
+        require_room(self.name, spans.tokens, room, f"{beside}, as long as it generates")
 
 
 @dataclass(frozen=True)
@@ -170,6 +169,7 @@ class PrefixPolicy(Policy):
 
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+            "auto", or an `AutoBudget`, lets the votes choose, for methods that have some.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window:
             k = floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting").
         window_size: the last tokens of the prompt, always kept.
@@ -182,7 +182,10 @@ class PrefixPolicy(Policy):
     rates_what_is_held: ClassVar[bool] = False
     """Whether `score` is right where tokens between those of the prefix have been dropped."""
 
-    budget: int | None = None
+    scores_are_votes: ClassVar[bool] = False
+    """Whether a budget may be chosen by the scores, as shares of the window's attention."""
+
+    budget: int | Literal["auto"] | AutoBudget | None = None
     _: KW_ONLY
     keep_ratio: float | None = None
     window_size: int = field(default=DEFAULT_WINDOW)
@@ -191,7 +194,20 @@ class PrefixPolicy(Policy):
         """Check every parameter once, here."""
         if self.budget is None and self.keep_ratio is None:
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
-        require_budget(self.budget, self.keep_ratio, self.window_size, self.sink_tokens)
+        require_one_limit(self.budget, self.keep_ratio)
+        object.__setattr__(self, "budget", AutoBudget.read(self.budget))
+        tokens = self.budget
+        if isinstance(tokens, AutoBudget):
+            self._require_votes()
+            tokens = tokens.most or self.window_size + self.sink_tokens + tokens.least
+        require_budget(tokens, self.keep_ratio, self.window_size, self.sink_tokens)
+
+    def _require_votes(self) -> None:
+        if not self.scores_are_votes:
+            raise InvalidArgumentError(
+                f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "
+                "votes of SnapKV, got 'auto'; pass a number, or use SnapKV(budget='auto')"
+            )
 
     @property
     def sink_tokens(self) -> int:
@@ -205,7 +221,12 @@ class PrefixPolicy(Policy):
     @property
     def most_tokens(self) -> int | None:
         """The budget."""
-        return self.budget
+        return self.budget.most if isinstance(self.budget, AutoBudget) else self._budget_tokens
+
+    @property
+    def _budget_tokens(self) -> int | None:
+        """The budget as a number; None where it is none."""
+        return self.budget if isinstance(self.budget, int) else None
 
     @abstractmethod
     def score(self, layer: PromptLayer) -> Tensor:
@@ -218,6 +239,7 @@ class PrefixPolicy(Policy):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
+        self.require_room(layer, self.least_prefix_tokens(layer))
         if self.fits(layer):
             return None
         return self._best_and_window(layer, self.kept_prefix_tokens(layer))
@@ -241,15 +263,66 @@ class PrefixPolicy(Policy):
     def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
         """Keep the last tokens, the sinks and the best, the same number in every layer."""
         prefix = [cap_tokens - self.window_size] * layer.keys.shape[0]
+        self.require_room(layer, prefix)
         return self._best_and_window(layer, prefix)
+
+    def require_protection(self, spans: Spans) -> None:
+        """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""
+        if type(self).select is not PrefixPolicy.select:
+            super().require_protection(spans)
+        auto = self.budget if isinstance(self.budget, AutoBudget) else None
+        tokens = self._budget_tokens if auto is None else auto.most
+        if tokens is not None:
+            room = tokens - self.window_size
+            if spans.among_first(room + 1) > room:
+                self._refuse(spans.tokens, room)
+
+    def require_fairness(self, segments: Segments) -> None:
+        """Raise where a subclass chooses by itself."""
+        if type(self).select is not PrefixPolicy.select:
+            super().require_fairness(segments)
+
+    def require_room(self, layer: PromptLayer, prefix_tokens: list[int]) -> None:
+        """Raise unless what must stay fits; asked in the first layer, for all of them.
+
+        Args:
+            layer: of the prompt.
+            prefix_tokens: B numbers, how many positions of its prefix a row keeps in every layer.
+
+        Raises:
+            InvalidArgumentError: more must stay.
+        """
+        must_stay = None if layer.depth else self.must_stay(layer)
+        if must_stay is None:
+            return
+        counts = must_stay.sum(dim=-1).amax(dim=-1).tolist()
+        for tokens, room in zip(counts, prefix_tokens, strict=True):
+            if tokens > room:
+                self._refuse(tokens, room)
+
+    def _refuse(self, tokens: int, room: int) -> None:
+        sinks = f", its {self.sink_tokens} sinks included" if self.sink_tokens else ""
+        require_room(self.name, tokens, room, f"before its window of {self.window_size}{sinks}")
+
+    def must_stay(self, layer: PromptLayer) -> Tensor | None:
+        """Positions of the prefix that every head keeps whatever their scores.
+
+        Returns:
+            (B, 1 or H, P) bool; None where there are none but sinks at most, and no segments.
+        """
+        if layer.protected is None and not (layer.fair is not None and self.sink_tokens):
+            return None
+        slots = max(0, layer.keys.shape[2] - self.window_size)
+        first = layer.is_among_first(self.sink_tokens, slots) & ~layer.is_among_first(0, slots)
+        if layer.protected is None:
+            return first.expand(layer.keys.shape[0], -1, -1)
+        return first | layer.protected[..., :slots]
 
     def _best_and_window(self, layer: PromptLayer, keep_tokens: list[int]) -> Selection:
         """The sinks and the best of the prefix, so many in every row, and the window."""
         prompt_tokens = layer.keys.shape[2]
         prefix_tokens = prompt_tokens - self.window_size
-        best = ops.keep_best(
-            self.score(layer), keep_tokens, layer.pad_tokens, first_tokens=self.sink_tokens
-        )
+        best = self._best(layer, keep_tokens)
         window = torch.arange(prefix_tokens, prompt_tokens, device=best.device)
         keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
         if layer.pad_tokens is None:
@@ -262,13 +335,60 @@ class PrefixPolicy(Policy):
             filler_tokens=keep_indices.shape[-1] - kept_tokens,
         )
 
+    def _best(self, layer: PromptLayer, keep_tokens: list[int]) -> Tensor:
+        """The sinks and the best of the prefix, or of every segment that shares the budget."""
+        scores, must_stay = self.score(layer), self.must_stay(layer)
+        if layer.fair is not None:
+            lengths = self.prefix_lengths(layer)
+            return keep_fair(scores, keep_tokens, lengths, layer.fair, must_stay)
+        return ops.keep_best(
+            scores,
+            keep_tokens,
+            layer.pad_tokens,
+            first_tokens=self.sink_tokens,
+            protected=must_stay,
+        )
+
+    def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: `kept_prefix_tokens` of the layer that keeps least."""
+        return self.kept_prefix_tokens(layer)
+
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """B numbers: positions each row keeps of its own prefix."""
         prefixes = self.prefix_lengths(layer)
         if self.keep_ratio is not None:
             return [math.floor(self.keep_ratio * tokens) for tokens in prefixes]
-        assert self.budget is not None
+        if isinstance(self.budget, AutoBudget):
+            voted = self.budget.voted(self._shares(layer)).amax(dim=-1).tolist()
+            return self._within(self.budget, voted, prefixes)
+        assert isinstance(self.budget, int)
         return [min(tokens, self.budget - self.window_size) for tokens in prefixes]
+
+    def mean_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: as `kept_prefix_tokens`, on average over heads that need not keep the same."""
+        if not isinstance(self.budget, AutoBudget):
+            return self.kept_prefix_tokens(layer)
+        voted = self.budget.voted(self._shares(layer)).float().mean(dim=-1).ceil().int().tolist()
+        return self._within(self.budget, voted, self.prefix_lengths(layer))
+
+    def _within(self, auto: AutoBudget, voted: list[int], prefixes: list[int]) -> list[int]:
+        return [
+            auto.within(positions, tokens, self.window_size)
+            for positions, tokens in zip(voted, prefixes, strict=True)
+        ]
+
+    def _shares(self, layer: PromptLayer) -> Tensor:
+        """(B, H, P) float32: scores as shares of the window's attention.
+
+        Sinks and protected positions, which are kept, have 1; pads 0.
+        """
+        shares, must_stay = self.score(layer) / self.summed_weights(layer), self.must_stay(layer)
+        slots = shares.shape[-1]
+        if must_stay is not None:
+            heads = shares.shape[1] // must_stay.shape[1]
+            shares = shares.masked_fill(must_stay.repeat_interleave(heads, dim=1), 1.0)
+        shares = shares.masked_fill(layer.is_among_first(self.sink_tokens, slots), 1.0)
+        return shares.masked_fill(layer.is_among_first(0, slots), 0.0)
 
     def prefix_lengths(self, layer: PromptLayer) -> list[int]:
         """B numbers: tokens of each row before the window, pads left out."""

@@ -60,7 +60,7 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
     if not pads:
         return policy.select(layer)
     assert layer.pad_tokens is not None
-    ids = layer.token_ids
+    ids, protected = layer.token_ids, layer.protected
     selection = policy.select(
         replace(
             layer,
@@ -68,6 +68,7 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
             values=layer.values[:, :, pads:],
             pad_tokens=layer.pad_tokens - pads,
             token_ids=None if ids is None else ids[:, pads:],
+            protected=None if protected is None else protected[..., pads:],
         )
     )
     if selection is None:

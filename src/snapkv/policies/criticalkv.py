@@ -71,6 +71,14 @@ class CriticalKV(AroundScores, PrefixPolicy):
         """B numbers: what the scoring policy keeps."""
         return self.policy.kept_prefix_tokens(layer)
 
+    def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: what the scoring policy keeps where it keeps least."""
+        return self.policy.least_prefix_tokens(layer)
+
+    def mean_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: what the scoring policy keeps on average over heads."""
+        return self.policy.mean_prefix_tokens(layer)
+
     def score(self, layer: PromptLayer) -> Tensor:
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
         scores = self.policy.score(layer)
@@ -78,7 +86,13 @@ class CriticalKV(AroundScores, PrefixPolicy):
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
         weighed = (means + _EPSILON) * ops.reduce_group(norms, scores.shape[1], "mean")
         first_tokens = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
-        first = ops.keep_best(scores, first_tokens, layer.pad_tokens, first_tokens=self.sink_tokens)
+        first = ops.keep_best(
+            scores,
+            first_tokens,
+            layer.pad_tokens,
+            first_tokens=self.sink_tokens,
+            protected=self.must_stay(layer),
+        )
         chosen = torch.zeros(*scores.shape[:2], scores.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.to(scores.device).scatter(2, first % chosen.shape[-1], True)  # -1 is last
         return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)

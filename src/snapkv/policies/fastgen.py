@@ -8,6 +8,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, Need
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.policies.tokens import (
     TokenIds,
@@ -122,7 +123,9 @@ class FastGen(EvictingPolicy):
         if bool((choice == FULL).all()):
             return Selection.whole(layer)
         notes = torch.stack([choice, local_tokens[:, None].expand_as(choice)], dim=-1)
-        scores = received.masked_fill(_protected(choice, *kinds), float("inf"))
+        scores = received.masked_fill(_of_kept_kinds(choice, *kinds), float("inf"))
+        if layer.protected is not None:
+            scores = scores.masked_fill(layer.protected, float("inf"))
         kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
         counts, keep_indices = kept.sum(dim=-1), ops.kept_indices(kept)
         own = layer.stored_heads is None  # a latent is stored once for all heads, in rows as wide
@@ -151,13 +154,18 @@ class FastGen(EvictingPolicy):
         scores = step.scores + ops.reduce_group(received, step.num_kv_heads, "mean")
         kinds = self._kinds(step.token_ids)
         new = scores[..., -kinds[0].shape[-1] :]
-        new.masked_fill_(_protected(step.head_notes[..., 0], *kinds), float("inf"))
+        new.masked_fill_(_of_kept_kinds(step.head_notes[..., 0], *kinds), float("inf"))
+        if step.protected is not None:
+            scores = scores.masked_fill(step.protected, float("inf"))
         columns = step.columns.masked_fill(step.columns < _pads(step), -1)
         tokens = step.seen_tokens - _pads(step)[:, 0, 0]
         kept = self._kept(scores, columns, step.seen_tokens, tokens, step.head_notes)
         keep_indices = ops.kept_indices(kept)
         fillers = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
         return Eviction(keep_indices=keep_indices, scores=scores, filler_tokens=fillers)
+
+    def require_protection(self, spans: Spans) -> None:
+        """Never raise: there is no budget, every head keeps them beside its own."""
 
     def _kinds(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Which tokens are special, and which are punctuation: both (B, N) bool."""
@@ -205,20 +213,21 @@ class FastGen(EvictingPolicy):
         """Which slots every head keeps, by its choice: (B, H, S) bool.
 
         Args:
-            scores: (B, H, S) float32, infinite where a token is of a kind that its head keeps.
+            scores: (B, H, S) float32, infinite where a token is of a kind that its head keeps, or
+                protected.
             columns: (B, H, S) int64, -1 where a slot holds no token.
             seen_tokens: columns so far.
             tokens: (B,) int64, tokens so far, pads left out.
             notes: (B, H, 2) int64, every head's choice and its number of recent tokens.
         """
         choice, local_tokens = notes.unsqueeze(-2).unbind(dim=-1)
-        real, protected = columns >= 0, scores.isinf()
-        frequent = self._frequent(scores, real & ~protected, tokens)
+        real, marked = columns >= 0, scores.isinf()
+        frequent = self._frequent(scores, real & ~marked, tokens)
         recent = columns >= seen_tokens - local_tokens
-        return real & (protected | (frequent & (choice >= FREQUENT)) | (recent & (choice >= LOCAL)))
+        return real & (marked | (frequent & (choice >= FREQUENT)) | (recent & (choice >= LOCAL)))
 
 
-def _protected(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
+def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
     """Which tokens a head keeps by their kind alone: (B, H, N) bool."""
     choice = choice[..., None]
     return special[:, None] | (punctuation[:, None] & (choice >= PUNCTUATION)) | (choice == FULL)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from snapkv.policies.base import Policy
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import PromptLayer, Selection
 
 
@@ -18,3 +19,6 @@ class FullCache(Policy):
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep everything."""
         return None
+
+    def require_protection(self, spans: Spans) -> None:
+        """Never raise: everything stays."""

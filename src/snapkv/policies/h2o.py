@@ -6,7 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import ALL_QUERIES, EvictingPolicy, keep_best_and_recent
+from snapkv.policies.base import ALL_QUERIES, EvictingPolicy
+from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.spans import Spans
 from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 
@@ -67,10 +69,17 @@ class H2O(EvictingPolicy):
         scores = step.scores + _received(step)
         return Eviction(keep_indices=self._keep(scores, step), scores=scores)
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless they fit among the heavy hitters."""
+        assert self.heavy is not None
+        self._require_whole_spans(spans, self.heavy, f"beside its {self.recent} recent tokens")
+
     def _keep(self, scores: Tensor, states: LayerStates) -> Tensor:
         assert self.heavy is not None
         assert self.recent is not None
-        return keep_best_and_recent(scores, self.heavy, self.recent, states.leading_fillers)
+        return keep_best_and_recent(
+            scores, self.heavy, self.recent, states.leading_fillers, states.protected
+        )
 
 
 def _received(states: LayerStates) -> Tensor:

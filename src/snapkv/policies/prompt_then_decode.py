@@ -6,7 +6,8 @@ from typing import ClassVar
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.base import EvictingPolicy, Need, Policy
 from snapkv.policies.snapkv import SnapKV
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
+from snapkv.policies.spans import Spans
+from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
 from snapkv.policies.tova import TOVA
 
 
@@ -94,6 +95,11 @@ class PromptThenDecode(EvictingPolicy):
         """What `decode` wants."""
         return self.decode.history_tokens
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless both have room."""
+        self.prompt.require_protection(spans)
+        self.decode.require_protection(spans)
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what `prompt` keeps, with what `decode` notes of it."""
         selection = self.prompt.select(_with_queries(layer, self.prompt.query_tokens))
@@ -105,6 +111,11 @@ class PromptThenDecode(EvictingPolicy):
         noted = self.decode.note(_with_queries(layer, self.decode.query_tokens))
         return replace(selection, scores=noted)
 
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes | None:
+        """What `prompt` says."""
+        shown = _with_queries(layer, self.prompt.query_tokens)
+        return self.prompt.lost_votes(shown, selection)
+
     def evict(self, step: DecodeStep) -> Eviction:
         """Leave it to `decode`."""
         return self.decode.evict(step)
@@ -113,7 +124,7 @@ class PromptThenDecode(EvictingPolicy):
 def _with_queries(layer: PromptLayer, query_tokens: int) -> PromptLayer:
     """The layer with the last queries only, as many as a method has asked for."""
     start = max(0, layer.queries.shape[2] - query_tokens)
-    return replace(layer, queries=layer.queries[:, :, start:])
+    return replace(layer, queries=layer.queries[:, :, start:]) if start else layer
 
 
 def _named(value: object) -> str:

@@ -22,12 +22,13 @@ class PyramidKV(SnapKV):
     Args:
         budget: mean tokens kept per KV head and layer, window included; 1024 if neither is given.
         keep_ratio: instead of `budget`, the mean fraction of the prefix to keep.
-        window_size, kernel_size, pooling, decay, group_reduce: as in `SnapKV`.
+        window_size, kernel_size, pooling, decay, sink_tokens, group_reduce: as in `SnapKV`.
         beta: how steep the pyramid is; 1 gives every layer the same.
         published: the authors' rounding instead of exact budgets.
     """
 
     name: ClassVar[str] = "pyramidkv"
+    scores_are_votes: ClassVar[bool] = False  # it gives the layers their budgets by itself
 
     _: KW_ONLY
     beta: int = 20
@@ -41,15 +42,22 @@ class PyramidKV(SnapKV):
     @property
     def most_tokens(self) -> int | None:
         """What the bottom layer keeps of a long prompt: almost twice the prefix's budget."""
-        if self.budget is None:
+        if self._budget_tokens is None:
             return None
-        return self.window_size + 2 * (self.budget - self.window_size)
+        return self.window_size + 2 * (self._budget_tokens - self.window_size)
 
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
+        return self._kept_at(layer, layer.depth)
+
+    def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """B numbers: the same in the top layer."""
+        return self._kept_at(layer, -1)
+
+    def _kept_at(self, layer: PromptLayer, depth: int) -> list[int]:
         means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
         return [
-            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[layer.depth])
+            min(tokens, self._layer_budgets(mean, tokens, layer.num_layers)[depth])
             for mean, tokens in zip(means, prefixes, strict=True)
         ]
 

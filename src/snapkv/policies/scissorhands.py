@@ -11,7 +11,9 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.allocation import largest_remainder
-from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
+from snapkv.policies.base import EvictingPolicy
+from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int
 
@@ -123,6 +125,13 @@ class Scissorhands(EvictingPolicy):
         fillers = None if step.filler_tokens is None else keep_indices.shape[-1] - kept
         return Eviction(keep_indices=keep_indices, filler_tokens=fillers)
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless the lowest layer has room for them right after a drop."""
+        budget = self.max_decode_tokens
+        room = budget + 1 - self._layer_drop(budget) - self.recent
+        beside = f"beside its {self.recent} recent tokens when it has dropped"
+        self._require_whole_spans(spans, room, beside)
+
     def _layer_budget(self, layer: LayerStates) -> int:
         return layer_budgets(self.budget, self.gamma, layer.num_layers)[layer.depth]
 
@@ -150,7 +159,9 @@ class Scissorhands(EvictingPolicy):
         """The recent tokens and the best of the others; of equal counts the newer is better."""
         ranks = counts.argsort(dim=-1, stable=True).argsort(dim=-1).float()
         older = kept - states.row_tokens.clamp(max=self.recent)
-        return keep_best_and_recent(ranks, older, self.recent, states.leading_fillers)
+        return keep_best_and_recent(
+            ranks, older, self.recent, states.leading_fillers, states.protected
+        )
 
 
 @functools.cache

@@ -3,15 +3,17 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.base import PrefixPolicy
-from snapkv.policies.states import PromptLayer
+from snapkv.policies.states import LostVotes, PromptLayer, Selection
 from snapkv.validation import (
     DEFAULT_DECAY,
     DEFAULT_KERNEL,
+    FADING_SINKS,
     GROUP_REDUCTIONS,
     require_choice,
     require_pooling,
@@ -29,6 +31,7 @@ class SnapKV(PrefixPolicy):
 
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given.
+            "auto" lets the votes choose for every layer, see `AutoBudget`.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window.
         window_size: the last tokens of the prompt; they vote and are always kept.
         kernel_size: width of "max" and "avg" pooling, odd and centred, 7 by default; 1 switches
@@ -37,6 +40,9 @@ class SnapKV(PrefixPolicy):
             what stands behind it, by a factor less for every token: what is copied next stands
             behind the place that is voted for.
         decay: that factor of "fading", in (0, 1), 0.9 by default.
+        sink_tokens: first tokens that each head keeps, and whose votes lift no neighbours:
+            attention sinks get most of the votes, and nothing is copied from behind them. 4 with
+            "fading", else 0, as in the paper.
         group_reduce: how the query heads of a KV head are combined: "mean", "max", "sum"; "none"
             lets every query head keep its own set, as the paper does, at the price of storing
             keys and values once per query head.
@@ -44,17 +50,22 @@ class SnapKV(PrefixPolicy):
 
     name: ClassVar[str] = "snapkv"
     rates_what_is_held: ClassVar[bool] = True
+    scores_are_votes: ClassVar[bool] = True
 
     _: KW_ONLY
     kernel_size: int | tuple[int, int] | None = None
     pooling: Literal["max", "avg", "fading"] = "max"
     decay: float | None = None
+    sink_tokens: int | None = None  # type: ignore[assignment] # a number from __post_init__ on
     group_reduce: Literal["mean", "max", "sum", "none"] = "mean"
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
-        super().__post_init__()
         require_pooling(self.pooling, self.kernel_size, self.decay)
+        if self.sink_tokens is None:
+            sinks = FADING_SINKS if self.pooling == "fading" else 0
+            object.__setattr__(self, "sink_tokens", sinks)
+        super().__post_init__()
         if self.pooling == "fading":
             object.__setattr__(self, "decay", self.decay or DEFAULT_DECAY)
         elif isinstance(self.kernel_size, list):  # as a file has it
@@ -74,10 +85,23 @@ class SnapKV(PrefixPolicy):
         Raises:
             UnsupportedModelError: "none" on a model whose heads share one stored latent.
         """
-        return self.pool(self.votes(layer))
+        own = ("score", *self._rating)
+        return layer.once(own, lambda: self.pool(self.votes(layer), layer))
 
-    def pool(self, votes: Tensor) -> Tensor:
-        """What votes become before the best are chosen, the same shape."""
+    @property
+    def _rating(self) -> tuple[object, ...]:
+        """What the scores depend on."""
+        pooling = self.pooling, self.kernel_size, self.decay, self.sink_tokens
+        return self.window_size, self.group_reduce, *pooling
+
+    def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
+        """What the layer's votes become before the best are chosen, the same shape."""
+        if not self.sink_tokens:
+            return self._pooled(votes)
+        sinks = layer.is_among_first(self.sink_tokens, votes.shape[-1])
+        return torch.where(sinks, votes, self._pooled(votes.masked_fill(sinks, 0.0)))
+
+    def _pooled(self, votes: Tensor) -> Tensor:
         if self.pooling == "fading":
             assert self.decay is not None
             return ops.fade_votes(votes, self.decay)
@@ -91,6 +115,9 @@ class SnapKV(PrefixPolicy):
                 "group_reduce: expected mean, max or sum for a model with latent attention, whose "
                 "heads share one stored latent, got 'none'; leave group_reduce at 'mean'"
             )
+        return layer.once(("votes", self.window_size, self.group_reduce), lambda: self._vote(layer))
+
+    def _vote(self, layer: PromptLayer) -> Tensor:
         own_keys = layer.stored_heads is None  # or heads of several keys share what is stored
         votes = ops.window_votes(
             layer.queries,
@@ -103,6 +130,10 @@ class SnapKV(PrefixPolicy):
             votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
         return votes[..., :prefix_tokens]
+
+    def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
+        """The votes on what was dropped, before and after pooling."""
+        return LostVotes.of(self.votes(layer), self._shares(layer), selection.keep_indices)
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""

@@ -1,14 +1,15 @@
 """What a policy sees of one layer, and what it answers."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv.ops import ScoreOptions
+from snapkv.policies.fair import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class LayerStates:
         layer_idx: index of the layer in the model.
         depth: how many compressed layers come before this one.
         num_layers: how many compressed layers the model has.
+        protected: (B, 1 or heads of the cache, S) bool, slots whose tokens must stay, whatever
+            their scores; None where none must.
     """
 
     queries: Tensor
@@ -35,6 +38,7 @@ class LayerStates:
     num_layers: int = 1
     pad_tokens: Tensor | None = None
     stored_heads: int | None = None
+    protected: Tensor | None = None
 
     @property
     def leading_fillers(self) -> Tensor | None:
@@ -66,6 +70,8 @@ class PromptLayer(LayerStates):
         token_ids: (B, T) int64, pads included; for `Policy.needs`.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read again; None where it was read once.
+        fair: segments that share the budget by their lengths, or None; only of a prompt of which
+            nothing was dropped.
     """
 
     values: Tensor
@@ -73,6 +79,19 @@ class PromptLayer(LayerStates):
     output_weight: Tensor | None = None
     token_ids: Tensor | None = None
     received: Tensor | None = None
+    fair: Segments | None = None
+    _found: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """What `compute` gives, computed the first time somebody asks for it by that key."""
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
+
+    def is_among_first(self, tokens: int, slots: int) -> Tensor:
+        """(B or 1, 1, slots) bool: which of the first slots hold a row's first tokens, or pads."""
+        pads = 0 if self.pad_tokens is None else self.pad_tokens[:, None, None]
+        return torch.arange(slots, device=self.keys.device)[None, None] < pads + tokens
 
     @property
     def pads(self) -> Tensor | None:
@@ -133,6 +152,32 @@ class Selection:
         """Every position of the prompt."""
         every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostVotes:
+    """What every head lost of the votes on its prefix.
+
+    Attributes:
+        mass: (B, H) float32, the part of all votes that fell on dropped positions.
+        peak: (B, H) float32, the highest pooled vote of a dropped position, as a share of the
+            window's attention.
+    """
+
+    mass: Tensor
+    peak: Tensor
+
+    @classmethod
+    def of(cls, votes: Tensor, shares: Tensor, keep_indices: Tensor) -> "LostVotes":
+        """Measured on votes and pooled shares, (B, H, P), and what was kept, as `Selection` has."""
+        P = votes.shape[-1]
+        kept = keep_indices.where((keep_indices >= 0) & (keep_indices < P), P)
+        mask = torch.zeros(*votes.shape[:2], P + 1, dtype=torch.bool, device=votes.device)
+        mask = mask.scatter(2, kept, True)[..., :P]
+        total = votes.sum(dim=-1)
+        held = votes.masked_fill(~mask, 0.0).sum(dim=-1)
+        mass = (1 - held / total.where(total > 0, 1.0)).clamp(min=0.0).masked_fill(total <= 0, 0.0)
+        return cls(mass=mass, peak=shares.masked_fill(mask, 0.0).amax(dim=-1))
 
 
 @dataclass(frozen=True, kw_only=True)

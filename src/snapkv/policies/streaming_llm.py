@@ -6,7 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import EvictingPolicy, Need, keep_best_and_recent
+from snapkv import ops
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies.base import EvictingPolicy, Need
+from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.spans import Spans
 from snapkv.policies.split import split_budget
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import require_choice
@@ -75,9 +79,35 @@ class StreamingLLM(EvictingPolicy):
             return Eviction()
         return Eviction(keep_indices=self._keep(step), sink_tokens=self._moved_tokens)
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless they leave room for the sinks and a recent token, all at their positions."""
+        if self._moved_tokens:
+            raise InvalidArgumentError(
+                f"protect: expected a method that leaves tokens at their positions, got {self!r}, "
+                "which numbers them by their place in the cache; pass positions='original', or for "
+                "the first tokens of the prompt start=N instead of protect"
+            )
+        assert self.recent is not None
+        beside = f"beside its {self.start} first tokens and its newest one"
+        self._require_whole_spans(spans, self.recent - 1, beside)
+
     def _keep(self, states: LayerStates) -> Tensor:
         batch, slots = states.keys.shape[0], states.keys.shape[2]
         age = torch.arange(slots, 0, -1, device=states.keys.device, dtype=torch.float32)
         oldest_first = age.expand(batch, 1, slots)
         assert self.recent is not None
+        if states.protected is not None:
+            return self._keep_protected(-oldest_first, states, states.protected)
         return keep_best_and_recent(oldest_first, self.start, self.recent, states.leading_fillers)
+
+    def _keep_protected(
+        self, newest_first: Tensor, states: LayerStates, protected: Tensor
+    ) -> Tensor:
+        """The protected tokens and the sinks; recent ones have the room that is left."""
+        slots = states.keys.shape[2]
+        assert self.budget is not None
+        wanted = states.row_tokens.clamp(max=self.budget)
+        fillers = slots - states.row_tokens
+        return ops.keep_best(
+            newest_first, wanted, fillers, first_tokens=self.start, protected=protected
+        )

@@ -6,7 +6,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.policies.base import EvictingPolicy, keep_best_and_recent
+from snapkv.policies.base import EvictingPolicy
+from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, require_int
 
@@ -49,6 +51,10 @@ class TOVA(EvictingPolicy):
             return Eviction()
         return Eviction(keep_indices=self._keep(step))
 
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless they leave room for the token that is being generated."""
+        self._require_whole_spans(spans, self.budget - 1, "beside its newest token")
+
     def _keep(self, states: LayerStates) -> Tensor:
         weights = ops.attention_weights(
             states.queries[:, :, -1:],
@@ -57,4 +63,6 @@ class TOVA(EvictingPolicy):
             score_options=states.score_options,
         )
         shared = weights[:, :, -1].mean(dim=1, keepdim=True)
-        return keep_best_and_recent(shared, self.budget, 0, states.leading_fillers)
+        return keep_best_and_recent(
+            shared, self.budget, 0, states.leading_fillers, states.protected
+        )

@@ -20,9 +20,6 @@ SERVED = ("snapkv", "streaming-llm", "tova")
 OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 """Parameters that a request may set for itself."""
 
-_OF_POOLING = ("kernel_size", "decay")
-"""What belongs to a kind of pooling, and not to another that a request chooses."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
@@ -87,11 +84,9 @@ class ServingSettings:
             self._require_known(name)
         budget = given.pop("budget", self.budget)
         require_int(f"{PREFIX}budget", budget, minimum=0)
-        own = {
-            name: value
-            for name, value in self.parameters.items()
-            if "pooling" not in given or name not in _OF_POOLING
-        }
+        own = dict(self.parameters)
+        if "pooling" in given:  # of the server's, what the request's has no use for
+            own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
         policy = self._made(budget or None, own | given)
         return policy if budget else None
 
@@ -131,9 +126,8 @@ def _parameters(policy: str) -> list[str]:
 
 
 def _ample(given: Mapping[str, Any]) -> int:
-    """A budget that any window fits into, for checking the rest."""
-    sizes = [value for value in given.values() if isinstance(value, int)]
-    return max([DEFAULT_BUDGET, *sizes]) + 1
+    """A budget that any window and its sinks fit into, for checking the rest."""
+    return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
 def _require_servable(given: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ def _scored(
     if not isinstance(scorer, SnapKV) or scorer.kernel_size == 1:
         return None, scorer.score(layer)
     votes = scorer.votes(layer)
-    return votes, scorer.pool(votes)
+    return votes, scorer.pool(votes, layer)
 
 
 def _scorer(policy: Policy) -> PrefixPolicy | None:

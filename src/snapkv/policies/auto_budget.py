@@ -1,0 +1,66 @@
+"""A budget that the votes choose: each layer keeps as much as its heads look at."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from snapkv.validation import AUTO, require_fraction, require_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoBudget:
+    """As many positions as it takes to lose none that the window looked at.
+
+    A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
+    vote is more than `lost_vote` of the window's attention. So a layer with focused heads keeps
+    few, one with dispersed heads many. A bound on the sum of the lost votes would do the opposite
+    of what is needed: in dispersed heads a large sum of votes that mean nothing, see
+    `docs/results/auto_budget.md`.
+
+    Args:
+        lost_vote: the highest share of a query's attention, mean over the window, that a position
+            may have and be dropped, in (0, 1).
+        least: positions that every layer keeps beside the window, whatever the votes.
+        most: tokens that no layer keeps more of, the window included; None for no limit.
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    lost_vote: float = 0.002
+    least: int = 32
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        require_fraction("lost_vote", self.lost_vote, "0.002")
+        require_int("least", self.least, minimum=1)
+        if self.most is not None:
+            require_int("most", self.most, minimum=self.least + 1)
+
+    @classmethod
+    def read(cls, budget: object) -> object:
+        """The budget that "auto", or what `describe` gives, stands for; anything else as it is."""
+        if budget == AUTO:
+            return cls()
+        return cls(**budget[AUTO]) if isinstance(budget, dict) and AUTO in budget else budget
+
+    def describe(self) -> dict[str, Any]:
+        """Its parameters, ready for JSON."""
+        return {AUTO: {field.name: getattr(self, field.name) for field in fields(self)}}
+
+    def voted(self, shares: Tensor) -> Tensor:
+        """How many positions of every head may not be lost: (B, H) int64.
+
+        Args:
+            shares: (B, H, P) float32, pooled votes as shares of the window's attention; zero for
+                pads.
+        """
+        return (shares > self.lost_vote).sum(dim=-1)
+
+    def within(self, voted: int, prefix_tokens: int, window_size: int) -> int:
+        """Positions of a prefix to keep, where so many may not be lost."""
+        most = prefix_tokens if self.most is None else max(self.most - window_size, 0)
+        return min(max(voted, self.least), most, prefix_tokens)

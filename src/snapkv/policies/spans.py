@@ -1,0 +1,103 @@
+"""Spans of positions that must stay, whatever the scores."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.validation import require_int
+
+Span = tuple[int, int]
+"""Positions from the first number to right before the second."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Positions of a row's own tokens, pads not counted, over the whole conversation.
+
+    Attributes:
+        parts: half-open spans, ascending; none touches another.
+    """
+
+    parts: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, argument: str, given: object) -> Self:
+        """The spans that a user has given, merged where they overlap or touch.
+
+        Raises:
+            InvalidArgumentError: a span that is empty or begins before 0.
+            InvalidTypeError: not a sequence of pairs of integers.
+        """
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise InvalidTypeError(
+                f"{argument}: expected pairs of positions, got {given!r} of type "
+                f"{type(given).__name__}; pass for instance [(0, 20)]"
+            )
+        merged: list[Span] = []
+        for start, stop in sorted(require_span(argument, span) for span in given):
+            if merged and start <= merged[-1][1]:
+                start, stop = merged[-1][0], max(merged.pop()[1], stop)
+            merged.append((start, stop))
+        return cls(tuple(merged))
+
+    @property
+    def tokens(self) -> int:
+        """How many positions they cover."""
+        return sum(stop - start for start, stop in self.parts)
+
+    def among_first(self, tokens: int) -> int:
+        """How many of the first positions they cover."""
+        return sum(max(0, min(stop, tokens) - start) for start, stop in self.parts)
+
+    def cover(self, positions: Tensor) -> Tensor:
+        """Which positions lie in a span: bool, the shape of `positions`; negative ones never do."""
+        covered = torch.zeros_like(positions, dtype=torch.bool)
+        for start, stop in self.parts:
+            covered |= (positions >= start) & (positions < stop)
+        return covered
+
+
+def require_span(argument: str, span: Any) -> Span:
+    """A pair of positions, the first below the second.
+
+    Raises:
+        InvalidArgumentError: an empty span, or a position out of range.
+        InvalidTypeError: not a pair of integers.
+    """
+    if not isinstance(span, tuple | list) or len(span) != 2:
+        raise InvalidTypeError(
+            f"{argument}: expected pairs of positions, got {span!r} of type {type(span).__name__} "
+            "among them; pass for instance (0, 20) for the first twenty tokens"
+        )
+    start, stop = span
+    require_int(argument, start, minimum=0)
+    require_int(argument, stop, minimum=0)
+    if start >= stop:
+        raise InvalidArgumentError(
+            f"{argument}: expected a start below its stop, got ({start}, {stop}), which holds no "
+            "position; the stop is the position behind the last one"
+        )
+    return start, stop
+
+
+def require_room(policy: str, tokens: int, room: int, place: str) -> None:
+    """Raise unless a method has room for that many protected tokens.
+
+    Args:
+        policy: its name.
+        tokens: how many are protected.
+        room: how many it can keep beside what it always keeps.
+        place: where that room is, in words.
+
+    Raises:
+        InvalidArgumentError: it has less room.
+    """
+    if tokens > room:
+        raise InvalidArgumentError(
+            f"protect: expected at most {room:,} tokens, what {policy} has room for {place}, got "
+            f"{tokens:,}; raise the budget, or protect fewer"
+        )

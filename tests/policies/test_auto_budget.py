@@ -1,0 +1,193 @@
+"""A budget that the votes choose, and what is said of the votes that were lost."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import (
+    AdaKV,
+    AutoBudget,
+    CompressedCache,
+    CriticalKV,
+    FullCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    KeyDiff,
+    PyramidKV,
+    SnapKV,
+)
+from snapkv.policies.states import LostVotes
+from snapkv.prefill import chunked
+from tests.families import tiny_model
+
+SHARES = torch.tensor(
+    [[[0.0, 0.30, 0.10, 0.002, 0.001, 0.05], [0.40, 0.0, 0.0, 0.001, 0.2, 0.0021]]]
+)
+
+
+def test_what_must_stay_is_counted_per_head():
+    assert AutoBudget(lost_vote=0.002).voted(SHARES).tolist() == [[3, 3]]
+    assert AutoBudget(lost_vote=0.06).voted(SHARES).tolist() == [[2, 2]]
+    assert AutoBudget(lost_vote=0.3).voted(SHARES).tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("voted", "expected"), [(0, 4), (4, 4), (7, 7), (12, 12), (50, 12)], ids=str
+)
+def test_floor_and_cap(voted, expected):
+    budget = AutoBudget(least=4, most=20)
+    assert budget.within(voted, prefix_tokens=100, window_size=8) == expected
+
+
+def test_no_more_than_there_is():
+    assert AutoBudget(least=32).within(0, prefix_tokens=10, window_size=8) == 10
+
+
+def test_lost_votes_of_a_hand_worked_choice():
+    votes = torch.tensor([[[4.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]]])
+    shares = torch.tensor([[[0.4, 0.4, 0.3, 0.3], [0.0, 0.0, 0.0, 0.0]]])
+    kept = torch.tensor([[[-1, 0, 2, 4, 5], [0, 1, 2, 4, 5]]])  # 4 and 5 are the window
+    lost = LostVotes.of(votes, shares, kept)
+    assert lost.mass[0].tolist() == pytest.approx([0.3, 0.0])  # 1 + 2 of 10; none of none
+    assert lost.peak[0].tolist() == pytest.approx([0.4, 0.0])
+
+
+def _read(model, policy, ids, mask=None, **options):
+    cache = CompressedCache(model, policy, **options)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def _prompt(rows=1, tokens=160, pads=0):
+    ids = torch.randint(5, 90, (rows, tokens), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :pads] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("lost_vote", [0.004, 0.01])
+@pytest.mark.parametrize("parameters", [{}, {"pooling": "fading"}, {"kernel_size": (0, 4)}])
+def test_every_position_above_the_bound_stays(parameters, lost_vote):
+    """Against the plain rule, layer by layer, for each row of a batch with pads."""
+    model, (ids, mask) = tiny_model("llama"), _prompt(rows=2, pads=40)
+    seen = []
+
+    class Watched(SnapKV):
+        def select(self, layer):
+            seen.append((self.score(layer) / self.summed_weights(layer), layer))
+            return super().select(layer)
+
+    auto = AutoBudget(lost_vote=lost_vote, least=2)
+    cache = _read(model, Watched(auto, window_size=8, **parameters), ids, mask)
+    for index, (shares, layer) in zip(cache.compressed_layers, seen, strict=True):
+        kept = cache.kept_positions(index)
+        for row, (pads, head) in itertools.product((0, 1), enumerate(range(shares.shape[1]))):
+            pads = int(layer.pad_tokens[row])
+            stays = shares[row, :, pads:] > lost_vote
+            stays[:, : cache.policy.sink_tokens] = True
+            above = stays.sum(dim=-1)
+            wanted = stays[head].nonzero()[:, 0].tolist()
+            own = set(kept[row, head].tolist()) - {-1}
+            assert set(wanted) <= own
+            assert len(own) == max(int(above.max()), 2) + 8
+
+
+def test_heads_of_their_own_length_keep_the_mean():
+    model, (ids, _) = tiny_model("llama"), _prompt()
+    auto = AutoBudget(lost_vote=0.006, least=2)
+    plain = _read(model, SnapKV(auto, window_size=8), ids)
+    shared = _read(model, AdaKV(SnapKV(auto, window_size=8), safeguard=0.01), ids)
+    assert shared.report().kept_tokens < plain.report().kept_tokens
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV("auto", pooling="fading"),
+        AdaKV(SnapKV(AutoBudget(lost_vote=0.01, most=40), window_size=8)),
+        CriticalKV(SnapKV(AutoBudget(lost_vote=0.01, least=3), window_size=8)),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_saved_and_loaded(policy, tmp_path):
+    model, (ids, _) = tiny_model("llama"), _prompt()
+    cache = _read(model, policy, ids)
+    cache.save(tmp_path / "cache")
+    loaded = CompressedCache.load(tmp_path / "cache", model)
+    assert loaded.policy == policy
+    assert loaded.report() == cache.report()
+    CompressedCache.load(tmp_path / "cache", model, policy=policy)
+
+
+def test_static_storage_needs_a_cap():
+    model, (ids, _) = tiny_model("llama"), _prompt()
+    capped = SnapKV(AutoBudget(lost_vote=0.01, most=40), window_size=8)
+    fixed = _read(model, capped, ids, storage="static", room_tokens=4)
+    grown = _read(model, capped, ids)
+    for index in grown.compressed_layers:
+        assert torch.equal(fixed.kept_positions(index), grown.kept_positions(index))
+    with pytest.raises(InvalidArgumentError, match="AutoBudget"):
+        CompressedCache(model, SnapKV("auto"), storage="static")
+
+
+def test_in_pieces_under_a_cap():
+    model, (ids, _) = tiny_model("llama"), _prompt()
+    policy = SnapKV(AutoBudget(lost_vote=0.02, least=2, most=60), window_size=8)
+    cache = CompressedCache(model, policy)
+    with chunked(model, chunk_tokens=32, cap_tokens=80), torch.no_grad():
+        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.report().kept_tokens <= 61
+    assert cache.report()["lost_votes"] is None  # something was dropped before the votes
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PyramidKV("auto"), InvalidArgumentError, "pyramidkv"),
+        (lambda: KeyDiff("auto"), InvalidArgumentError, "keydiff"),
+        (lambda: SnapKV("auto", keep_ratio=0.5), InvalidArgumentError, "got budget=auto"),
+        (lambda: SnapKV("many"), InvalidTypeError, "'many'"),
+        (lambda: SnapKV(AutoBudget(most=40), window_size=64), InvalidArgumentError, "got 40"),
+        (lambda: AutoBudget(lost_vote=0), InvalidArgumentError, "lost_vote"),
+        (lambda: AutoBudget(lost_vote=True), InvalidTypeError, "lost_vote"),
+        (lambda: AutoBudget(least=0), InvalidArgumentError, "least"),
+        (lambda: AutoBudget(least=50, most=50), InvalidArgumentError, "most"),
+    ],
+)
+def test_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_report_says_what_was_lost():
+    model, (ids, _) = tiny_model("llama"), _prompt()
+    small, large = (_read(model, SnapKV(n, window_size=8), ids).report() for n in (16, 80))
+    assert 0 < large["lost_votes"] < small["lost_votes"] < 1
+    assert 0 < large["lost_vote_peak"] <= small["lost_vote_peak"] < 1
+    assert _read(model, SnapKV(400), ids).report()["lost_votes"] == 0.0
+    assert _read(model, FullCache(), ids).report()["lost_votes"] == 0.0
+    assert _read(model, KeyDiff(40), ids).report()["lost_votes"] is None
+
+
+def test_a_share_of_lost_votes_is_what_the_reading_gives():
+    """Against a sum over the recorded layer, with one head per query."""
+    model, (ids, _) = tiny_model("llama"), _prompt()
+    policy, layers = SnapKV(24, window_size=8), []
+
+    class Watched(SnapKV):
+        def select(self, layer):
+            layers.append(replace(layer))
+            return super().select(layer)
+
+    cache = _read(model, Watched(24, window_size=8), ids)
+    expected = []
+    for index, layer in zip(cache.compressed_layers, layers, strict=True):
+        votes, kept = policy.votes(layer)[0], cache.kept_positions(index)[0]
+        for head, own in zip(votes, kept, strict=True):
+            held = sum(float(head[at]) for at in own.tolist() if 0 <= at < len(head))
+            expected.append(1 - held / float(head.sum()))
+    found = cache.report()["lost_votes"]
+    assert found == pytest.approx(sum(expected) / len(expected), abs=1e-5)
