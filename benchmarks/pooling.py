@@ -216,26 +216,27 @@ KEPT = Part(
 PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE, KEPT)}
 
 
-def measure(part: Part) -> None:
-    """Read every text that has no row yet; append a row for each of its questions."""
+def measure(parts: Sequence[Part]) -> None:
+    """Read every text that a part has no row of; append a row for each question and part.
+
+    Args:
+        parts: all of the same texts, each of which is read once for all of them.
+    """
     loaded, known = load("demo"), _rows()
     done = {(row["part"], row["text"]) for row in known if "run" not in row}
-    run = {
-        "run": part.name,
-        "model": loaded.description(),
-        "environment": describe_environment(),
-    }
+    described = {"model": loaded.description(), "environment": describe_environment()}
     with ROWS.open("a", encoding="utf-8") as file:
-        for row in () if run in known else (run,):
-            _write(file, [row])
-        for text in part.texts(Maker(loaded.tokenizer)):
-            if (part.name, text.name) in done:
+        runs = [{"run": part.name, **described} for part in parts]
+        _write(file, [run for run in runs if run not in known])
+        for text in parts[0].texts(Maker(loaded.tokenizer)):
+            wanted = [part for part in parts if (part.name, text.name) not in done]
+            if not wanted:
                 continue
             read = ReadText(loaded.model, text.ids)
-            _write(
-                file, [question_row(read, text, number, part) for number in range(len(text.cases))]
-            )
-            print(f"{part.name}: {text.name}", file=sys.stderr)
+            for part in wanted:
+                numbers = range(len(text.cases))
+                _write(file, [question_row(read, text, number, part) for number in numbers])
+                print(f"{part.name}: {text.name}", file=sys.stderr)
 
 
 def _rows() -> list[Row]:
