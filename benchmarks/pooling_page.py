@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from statistics import fmean
+from textwrap import fill
 from typing import Any
 
 from benchmarks.pooling_rows import (
     Answer,
+    Setting,
     answers_of,
     count,
     loss_above_full,
@@ -42,6 +44,7 @@ def render(rows: list[Row]) -> str:
     parts = [
         _HEAD,
         _environments(rows),
+        _summary(answers),
         _overall(answers),
         "![Right answers and loss against the budget](pooling.svg)",
         *_families(answers),
@@ -100,6 +103,43 @@ Rendered from `pooling.jsonl` by `python -m benchmarks.pooling`."""
 def _environments(rows: Iterable[Row]) -> str:
     lines = dict.fromkeys(environment_line([row]) for row in rows if "run" in row)
     return " ".join(f"{line}." for line in lines)
+
+
+def _summary(answers: Sequence[Answer]) -> str:
+    """What the rows say, in a few sentences."""
+    shares = ", ".join(f"1/{share}" for share in shares_of(answers))
+    default = _rights(answers, CHOSEN)
+    lines = [
+        f"- {_rights(answers, setting)} for {named(setting)}{why}."
+        for setting, why in _TOLD.items()
+        if at(answers, setting)
+    ]
+    told = "\n".join(lines)
+    return (
+        fill(
+            f"At budgets of {shares} of the prompt, the default of `snapkv.policies.default`, "
+            f"{named(CHOSEN)}, has {default} answers right of those that the full cache has right. "
+            "Beside it:",
+            100,
+        )
+        + f"\n\n{told}"
+    )
+
+
+_TOLD: dict[Setting, str] = {
+    (32, "centred 7"): ", the paper's for LongBench",
+    (16, "centred 7"): ", the same with the smaller window",
+    (16, "centred 13"): ", as wide as 0+12, and centred",
+    (16, "0+12, sinks still"): ": forward too, by a fixed reach",
+    (16, "fading 0.90"): ": where the first tokens' votes fade too, they fill a small budget with "
+    "the beginning of the text",
+}
+"""What the page's beginning says of which settings."""
+
+
+def _rights(answers: Sequence[Answer], setting: Setting) -> str:
+    counts = [count(with_room(answers, setting, share)) for share in shares_of(answers)]
+    return ", ".join(f"{one.right} of {one.of}" if one.of else "no room" for one in counts)
 
 
 def _overall(answers: list[Answer]) -> str:
