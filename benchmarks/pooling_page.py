@@ -101,8 +101,15 @@ Rendered from `pooling.jsonl` by `python -m benchmarks.pooling`."""
 
 
 def _environments(rows: Iterable[Row]) -> str:
-    lines = dict.fromkeys(environment_line([row]) for row in rows if "run" in row)
-    return " ".join(f"{line}." for line in lines)
+    """A line for every machine and model, with all commits at which something was measured."""
+    commits: dict[str, list[str]] = {}
+    for row in rows:
+        if "run" in row:
+            line, _, commit = environment_line([row]).rpartition(", commit ")
+            commits.setdefault(line, []).append(commit)
+    return "\n".join(
+        f"{line}; commits {', '.join(dict.fromkeys(own))}." for line, own in commits.items()
+    )
 
 
 def _summary(answers: Sequence[Answer]) -> str:
@@ -143,21 +150,18 @@ def _rights(answers: Sequence[Answer], setting: Setting) -> str:
 
 
 def _overall(answers: list[Answer]) -> str:
-    groups = with_signal(answers)
-    counted = [answer for answer in answers if answer.group in groups]
-    shares = shares_of(counted)
-    questions = len({answer.question for answer in counted})
+    groups, shares = with_signal(answers), shares_of(answers)
     macro = markdown_table(
         ["setting", *(f"1/{share}" for share in shares)],
         [
-            [named(setting), *(mean_of_groups(counted, groups, setting, s) for s in shares)]
-            for setting in settings_of(counted)
+            [named(setting), *(mean_of_groups(answers, groups, setting, s) for s in shares)]
+            for setting in settings_of(answers)
         ],
     )
     return (
-        f"## All groups together\n\n{questions} questions of {len(groups)} groups in which the "
-        f"full cache has {LEAST} or more right: {', '.join(groups)}.\n\n{table(counted)}\n\n"
-        f"The mean over groups, each counted once, however many questions it has:\n\n{macro}"
+        f"## All groups together\n\n{_questions(answers)} questions:\n\n{table(answers)}\n\n"
+        f"The mean over the {len(groups)} groups of which the full cache has {LEAST} or more right, "
+        f"each counted once, however many answers it has:\n\n{macro}"
     )
 
 
