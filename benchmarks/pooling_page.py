@@ -160,8 +160,8 @@ def _overall(answers: list[Answer]) -> str:
     )
     return (
         f"## All groups together\n\n{_questions(answers)} questions:\n\n{table(answers)}\n\n"
-        f"The mean over the {len(groups)} groups of which the full cache has {LEAST} or more right, "
-        f"each counted once, however many answers it has:\n\n{macro}"
+        f"The mean over the {len(groups)} groups of which the full cache has {LEAST} or more "
+        f"right, each counted once, however many answers it has:\n\n{macro}"
     )
 
 
