@@ -21,6 +21,7 @@ def ask(files: Documents, question: Question, options: RunOptions) -> None:
 
     policy = build_policy(options)
 
+    from snapkv.cli.protection import protection_of
     from snapkv.cli.session import answer_and_show  # imports transformers
 
     def prompt(tokenizer: Any) -> Prompt:
@@ -31,4 +32,5 @@ def ask(files: Documents, question: Question, options: RunOptions) -> None:
 
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "question": question}
-    answer_and_show(options, settings, policy, prompt, request)
+    protection = protection_of(options, system=None)
+    answer_and_show(options, settings, policy, prompt, request, protection=protection)

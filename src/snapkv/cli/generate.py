@@ -33,6 +33,7 @@ def generate(
 
     policy = build_policy(options)
 
+    from snapkv.cli.protection import protection_of
     from snapkv.cli.session import answer_and_show  # imports transformers
 
     def made(tokenizer: Any) -> Prompt:
@@ -42,4 +43,5 @@ def generate(
 
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "prompt": prompt}
-    answer_and_show(options, settings, policy, made, request)
+    protection = protection_of(options, system=False)
+    answer_and_show(options, settings, policy, made, request, protection=protection)

@@ -12,6 +12,7 @@ from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.grid import show
@@ -29,6 +30,8 @@ def answer_and_show(
     policy: Policy,
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
+    *,
+    protection: Protection,
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
 
@@ -41,6 +44,7 @@ def answer_and_show(
         policy: the method.
         make_prompt: what the model continues, with its tokenizer.
         request: what the JSON object says about where the prompt came from.
+        protection: what of the prompt must stay.
 
     Raises:
         SnapKVError: the options name no model that works, or drafts that do not fit the policy.
@@ -54,7 +58,9 @@ def answer_and_show(
         policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
     ) -> Answer:
         with reading_progress(policy.name, on_text) as progress:
-            return answer(loaded, prompt, policy, settings, drafts=drafts, **progress)
+            return answer(
+                loaded, prompt, policy, settings, drafts=drafts, protection=protection, **progress
+            )
 
     if options.compare:
         _warm_up(loaded.model)
