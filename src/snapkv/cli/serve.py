@@ -24,6 +24,9 @@ def serve(
             "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
         ),
     ] = None,
+    protect_first: Annotated[
+        int, typer.Option(help="First tokens of every prompt that stay, such as a system message")
+    ] = 0,
 ) -> None:
     """Serve a model over HTTP with vLLM, from a compressed cache.
 
@@ -35,6 +38,7 @@ def serve(
             "snapkv serve demo --budget 1024"
         )
     require_int("budget", budget, minimum=0)
+    require_int("protect_first", protect_first, minimum=0)
 
     from snapkv.app.models import place_of
     from snapkv.cli.policy import typed_assignments  # imports torch
@@ -42,6 +46,8 @@ def serve(
     from snapkv.serving.server import serve as run_server
 
     parameters = typed_assignments(policy, set_ or [])
-    settings = ServingSettings(policy=policy, budget=budget, parameters=parameters)
+    settings = ServingSettings(
+        policy=policy, budget=budget, parameters=parameters, protect_first=protect_first
+    )
     interrupts.started()
     run_server(place_of(model), settings, context.args)
