@@ -14,6 +14,7 @@ from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
 from snapkv.app.remedies import first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
@@ -34,6 +35,8 @@ def answer_and_show(
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
     typed: Sequence[str],
+    *,
+    protection: Protection,
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
 
@@ -47,6 +50,7 @@ def answer_and_show(
         make_prompt: what the model continues, with its tokenizer.
         request: what the JSON object says about where the prompt came from.
         typed: the command line, for the one to type next.
+        protection: what of the prompt must stay.
 
     Raises:
         SnapKVError: the options name no model that works, or drafts that do not fit the policy.
@@ -64,7 +68,9 @@ def answer_and_show(
         settings: GenerationSettings = settings,
     ) -> Answer:
         with reading_progress(policy.name, on_text) as progress:
-            return answer(loaded, prompt, policy, settings, drafts=drafts, **progress)
+            return answer(
+                loaded, prompt, policy, settings, drafts=drafts, protection=protection, **progress
+            )
 
     tried = functools.partial(first_that_keeps, loaded, prompt, settings)
 
