@@ -72,8 +72,6 @@ def answer_and_show(
                 loaded, prompt, policy, settings, drafts=drafts, protection=protection, **progress
             )
 
-    tried = functools.partial(first_that_keeps, loaded, prompt, settings)
-
     def full_start(tokens: int) -> Answer:
         return answered(FullCache(), None, settings=replace(settings, max_new_tokens=tokens))
 
@@ -84,6 +82,9 @@ def answer_and_show(
         answers = [answered(policy, drafts, None if options.json else write)]
     if not options.json:
         _show(answers)
+    tried = functools.partial(
+        first_that_keeps, loaded, prompt, settings, protect=answers[0].protected
+    )
     notes = notes_on(answers, options, typed, tried=tried, full_start=full_start)
     if options.json:
         made = {"settings": asdict(settings), "runs": [asdict(run) for run in answers]}
