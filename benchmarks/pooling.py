@@ -30,7 +30,7 @@ from benchmarks.pooling_reading import (
     compressed_rows,
     scored_full,
     scored_rows,
-    voted,
+    shown_to,
 )
 from benchmarks.reading import ReadPrompt
 from benchmarks.records import RESULTS, Row, read_rows
@@ -51,41 +51,16 @@ def _centred(width: int) -> Policy:
     return lambda budget, window: SnapKV(budget, window_size=window, kernel_size=width)
 
 
-def _pair(before: int, behind: int) -> Policy:
+def _pair(before: int, behind: int, method: type[SnapKV] = SnapKV) -> Policy:
     pair = (before, behind)
-    return lambda budget, window: SnapKV(budget, window_size=window, kernel_size=pair)
-
-
-def _fading(decay: float) -> Policy:
-    return lambda budget, window: SnapKV(budget, window_size=window, pooling="fading", decay=decay)
-
-
-def _both_ways(decay: float, before: float) -> Policy:
-    return lambda budget, window: FadingBothWays(
-        budget, window_size=window, pooling="fading", decay=decay, before=before
+    return lambda budget, window: method(
+        budget, window_size=window, kernel_size=pair, sink_tokens=0
     )
 
 
-def _still(decay: float) -> Policy:
-    return lambda budget, window: SinksStill(
-        budget, window_size=window, pooling="fading", decay=decay
-    )
-
-
-def _still_pair(before: int, behind: int) -> Policy:
-    pair = (before, behind)
-    return lambda budget, window: SinksStill(budget, window_size=window, kernel_size=pair)
-
-
-def _so_far(decay: float, reach: int) -> Policy:
-    return lambda budget, window: FadingSoFar(
-        budget, window_size=window, pooling="fading", decay=decay, reach=reach
-    )
-
-
-def _run_then(run: int, decay: float) -> Policy:
-    return lambda budget, window: RunThenFading(
-        budget, window_size=window, pooling="fading", decay=decay, run=run
+def _fading(decay: float, method: type[SnapKV] = SnapKV, sinks: int = 0, **own: float) -> Policy:
+    return lambda budget, window: method(
+        budget, window_size=window, pooling="fading", decay=decay, sink_tokens=sinks, **own
     )
 
 
@@ -101,28 +76,33 @@ POOLINGS: dict[str, Policy] = {
     "fading 0.90": _fading(0.90),
     "fading 0.935": _fading(0.935),
     "fading 0.95": _fading(0.95),
-    "fading 0.90, back 0.5": _both_ways(0.90, 0.5),
-    "fading 0.90, back 0.7": _both_ways(0.90, 0.7),
-    "fading 0.935, back 0.5": _both_ways(0.935, 0.5),
-    "0+12, sinks still": _still_pair(0, 12),
-    "0+20, sinks still": _still_pair(0, 20),
-    "fading 0.80, sinks still": _still(0.80),
-    "fading 0.85, sinks still": _still(0.85),
-    "fading 0.90, sinks still": _still(0.90),
-    "fading 0.935, sinks still": _still(0.935),
-    "fading 0.95, sinks still": _still(0.95),
-    "0+6 then 0.90, sinks still": _run_then(6, 0.90),
-    "0+12 then 0.90, sinks still": _run_then(12, 0.90),
-    "fading 0.90, 20 far": _so_far(0.90, 20),
-    "fading 0.95, 32 far": _so_far(0.95, 32),
+    "fading 0.90, back 0.5": _fading(0.90, FadingBothWays, before=0.5),
+    "fading 0.90, back 0.7": _fading(0.90, FadingBothWays, before=0.7),
+    "fading 0.935, back 0.5": _fading(0.935, FadingBothWays, before=0.5),
+    "0+12, sinks still": _pair(0, 12, SinksStill),
+    "0+20, sinks still": _pair(0, 20, SinksStill),
+    "fading 0.80, sinks still": _fading(0.80, SinksStill),
+    "fading 0.85, sinks still": _fading(0.85, SinksStill),
+    "fading 0.90, sinks still": _fading(0.90, SinksStill),
+    "fading 0.935, sinks still": _fading(0.935, SinksStill),
+    "fading 0.95, sinks still": _fading(0.95, SinksStill),
+    "0+6 then 0.90, sinks still": _fading(0.90, RunThenFading, run=6),
+    "0+12 then 0.90, sinks still": _fading(0.90, RunThenFading, run=12),
+    "fading 0.935, 4 sinks": _fading(0.935, sinks=4),
+    "fading 0.935, 1 sink": _fading(0.935, sinks=1),
+    "fading 0.90, 20 far": _fading(0.90, FadingSoFar, reach=20),
+    "fading 0.95, 32 far": _fading(0.95, FadingSoFar, reach=32),
 }
 """Every pooling that a row may name."""
 
 _FEW = ("centred 7", "centred 13", "0+12", "fading 0.90", "fading 0.935")
-_WITHOUT_SINKS = tuple(
-    name for name in POOLINGS if name.endswith(("still", "far")) and "then" not in name
+_PAPERS_TO_FADING = tuple(
+    name for name in POOLINGS if "sink" not in name and not name.endswith("far")
 )
-_PAPERS_TO_FADING = tuple(name for name in POOLINGS if not name.endswith(("still", "far")))
+_WITHOUT_SINKS = (
+    *(name for name in POOLINGS if name.endswith("sinks still") and "then" not in name),
+    *("fading 0.90, 20 far", "fading 0.95, 32 far"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,29 +206,37 @@ MORE = Part(
     texts=_all_kinds,
 )
 
-PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE)}
+KEPT = Part(
+    name="kept",
+    settings=[(16, "fading 0.935, 4 sinks"), (16, "fading 0.935, 1 sink")],
+    shares=(32, 16, 8, 4),
+    texts=_all_kinds,
+)
+
+PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE, KEPT)}
 
 
-def measure(part: Part) -> None:
-    """Read every text that has no row yet; append a row for each of its questions."""
+def measure(parts: Sequence[Part]) -> None:
+    """Read every text that a part has no row of; append a row for each question and part.
+
+    Args:
+        parts: all of the same texts, each of which is read once for all of them.
+    """
     loaded, known = load("demo"), _rows()
     done = {(row["part"], row["text"]) for row in known if "run" not in row}
-    run = {
-        "run": part.name,
-        "model": loaded.description(),
-        "environment": describe_environment(),
-    }
+    described = {"model": loaded.description(), "environment": describe_environment()}
     with ROWS.open("a", encoding="utf-8") as file:
-        for row in () if run in known else (run,):
-            _write(file, [row])
-        for text in part.texts(Maker(loaded.tokenizer)):
-            if (part.name, text.name) in done:
+        runs = [{"run": part.name, **described} for part in parts]
+        _write(file, [run for run in runs if run not in known])
+        for text in parts[0].texts(Maker(loaded.tokenizer)):
+            wanted = [part for part in parts if (part.name, text.name) not in done]
+            if not wanted:
                 continue
             read = ReadText(loaded.model, text.ids)
-            _write(
-                file, [question_row(read, text, number, part) for number in range(len(text.cases))]
-            )
-            print(f"{part.name}: {text.name}", file=sys.stderr)
+            for part in wanted:
+                numbers = range(len(text.cases))
+                _write(file, [question_row(read, text, number, part) for number in numbers])
+                print(f"{part.name}: {text.name}", file=sys.stderr)
 
 
 def _rows() -> list[Row]:
@@ -289,18 +277,17 @@ def _answers(prompt: ReadPrompt, case: Case, part: Part) -> Iterator[list[object
 
     Windows that a budget has no room for are left out.
     """
-    settings = sorted(part.settings, key=lambda setting: setting[0])
-    policies = [POOLINGS[name](window + 1, window) for window, name in settings]
-    ballots = [voted(states, policies) for states in prompt.layers]
+    windows = {window for window, _ in part.settings}
+    shown = shown_to(prompt, windows)
     for share in part.shares:
         budget = prompt.prompt_tokens // share
-        fitting = [[one for one in of_layer if one.window < budget] for of_layer in ballots]
-        if not fitting[0]:
+        settings = [(window, name) for window, name in part.settings if window < budget]
+        if not settings:
             continue
-        kept = compressed_rows(prompt, fitting, budget)
-        shown = [setting for setting in settings if setting[0] < budget]
-        scores = scored_rows(prompt, kept.cache, len(shown), case)
-        for place, (setting, scored) in enumerate(zip(shown, scores, strict=True)):
+        policies = [POOLINGS[name](budget, window) for window, name in settings]
+        kept = compressed_rows(prompt, shown, policies)
+        scores = scored_rows(prompt, kept.cache, len(policies), case)
+        for place, (setting, scored) in enumerate(zip(settings, scores, strict=True)):
             right = list(map(int, scored.right))
             yield [share, budget, *setting, right, scored.nll, *kept.lost_of(place)]
 
@@ -314,8 +301,10 @@ def main() -> None:
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(unknown)}")
     if not given.render:
-        for name in given.parts or PARTS:
-            measure(PARTS[name])
+        names = given.parts or PARTS
+        for texts in (_screened, _all_kinds):
+            if parts := [PARTS[name] for name in names if PARTS[name].texts is texts]:
+                measure(parts)
     rows = read_rows(ROWS)
     PAGE.write_text(render(rows), encoding="utf-8")
     save(figure(rows), FIGURE)

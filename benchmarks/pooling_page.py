@@ -18,11 +18,13 @@ from benchmarks.pooling_tables import (
     at,
     mean_of_groups,
     named,
+    of_group,
     right_in,
     settings_of,
     shares_of,
     table,
     told_apart,
+    with_room,
     with_signal,
     worse_in,
 )
@@ -35,28 +37,36 @@ LOST_BINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
 def render(rows: list[Row]) -> str:
     """The page that these rows make."""
-    of_parts = {
-        name: [row for row in rows if row.get("part") == name]
-        for name in ("main", "more", "screening", "sinks")
-    }
-    main = of_parts["main"]
-    answers = list(answers_of(main))
+    main = [row for row in rows if row.get("part") == "main"]
+    answers = _compared(rows)
     parts = [
         _HEAD,
         _environments(rows),
         _overall(answers),
         "![Right answers and loss against the budget](pooling.svg)",
         *_families(answers),
-        _variations(answers, list(answers_of(of_parts["more"]))),
         _pairs(answers),
         _worse(answers),
+        _variations(answers, _answers(rows, "more")),
         _lost(answers),
         _without_signal(main),
-        _first_look(*(list(answers_of(of_parts[name])) for name in ("sinks", "screening"))),
+        _first_look(_answers(rows, "sinks"), _answers(rows, "screening")),
         _NOT_MEASURED,
-        *_groups(main),
+        *_groups(main, answers),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _answers(rows: Iterable[Row], part: str) -> list[Answer]:
+    return list(answers_of(row for row in rows if row.get("part") == part))
+
+
+def _compared(rows: list[Row]) -> list[Answer]:
+    """The answers of the large tables: to the questions that all of their settings were asked."""
+    main, kept = _answers(rows, "main"), _answers(rows, "kept")
+    both = {answer.question for answer in kept} or {answer.question for answer in main}
+    asked = both & {answer.question for answer in main}
+    return [answer for answer in [*main, *kept] if answer.question in asked]
 
 
 _HEAD = """\
@@ -65,13 +75,15 @@ _HEAD = """\
 A prompt is read once with the full cache. Each setting then keeps what its policy keeps of that
 reading, and the right answer is fed to the model token by token. A budget is a part of the prompt,
 in tokens per KV head and layer, the window included; "no room" is a budget no larger than the
-window.
+window, in some of the prompts at least.
 
 - "Centred 7" is the paper's pooling: the maximum over seven neighbours. "0+12" is the maximum over
   a position and the twelve before it: a vote lifts the twelve tokens behind it.
 - "Fading 0.90": a vote lifts all that stands behind it, by that factor less for every token. "Back
   0.5": and what stands before it, by that one. "20 far": no further than 20 tokens.
-- "Sinks still": the votes for the first 4 tokens lift nothing but these tokens themselves.
+- "Sinks still": the votes for the first 4 tokens lift nothing but these tokens themselves. "4
+  sinks" and "1 sink": the same of so many first tokens, and each head keeps them, whatever their
+  votes; "fading 0.935, 4 sinks" is what `SnapKV(pooling="fading")` does.
 
 Cells say how many answers are right **of those that the full cache has right**, with Wilson's
 interval at 95 percent in brackets; behind it the negative log-likelihood of the answer per token
@@ -226,26 +238,25 @@ def _without_signal(rows: list[Row]) -> str:
     )
 
 
-def _groups(rows: list[Row]) -> list[str]:
+def _groups(rows: list[Row], answers: list[Answer]) -> list[str]:
     return ["## Group by group"] + [
-        _group(group, [row for row in rows if row["group"] == group])
+        _group(group, [row for row in rows if row["group"] == group], of_group(answers, group))
         for group in dict.fromkeys(row["group"] for row in rows)
     ]
 
 
-def _group(group: str, rows: list[Row]) -> str:
-    answers = list(answers_of(rows))
+def _group(group: str, rows: list[Row], answers: list[Answer]) -> str:
     parts = [right for row in rows for right in row["full"]["right"]]
     losses = [row["full"]["nll"] for row in rows if row["full"]["nll"] is not None]
     texts = len({row["text"] for row in rows})
     tokens = sorted(row["prompt_tokens"] for row in rows)
     right = f"{sum(parts)} of {len(parts)} answers or parts of answers right, " if parts else ""
-    loss = f"loss {fmean(losses):.2f}" if losses else "answers of one token"
-    return (
+    said = (
         f"### {group[0].upper()}{group[1:]}\n\n{len(rows)} questions about {texts} texts, prompts "
-        f"of {tokens[0]:,} to {tokens[-1]:,} tokens. The full cache: {right}{loss}.\n\n"
-        f"{table(answers)}"
+        f"of {tokens[0]:,} to {tokens[-1]:,} tokens. The full cache: {right}loss "
+        f"{fmean(losses):.2f}."
     )
+    return f"{said}\n\n{table(answers)}" if answers else said
 
 
 def _lost(answers: list[Answer]) -> str:
@@ -306,12 +317,12 @@ def figure(rows: list[Row]) -> Any:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    answers = list(answers_of(row for row in rows if row.get("part") == "main"))
+    answers = _compared(rows)
     with rc_context(STYLE):
         made = Figure(figsize=(9.0, 4.4), layout="constrained")
         left, right = made.subplots(1, 2)
         for index, setting in enumerate(settings_of(answers)):
-            shares = [share for share in shares_of(answers) if at(answers, setting, share)]
+            shares = [share for share in shares_of(answers) if with_room(answers, setting, share)]
             cells = [at(answers, setting, share) for share in shares]
             style = line_style(index)
             left.plot(shares, [100 * count(cell).share for cell in cells], **style)

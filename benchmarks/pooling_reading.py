@@ -6,8 +6,7 @@ right answer is fed to all of them in one forward pass.
 """
 
 import copy
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -31,46 +30,51 @@ class FadingBothWays(SnapKV):
 
     before: float = field(default=0.5, kw_only=True)
 
-    def pool(self, votes: Tensor) -> Tensor:
+    @property
+    def _rating(self) -> tuple[object, ...]:
+        return *super()._rating, self.before
+
+    def _pooled(self, votes: Tensor) -> Tensor:
         """The larger of what fades forward and what fades backward."""
         backward = ops.fade_votes(votes.flip(-1), self.before).flip(-1)
-        return torch.maximum(super().pool(votes), backward)
+        return torch.maximum(super()._pooled(votes), backward)
 
 
 @dataclass(frozen=True)
 class SinksStill(SnapKV):
-    """Any pooling, but the votes for the first tokens lift nothing beside themselves."""
+    """The first tokens' votes lift nothing but themselves, and nothing is kept for being first."""
 
     name: ClassVar[str] = "snapkv"
 
-    def pool(self, votes: Tensor) -> Tensor:
+    @property
+    def _rating(self) -> tuple[object, ...]:
+        return *super()._rating, "still"
+
+    def _pooled(self, votes: Tensor) -> Tensor:
         """Pooled without the first tokens' votes, which stand where they are."""
         others = votes.clone()
         others[..., :SINKS] = 0
-        pooled = super().pool(others)
+        pooled = self._spread(others)
         pooled[..., :SINKS] = votes[..., :SINKS]
         return pooled
+
+    def _spread(self, votes: Tensor) -> Tensor:
+        return super()._pooled(votes)
 
 
 @dataclass(frozen=True)
-class RunThenFading(SnapKV):
-    """Fading that begins only behind a run of tokens; the sinks stand still.
-
-    Args:
-        run: so many tokens behind a vote are lifted as high as itself.
-    """
-
-    name: ClassVar[str] = "snapkv"
+class RunThenFading(SinksStill):
+    """Fading that begins only behind a run of tokens, all lifted as high as the vote."""
 
     run: int = field(default=12, kw_only=True)
 
-    def pool(self, votes: Tensor) -> Tensor:
+    @property
+    def _rating(self) -> tuple[object, ...]:
+        return *super()._rating, self.run
+
+    def _spread(self, votes: Tensor) -> Tensor:
         """What fades behind the pair (0, run)."""
-        others = votes.clone()
-        others[..., :SINKS] = 0
-        pooled = super().pool(ops.pool_votes(others, (0, self.run), "max"))
-        pooled[..., :SINKS] = votes[..., :SINKS]
-        return pooled
+        return super()._spread(ops.pool_votes(votes, (0, self.run), "max"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,11 @@ class FadingSoFar(SnapKV):
 
     reach: int = field(default=20, kw_only=True)
 
-    def pool(self, votes: Tensor) -> Tensor:
+    @property
+    def _rating(self) -> tuple[object, ...]:
+        return *super()._rating, self.reach
+
+    def _pooled(self, votes: Tensor) -> Tensor:
         """The largest of what the last votes, so many, carry on to a position."""
         assert self.decay is not None
         pooled = votes.clone()
@@ -142,30 +150,17 @@ def _last(queries: list[Tensor]) -> Tensor:
     return torch.cat(queries, dim=2)[:, :, -MOST_WINDOW_TOKENS:]
 
 
-@dataclass(frozen=True)
-class Ballot:
-    """The votes of one window in one layer, and what poolings make of them.
-
-    Attributes:
-        window: how many of the last queries voted.
-        votes: (1, H, P) float32.
-        pooled: (poolings, H, P) float32.
-    """
-
-    window: int
-    votes: Tensor
-    pooled: Tensor
+Shown = dict[int, PromptLayer]
+"""By window, what a policy is shown of a layer: what one has computed of it, others find there."""
 
 
-@torch.inference_mode()
-def voted(states: PromptLayer, policies: Sequence[SnapKV]) -> list[Ballot]:
-    """The ballots of one layer; policies of one window stand next to each other."""
-    ballots = []
-    for window, group in itertools.groupby(policies, key=lambda policy: policy.window_size):
-        own = list(group)
-        votes = own[0].votes(replace(states, queries=states.queries[:, :, -window:]))
-        ballots.append(Ballot(window, votes, torch.cat([policy.pool(votes) for policy in own])))
-    return ballots
+def shown_to(prompt: ReadPrompt, windows: Iterable[int]) -> list[Shown]:
+    """What policies of these windows are shown of every layer."""
+    wanted = set(windows)
+    return [
+        {window: replace(layer, queries=layer.queries[:, :, -window:]) for window in wanted}
+        for layer in prompt.layers
+    ]
 
 
 @dataclass(frozen=True)
@@ -195,42 +190,38 @@ class Kept:
 
 
 @torch.inference_mode()
-def compressed_rows(prompt: ReadPrompt, ballots: Sequence[Sequence[Ballot]], budget: int) -> Kept:
+def compressed_rows(prompt: ReadPrompt, shown: Sequence[Shown], policies: Sequence[SnapKV]) -> Kept:
     """A cache of one row per policy, each as it would be after a prefill.
 
     Args:
         prompt: what was read.
-        ballots: of every layer, see `voted`; of windows shorter than the budget.
-        budget: of all policies.
+        shown: see `shown_to`.
+        policies: all of one budget.
     """
-    cache = CompressedCache(prompt.model, SnapKV(budget, window_size=ballots[0][0].window))
+    cache = CompressedCache(prompt.model, FullCache())  # every row has a policy of its own
     cache.expect_prompt(prompt.prompt_tokens)
     lost: list[list[Tensor]] = [[], []]
-    for layer, states, of_layer in zip(cache.layers, prompt.layers, ballots, strict=True):
-        best = [best_of(ballot, budget) for ballot in of_layer]
+    for layer, states, of_windows in zip(cache.layers, prompt.layers, shown, strict=True):
+        kept, rows = [], [(policy, of_windows[policy.window_size]) for policy in policies]
+        for policy, seen in rows:
+            selection = policy.select(seen)
+            assert selection is not None
+            kept.append(selection.keep_indices)
         for first, noted in zip((0, SINKS), lost, strict=True):
-            pairs = zip(of_layer, best, strict=True)
             noted.append(
-                torch.cat([lost_mass(ballot.votes, kept, first) for ballot, kept in pairs])
+                torch.cat(
+                    [
+                        lost_mass(policy.votes(seen), own[..., : -policy.window_size], first)
+                        for (policy, seen), own in zip(rows, kept, strict=True)
+                    ]
+                )
             )
-        kept = torch.cat([_with_window(*pair) for pair in zip(of_layer, best, strict=True)])
-        shape = (len(kept), -1, -1, -1)
+        shape = (len(policies), -1, -1, -1)
         keys, values = states.keys.expand(shape), states.values.expand(shape)  # not copied per row
         layer.store.fill(keys, values, keys.shape[1])
-        layer.end_prompt(Selection(keep_indices=kept, prompt_tokens=prompt.prompt_tokens), states)
+        selection = Selection(keep_indices=torch.cat(kept), prompt_tokens=prompt.prompt_tokens)
+        layer.end_prompt(selection, states)
     return Kept(cache, *(torch.stack(of_layers, dim=1) for of_layers in lost))
-
-
-def best_of(ballot: Ballot, budget: int) -> Tensor:
-    """What a policy keeps of the prefix: (poolings, H, budget - window) int64, ascending."""
-    rows = ballot.pooled.shape[0]
-    return ops.keep_best(ballot.pooled, [budget - ballot.window] * rows, None)
-
-
-def _with_window(ballot: Ballot, best: Tensor) -> Tensor:
-    prefix = ballot.votes.shape[-1]
-    window = torch.arange(prefix, prefix + ballot.window)
-    return torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
 
 
 def lost_mass(votes: Tensor, kept: Tensor, first: int = 0) -> Tensor:

@@ -117,9 +117,9 @@ def loss_above_full(answers: Iterable[Answer]) -> float | None:
 
 def paired(answers: Sequence[Answer], one: Setting, other: Setting) -> tuple[int, int]:
     """Parts that the full cache has right and only `one` has right, and only `other`."""
-    found: dict[tuple[str, int, str], dict[Setting, list[int]]] = {}
+    found: dict[tuple[int, str], dict[Setting, list[int]]] = {}
     for answer in answers:
-        key = (answer.part, answer.share, answer.question)
+        key = (answer.share, answer.question)
         found.setdefault(key, {})[answer.setting] = answer.counted
     pairs = [
         pair
