@@ -133,13 +133,14 @@ def _screened(make: Maker) -> Iterator[Text]:
 
 def _all_kinds(make: Maker) -> Iterator[Text]:
     """Round after round, so that a run that is stopped has some of every kind."""
-    ruler = [make.ruler(task, 1024, ROUNDS) for task in GENERATORS]
-    turns = itertools.cycle(ruler)
+    tracing = make.ruler("vt", 1024, ROUNDS)
+    turns = itertools.cycle(make.ruler(task, 1024, ROUNDS) for task in GENERATORS if task != "vt")
     for index in range(FIRST, FIRST + ROUNDS):
         yield make.needles(1024, index, turns=True)
         yield make.lines(1024, index, questions=2)
         yield make.quotes(1024, index, questions=3)
         yield make.rag(6, index, questions=3)
+        yield next(tracing)
         yield from (next(next(turns)) for _ in range(RULER_A_ROUND))
         yield make.prose(1024, 32, index)
         yield make.code(1024, 32, index)

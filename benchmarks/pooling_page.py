@@ -137,6 +137,8 @@ _TOLD: dict[Setting, str] = {
     (32, "centred 7"): ", the paper's for LongBench",
     (16, "centred 7"): ", the same with the smaller window",
     (16, "centred 13"): ", as wide as 0+12, and centred",
+    (8, "fading 0.935, sinks still"): "; windows were compared on prompts without a chat template, "
+    "whose end would fill a small one",
     (16, "0+12, sinks still"): ": forward too, by a fixed reach",
     (16, "fading 0.90"): ": where the first tokens' votes fade too, they fill a small budget with "
     "the beginning of the text",
