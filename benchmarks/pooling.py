@@ -51,10 +51,10 @@ def _centred(width: int) -> Policy:
     return lambda budget, window: SnapKV(budget, window_size=window, kernel_size=width)
 
 
-def _pair(before: int, behind: int, method: type[SnapKV] = SnapKV) -> Policy:
+def _pair(before: int, behind: int, method: type[SnapKV] = SnapKV, sinks: int = 0) -> Policy:
     pair = (before, behind)
     return lambda budget, window: method(
-        budget, window_size=window, kernel_size=pair, sink_tokens=0
+        budget, window_size=window, kernel_size=pair, sink_tokens=sinks
     )
 
 
@@ -90,6 +90,9 @@ POOLINGS: dict[str, Policy] = {
     "0+12 then 0.90, sinks still": _fading(0.90, RunThenFading, run=12),
     "fading 0.935, 4 sinks": _fading(0.935, sinks=4),
     "fading 0.935, 1 sink": _fading(0.935, sinks=1),
+    "fading 0.935, back 0.7, 4 sinks": _fading(0.935, FadingBothWays, sinks=4, before=0.7),
+    "fading 0.935, back 0.85, 4 sinks": _fading(0.935, FadingBothWays, sinks=4, before=0.85),
+    "6+12, 4 sinks": _pair(6, 12, sinks=4),
     "fading 0.90, 20 far": _fading(0.90, FadingSoFar, reach=20),
     "fading 0.95, 32 far": _fading(0.95, FadingSoFar, reach=32),
 }
@@ -147,6 +150,18 @@ def _all_kinds(make: Maker) -> Iterator[Text]:
         if index % 4 == 0:
             yield make.needles(2048, index, turns=False)
 
+
+def _traced(make: Maker) -> Iterator[Text]:
+    """Where what stands before a vote is wanted, and a few others beside."""
+    yield from make.ruler("vt", 1024, TRACED)
+    for index in range(FIRST, FIRST + 2):
+        yield make.needles(1024, index, turns=True)
+        yield make.lines(1024, index, questions=2)
+        yield make.quotes(1024, index, questions=3)
+
+
+TRACED = 6
+"""How many of RULER's vt are also asked of poolings to both sides."""
 
 FIRST = 10
 """The number of the main part's first texts: others than those of the first look."""
@@ -214,7 +229,18 @@ KEPT = Part(
     texts=_all_kinds,
 )
 
-PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE, KEPT)}
+BACK = Part(
+    name="back",
+    settings=[
+        (16, "fading 0.935, back 0.7, 4 sinks"),
+        (16, "fading 0.935, back 0.85, 4 sinks"),
+        (16, "6+12, 4 sinks"),
+    ],
+    shares=(32, 16, 8, 4),
+    texts=_traced,
+)
+
+PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE, KEPT, BACK)}
 
 
 def measure(parts: Sequence[Part]) -> None:
@@ -303,7 +329,7 @@ def main() -> None:
         parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(unknown)}")
     if not given.render:
         names = given.parts or PARTS
-        for texts in (_screened, _all_kinds):
+        for texts in (_screened, _all_kinds, _traced):
             if parts := [PARTS[name] for name in names if PARTS[name].texts is texts]:
                 measure(parts)
     rows = read_rows(ROWS)
