@@ -240,7 +240,14 @@ BACK = Part(
     texts=_traced,
 )
 
-PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE, KEPT, BACK)}
+SHORT = Part(
+    name="short",
+    settings=[(16, "0+6"), (16, "fading 0.80, sinks still")],
+    shares=(32, 16, 8, 4),
+    texts=_traced,
+)
+
+PARTS = {part.name: part for part in (SCREENING, SINKS_PART, MAIN, MORE, KEPT, BACK, SHORT)}
 
 
 def measure(parts: Sequence[Part]) -> None:
