@@ -51,6 +51,7 @@ def render(rows: list[Row]) -> str:
         _pairs(answers),
         _worse(answers),
         _variations(answers, _answers(rows, "more")),
+        _traced(rows, answers),
         _lost(answers),
         _without_signal(main),
         _first_look(_answers(rows, "sinks"), _answers(rows, "screening")),
@@ -121,6 +122,15 @@ def _summary(answers: Sequence[Answer]) -> str:
         for setting, why in _TOLD.items()
         if at(answers, setting)
     ]
+    variables, largest = of_group(answers, "RULER vt"), shares_of(answers)[-1:]
+    for share in largest if variables else ():
+        own, paper = (
+            count(at(variables, setting, share)) for setting in (CHOSEN, (16, "centred 7"))
+        )
+        lines.append(
+            f"- It is not better everywhere. Of the names of RULER's vt it has {own.right} of "
+            f"{own.of} right at 1/{share}, centred 7 with its window {paper.right}: see below."
+        )
     told = "\n".join(lines)
     return (
         fill(
@@ -228,6 +238,22 @@ _BESIDE = (
     (16, "fading 0.935, sinks still"),
     (16, "0+12, sinks still"),
 )
+
+
+def _traced(rows: list[Row], compared: list[Answer]) -> str:
+    """Where many short places are wanted: settings of a part of their own beside the others."""
+    own = [*_answers(rows, "back"), *_answers(rows, "short")]
+    both = {answer.question for answer in own} & {answer.question for answer in compared}
+    beside = [*compared, *own]
+    asked = [answer for answer in beside if answer.question in both]
+    variables = [answer for answer in asked if answer.group == "RULER vt"]
+    others = [answer for answer in asked if answer.group != "RULER vt"]
+    return (
+        "## Variables, and poolings to both sides\n\nRULER's vt asks for five names that are "
+        "assigned to each other, so that what stands before a vote is wanted too, and of many "
+        f"places. {_questions(variables)} samples:\n\n{table(variables)}\n\nThe same settings on "
+        f"{_questions(others)} questions about needles, lines and quotations:\n\n{table(others)}"
+    )
 
 
 def _pairs(answers: list[Answer]) -> str:
