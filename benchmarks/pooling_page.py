@@ -250,8 +250,10 @@ def _traced(rows: list[Row], compared: list[Answer]) -> str:
     others = [answer for answer in asked if answer.group != "RULER vt"]
     return (
         "## Variables, and poolings to both sides\n\nRULER's vt asks for five names that are "
-        "assigned to each other, so that what stands before a vote is wanted too, and of many "
-        f"places. {_questions(variables)} samples:\n\n{table(variables)}\n\nThe same settings on "
+        "assigned to each other: from places all over the text, and what stands before a vote is "
+        "wanted too. A vote that lifts more tokens leaves room for fewer places: what is ahead "
+        f"here are the shortest runs. Fading to both sides does not mend it. {_questions(variables)} "
+        f"samples:\n\n{table(variables)}\n\nThe same settings on "
         f"{_questions(others)} questions about needles, lines and quotations:\n\n{table(others)}"
     )
 
@@ -375,13 +377,14 @@ def _questions(answers: Iterable[Answer]) -> int:
 _NOT_MEASURED = """\
 ## What was not measured
 
-- Budgets of a half: hardly anything is lost at a quarter, and time was short.
-- Windows of 64 tokens, fading to both sides, and factors beside 0.90 and 0.935 in the large
-  tables: the first look did not speak for them.
-- LongBench: no installed package carries its rows. HotpotQA's questions: the demo model does not
-  answer them from the full cache.
-- Prompts over 2,100 tokens, other models, and answers that the model generates by itself: an answer
-  that is fed cannot go astray, so these numbers are upper bounds of what `generate` gives."""
+- Budgets of a half, the rag tasks over HotpotQA (RULER's qa_2 asks it), prompts over 2,100 tokens:
+  there was no time for them.
+- Windows of 64 tokens and factors beside 0.90 and 0.935 in the large tables: the first look did not
+  speak for them. Fading to both sides is in the first look, and on few questions above.
+- LongBench: no installed package carries its rows.
+- Other models than the demo model, and prompts in a chat template.
+- Answers that the model generates by itself: one that is fed cannot go astray behind a wrong token,
+  so a part of several values may be right here that `generate` would not reach."""
 
 
 def figure(rows: list[Row]) -> Any:
