@@ -252,8 +252,8 @@ def _traced(rows: list[Row], compared: list[Answer]) -> str:
         "## Variables, and poolings to both sides\n\nRULER's vt asks for five names that are "
         "assigned to each other: from places all over the text, and what stands before a vote is "
         "wanted too. A vote that lifts more tokens leaves room for fewer places: what is ahead "
-        f"here are the shortest runs. Fading to both sides does not mend it. {_questions(variables)} "
-        f"samples:\n\n{table(variables)}\n\nThe same settings on "
+        "here are the shortest runs. Fading to both sides does not mend it. "
+        f"{_questions(variables)} samples:\n\n{table(variables)}\n\nThe same settings on "
         f"{_questions(others)} questions about needles, lines and quotations:\n\n{table(others)}"
     )
 
