@@ -24,7 +24,7 @@ def word_for(lost: float) -> Word:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LostVotes:
+class LostInWords:
     """What a report of a cache says about the votes that were lost.
 
     Attributes:
@@ -40,9 +40,10 @@ class LostVotes:
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Self:
         """Read a `CacheReport`, which need not know of votes."""
+        layers = [row.get("lost_votes") for row in report.get("layers", ())]
         return cls(
             share=report.get("lost_votes"),
-            highest=report.get("lost_votes_highest"),
+            highest=max((lost for lost in layers if lost is not None), default=None),
             drops_nothing=report["kept_tokens"] >= report["seen_tokens"],
         )
 

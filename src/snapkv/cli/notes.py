@@ -9,7 +9,7 @@ from rich.text import Text
 
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
-from snapkv.cache.lost_votes import LostVotes
+from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.command_line import changed_command
 from snapkv.cli.options import RunOptions
 from snapkv.cli.remedies import Remedy, Try, larger_budget, remedy_for
@@ -152,7 +152,7 @@ class Checked:
 class Votes:
     """How much of the vote was lost, and where that is much, the command for a larger budget."""
 
-    lost: LostVotes
+    lost: LostInWords
     command: str | None
     key: str = "lost_votes"
     status: int = 0
@@ -160,7 +160,7 @@ class Votes:
     @classmethod
     def of(cls, answer: Answer, options: RunOptions, typed: Sequence[str]) -> "Votes":
         """Read them off an answer's cache; what a full cache verifies, or stands by, needs none."""
-        lost = LostVotes.of(answer.cache)
+        lost = LostInWords.of(answer.cache)
         needs_more = lost.calls_for_more and not (options.self_speculate or options.compare)
         change = larger_budget(options, answer) if needs_more else None
         command = None if change is None else changed_command(typed, change)
