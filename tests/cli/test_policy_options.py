@@ -114,14 +114,15 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert done.status == 0
     assert "newcomer: A policy with fields of every kind." in done.out
     assert "    decay=None  (float or None)" in done.out
-    assert "    kernel_size=7  (int or pair of int or None)" in done.out
+    assert "    kernel_size=7  (int or pair or None)" in done.out
     assert "    pooling=max  (max, avg, fading)" in done.out
 
 
 def test_the_list_in_json(snapkv):
     listed = json.loads(snapkv("policies", "--json").out)
     assert list(listed) == list(POLICIES)
-    assert listed["snapkv"]["parameters"]["budget"] == {"type": "int or None", "default": 1024}
+    budget = {"type": "int or auto or AutoBudget or None", "default": 1024}
+    assert listed["snapkv"]["parameters"]["budget"] == budget
     assert listed["full"]["parameters"] == {}
 
 

@@ -10,6 +10,7 @@ from benchmarks import (
     flat,
     medusa,
     methods,
+    pooling,
     quality,
     ragged,
     readme,
@@ -25,6 +26,7 @@ PAGES = {
     "quality": quality,
     "speed": speed,
     "methods": methods,
+    "pooling": pooling,
     "ragged": ragged,
     "studies": studies,
     "chunked": chunked,
@@ -46,6 +48,9 @@ def test_every_row_says_where_it_was_measured(benchmark):
     if benchmark is studies:  # a line per study says how it was run
         rows = [row for row in rows if "run" in row]
         assert [row["study"] for row in rows] == list(studies.STUDIES)
+    if benchmark is pooling:  # a line per run
+        rows = [row for row in rows if "run" in row]
+        assert {row["run"] for row in rows} == pooling.PARTS.keys()
     for row in rows:
         assert row["model"]["name"]
         assert {"commit", "torch", "transformers", "threads"} <= row["environment"].keys()

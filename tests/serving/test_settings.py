@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.settings import ServingSettings, kept_tokens
+from tests.ops.states import random_layer
 
 
 def test_the_defaults_are_those_of_the_library():
@@ -134,3 +137,27 @@ def test_settings_travel_as_json():
 @pytest.mark.parametrize(("prompt", "kept"), [(1, 1), (63, 63), (64, 64), (65, 64), (5000, 64)])
 def test_what_is_kept_is_known_before_anything_is_computed(policy, prompt, kept):
     assert kept_tokens(policy, prompt) == kept
+
+
+def test_first_tokens_are_protected_by_the_server_or_a_request():
+    settings = ServingSettings(budget=64, protect_first=20)
+    assert ServingSettings.from_config(settings.to_config()) == settings
+    assert settings.for_request(None) == ProtectingFirst(SnapKV(64), 20)
+    assert settings.for_request({"snapkv_protect_first": 0}) == SnapKV(64)
+    assert kept_tokens(settings.for_request({"snapkv_protect_first": 32}), 100) == 64
+    for value, words in ((33, "at most 32 tokens.* got 33"), (-1, "at least 0")):
+        with pytest.raises(InvalidArgumentError, match=words):
+            settings.for_request({"snapkv_protect_first": value})
+    with pytest.raises(InvalidTypeError, match="snapkv_protect_first: expected an integer"):
+        settings.for_request({"snapkv_protect_first": 2.5})
+    with pytest.raises(InvalidArgumentError, match="protect: expected at most"):
+        ServingSettings(policy="tova", budget=9, protect_first=9)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova", "streaming-llm"])
+def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
+    made = ServingSettings(policy=policy, budget=48, protect_first=10).for_request(None)
+    layer = random_layer(0, prompt_tokens=90, query_tokens=made.query_tokens)
+    kept = made.select(layer).keep_indices
+    assert kept.shape[-1] == kept_tokens(made, 90) == 48
+    assert (kept[..., :10] == torch.arange(10)).all()

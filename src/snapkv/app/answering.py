@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.report import CacheReport
 from snapkv.errors import PromptTooLongError
@@ -46,6 +47,7 @@ class Answer:
         token_ms: per token after the first, the median, or the mean where some came together; None
             where there is only one.
         cache: what the cache saw and held when the answer was complete.
+        protected: positions that stayed whatever the scores, as half-open spans.
         drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
         token_ids: the tokens that were generated.
     """
@@ -58,6 +60,7 @@ class Answer:
     first_token_ms: float
     token_ms: float | None
     cache: CacheReport
+    protected: list[list[int]] = field(default_factory=list)
     drafts: dict[str, Any] | None = None
     token_ids: tuple[int, ...] = ()
 
@@ -69,6 +72,7 @@ def answer(
     settings: GenerationSettings,
     *,
     drafts: DraftMethod | None = None,
+    protection: Protection | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
 ) -> Answer:
@@ -80,15 +84,20 @@ def answer(
         policy: what the cache keeps of the prompt.
         settings: length and sampling.
         drafts: where drafts come from, for several tokens per forward pass; None for none.
+        protection: what of the prompt must stay; None for nothing.
         on_text: called with every finished piece of the answer, `answer_start` first.
         on_layer: called each time a layer has begun to read the prompt.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
+        InvalidArgumentError: the prompt does not hold what must stay of it, or the budget has no
+            room for that.
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
-    cache = _WatchedCache(loaded.model, policy.with_tokenizer(loaded.tokenizer), on_layer)
+    policy = policy.with_tokenizer(loaded.tokenizer)
+    spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
+    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans)
     found, _ = answer_ids(
         loaded,
         prompt_ids(loaded, prompt, settings),
@@ -148,6 +157,7 @@ def answer_ids(
         token_ms=watch.token_ms,
         cache=cache.report(),
         token_ids=tuple(new_ids),
+        protected=cache.options["protect"] or [],
     )
     return found, output
 
@@ -297,8 +307,10 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 class _WatchedCache(CompressedCache):
     """Tells how far through the layers the prompt has come, and counts forward passes."""
 
-    def __init__(self, model: Any, policy: Policy, on_layer: LayerSink | None) -> None:
-        super().__init__(model, policy)
+    def __init__(
+        self, model: Any, policy: Policy, on_layer: LayerSink | None, **options: Any
+    ) -> None:
+        super().__init__(model, policy, **options)
         self._on_layer = on_layer
         self.passes = 0
 

@@ -1,14 +1,15 @@
 """Turns about documents in one cache that stays within its budget."""
 
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from snapkv.app.answering import Answer, TextSink, answer_ids, end_token_ids, require_positions
 from snapkv.app.models import LoadedModel
-from snapkv.app.prompts import next_turn, question_prompt
+from snapkv.app.prompts import Prompt, next_turn, question_prompt
+from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.report import CacheReport
 from snapkv.cache.turns import Turns
@@ -30,6 +31,7 @@ class Conversation:
         document: what the questions are about; may be empty.
         recall: "host" or a folder, see `CompressedCache`; "none" drops for good what a turn does
             not need. None for "host", or "none" for methods that evict while generating.
+        protection: what of the first prompt must stay, through all turns; None for nothing.
 
     Raises:
         InvalidArgumentError: the policy does not go with `recall`.
@@ -44,6 +46,7 @@ class Conversation:
         *,
         document: str = "",
         recall: str | Path | None = None,
+        protection: Protection | None = None,
     ) -> None:
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
         policy = policy.with_tokenizer(loaded.tokenizer)
@@ -52,11 +55,12 @@ class Conversation:
             recall = NO_RECALL if evicts else "host"
         self._loaded, self._settings, self._document = loaded, settings, document
         self._ids: Tensor | None = None
-        if recall == NO_RECALL:
-            turns: Turns = "append" if evicts else "compress"
-            self.cache = CompressedCache(loaded.model, policy, turns=turns)
-        else:
-            self.cache = CompressedCache(loaded.model, policy, recall=recall)
+        self._protection = protection
+        turns: Turns = "append" if evicts else "compress"
+        self._options: dict[str, Any] = (
+            {"turns": turns} if recall == NO_RECALL else {"recall": recall}
+        )
+        self.cache = CompressedCache(loaded.model, policy, **self._options)
 
     @property
     def tokens(self) -> int:
@@ -92,9 +96,9 @@ class Conversation:
         """(1, T) int64: all that was said, and the question."""
         tokenizer, device = self._loaded.tokenizer, self._loaded.model.device
         if self._ids is None:
-            begun: Tensor = question_prompt(tokenizer, self._document, question).token_ids(
-                tokenizer
-            )
+            prompt = question_prompt(tokenizer, self._document, question)
+            self._protect(prompt)
+            begun: Tensor = prompt.token_ids(tokenizer)
             return begun.to(device)
         text, said = next_turn(tokenizer, question), self._ids
         last = int(said[0, -1])
@@ -104,6 +108,13 @@ class Conversation:
             text = text if text.startswith(end) or not tokenizer.chat_template else end + text
         new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
         return torch.cat([said, new.to(device)], dim=1)
+
+    def _protect(self, prompt: Prompt) -> None:
+        """Begin with a cache that keeps what must stay of the first prompt."""
+        if self._protection is not None:
+            policy = self.cache.policy
+            spans = self._protection.spans(prompt, policy, self._loaded.tokenizer)
+            self.cache = CompressedCache(self._loaded.model, policy, protect=spans, **self._options)
 
     def report(self) -> CacheReport:
         """What the cache holds."""

@@ -19,16 +19,18 @@ class Prompt:
         context_characters: how much of `text` the cache is compressed behind; the rest is read over
             what was kept of it, so that the question is hidden from the vote. None compresses
             behind all of it.
+        system_characters: how much of `text` is the system message that a chat begins with.
     """
 
     text: str
     answer_start: str = ""
     has_special_tokens: bool = False
     context_characters: int | None = None
+    system_characters: int = 0
 
     def token_ids(self, tokenizer: Any) -> Any:
         """The prompt as token ids, (1, T) int64."""
-        return self._encoded(tokenizer, self.text, return_tensors="pt")
+        return self.encoded(tokenizer, self.text, return_tensors="pt")["input_ids"]
 
     def context_tokens(self, tokenizer: Any) -> int | None:
         """How many of the prompt's tokens are context; None where `context_characters` is.
@@ -40,8 +42,8 @@ class Prompt:
         """
         if self.context_characters is None:
             return None
-        whole = self._encoded(tokenizer, self.text)
-        context = self._encoded(tokenizer, self.text[: self.context_characters])
+        whole = self.encoded(tokenizer, self.text)["input_ids"]
+        context = self.encoded(tokenizer, self.text[: self.context_characters])["input_ids"]
         pairs = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(whole, context, strict=False)
         )
@@ -74,14 +76,14 @@ class Prompt:
             )
         return replace(self, context_characters=place)
 
-    def _encoded(self, tokenizer: Any, text: str, **options: Any) -> Any:
-        encoded = tokenizer(
+    def encoded(self, tokenizer: Any, text: str, **options: Any) -> Any:
+        """What the tokenizer makes of a beginning of the text, special tokens as in all of it."""
+        return tokenizer(
             text,
             add_special_tokens=not self.has_special_tokens,
             verbose=False,  # the length is checked against the model, with a better message
             **options,
         )
-        return encoded["input_ids"]
 
 
 def question_prompt(
@@ -119,7 +121,12 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
     turn = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
     )
-    return Prompt(text=turn + answer_start, answer_start=answer_start, has_special_tokens=True)
+    return Prompt(
+        text=turn + answer_start,
+        answer_start=answer_start,
+        has_special_tokens=True,
+        system_characters=len(_system_message(tokenizer)),
+    )
 
 
 def next_turn(tokenizer: Any, question: str) -> str:
@@ -146,3 +153,27 @@ def next_turn(tokenizer: Any, question: str) -> str:
 
 
 _ANSWER = "the-answer-so-far"
+
+
+def _system_message(tokenizer: Any) -> str:
+    """What a chat template writes before the first message and not before a later one.
+
+    Empty where that is nothing but special tokens.
+    """
+    turns = [
+        {"role": "user", "content": _ANSWER},
+        {"role": "assistant", "content": _ANSWER},
+        {"role": "user", "content": _ANSWER},
+    ]
+    parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
+    if not getattr(tokenizer, "is_fast", False):
+        return ""  # which cannot tell either where its tokens stand
+    first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
+    ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
+    pairs = zip(reversed(ids), reversed(later), strict=False)
+    header = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    own = ids[: len(ids) - header]
+    if not tokenizer.decode(own, skip_special_tokens=True).strip():
+        return ""
+    message: str = parts[0][: first["offset_mapping"][len(own) - 1][1]]
+    return message

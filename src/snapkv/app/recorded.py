@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.spans import protected_slots
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import repeat_context
@@ -103,7 +104,12 @@ class RecordedPrompt:
             layer.update(states.keys, states.values)
             if "token_ids" in policy.needs and states.token_ids is not None:
                 layer.remember_ids(states.token_ids)
-            shown = replace(states, queries=self._last_queries(states, policy))
+            shown = replace(
+                states,
+                queries=self._last_queries(states, policy),
+                protected=protected_slots(layer, self.prompt_tokens, states.pad_tokens),
+                fair=layer.spans.fair,
+            )
             layer.end_prompt(policy.select(shown), shown)
         return cache
 

@@ -6,7 +6,7 @@ fed to that copy: the candidate keeps the answer if it would have chosen each of
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def first_that_keeps(
     settings: GenerationSettings,
     answer_ids: Sequence[int],
     candidates: Sequence[Policy],
+    *,
+    protect: Sequence[Sequence[int]] = (),
 ) -> Tried:
     """The first candidate whose answer would be the full cache's.
 
@@ -56,6 +58,7 @@ def first_that_keeps(
         settings: how.
         answer_ids: the full cache's answer.
         candidates: policies, the most welcome first; all or none of them read a context twice.
+        protect: half-open spans of positions that stay.
     """
     if settings.temperature:
         return Tried(untold=f"the answers are drawn, at temperature {settings.temperature}")
@@ -68,7 +71,7 @@ def first_that_keeps(
     try:
         with out_of_memory_explained(advice):
             trial = _Trial.begin(loaded, prompt, settings, ids, answer_ids, candidates)
-            return trial.first(candidates)
+            return replace(trial, protect=protect).first(candidates)
     except OutOfMemoryError:
         return Tried(untold="there is no memory for one more reading of the prompt")
 
@@ -83,6 +86,7 @@ class _Trial:
         ids: (1, T) int64, all of the prompt.
         answer_ids: (N,) int64, the answer that is to be kept.
         processors: change the logits of a token as `generate` does.
+        protect: half-open spans of positions that stay.
     """
 
     model: Any
@@ -90,6 +94,7 @@ class _Trial:
     ids: Tensor
     answer_ids: Tensor
     processors: LogitsProcessorList
+    protect: Sequence[Sequence[int]] = ()
 
     @classmethod
     def begin(
@@ -130,7 +135,8 @@ class _Trial:
         """Whether the policy would choose every token of the answer itself."""
         text = torch.cat([self.ids[0], self.answer_ids])
         start = self.ids.shape[1]
-        for number, logits in enumerate(self._logits(self.recorded.compressed(policy))):
+        cache = self.recorded.compressed(policy, protect=self.protect)
+        for number, logits in enumerate(self._logits(cache)):
             processed = self.processors(text[None, : start + number], logits[None].float())
             if int(processed.argmax()) != int(self.answer_ids[number]):
                 return False

@@ -23,6 +23,7 @@ def ask(context: typer.Context, files: Documents, question: Question, options: R
 
     policy = build_policy(options)
 
+    from snapkv.cli.protection import protection_of
     from snapkv.cli.session import answer_and_show  # imports transformers
 
     def prompt(tokenizer: Any) -> Prompt:
@@ -33,4 +34,5 @@ def ask(context: typer.Context, files: Documents, question: Question, options: R
 
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "question": question}
-    answer_and_show(options, settings, policy, prompt, request, context.obj)
+    protection = protection_of(options, system=None)
+    answer_and_show(options, settings, policy, prompt, request, context.obj, protection=protection)

@@ -62,11 +62,17 @@ def chat(
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
+    from snapkv.cli.protection import protection_of
 
     loaded = load_model(options)
     Chat(
         conversation=Conversation(
-            loaded, policy, settings, document=text_files.join(read), recall=recall
+            loaded,
+            policy,
+            settings,
+            document=text_files.join(read),
+            recall=recall,
+            protection=protection_of(options, system=None),
         ),
         load=lambda path: Conversation.load(path, loaded, settings, policy),
         inputs=[*(files or []), *([options.model] if options.model else [])],

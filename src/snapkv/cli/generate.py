@@ -34,6 +34,7 @@ def generate(
 
     policy = build_policy(options)
 
+    from snapkv.cli.protection import protection_of
     from snapkv.cli.session import answer_and_show  # imports transformers
 
     def made(tokenizer: Any) -> Prompt:
@@ -43,4 +44,5 @@ def generate(
 
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "prompt": prompt}
-    answer_and_show(options, settings, policy, made, request, context.obj)
+    protection = protection_of(options, system=False)
+    answer_and_show(options, settings, policy, made, request, context.obj, protection=protection)

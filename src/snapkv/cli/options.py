@@ -177,6 +177,21 @@ class MethodOptions(ModelOptions):
 class RunOptions(MethodOptions):
     """Everything but the prompt of `ask` and `generate`."""
 
+    protect: Annotated[
+        list[str] | None,
+        panels.policy(metavar="TEXT", help="Text of the prompt that stays whatever its votes"),
+    ] = None
+    protect_first: Annotated[
+        int, panels.policy(help="First tokens of the prompt that stay"), WholeNumber(0)
+    ] = 0
+    protect_system: Annotated[
+        bool | None,
+        panels.policy(
+            "--protect-system/--no-protect-system",
+            help="Keep the chat's system message",
+            show_default="in ask and chat, where it fits",
+        ),
+    ] = None
     medusa: Annotated[
         str | None, panels.drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id")
     ] = None

@@ -26,6 +26,9 @@ def serve(
             "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
         ),
     ] = None,
+    protect_first: Annotated[
+        int, typer.Option(help="First tokens of every prompt that stay, such as a system message")
+    ] = 0,
 ) -> None:
     """Serve a model over HTTP with vLLM, from a compressed cache.
 
@@ -37,6 +40,7 @@ def serve(
             "snapkv serve demo --budget 1024"
         )
     require_int("budget", budget, minimum=0)
+    require_int("protect_first", protect_first, minimum=0)
 
     from snapkv.app.models import place_of
     from snapkv.cli.policy import typed_assignments  # imports torch
@@ -48,6 +52,8 @@ def serve(
     parameters = typed_assignments(policy, set_ or [])
     if policy == DEFAULT:
         policy, parameters = SnapKV.name, default_parameters(parameters)
-    settings = ServingSettings(policy=policy, budget=budget, parameters=parameters)
+    settings = ServingSettings(
+        policy=policy, budget=budget, parameters=parameters, protect_first=protect_first
+    )
     interrupts.started()
     run_server(place_of(model), settings, context.args)

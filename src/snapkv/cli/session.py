@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from rich.console import Console
 from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
 from snapkv.app.remedies import first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.grid import say, show
 from snapkv.cli.loading import load_model
-from snapkv.cli.notes import notes_on
+from snapkv.cli.notes import Note, notes_on
 from snapkv.cli.options import RunOptions
 from snapkv.cli.progress import reading_progress
 from snapkv.cli.standard_output import write, write_json
@@ -34,6 +36,8 @@ def answer_and_show(
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
     typed: Sequence[str],
+    *,
+    protection: Protection,
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
 
@@ -47,6 +51,7 @@ def answer_and_show(
         make_prompt: what the model continues, with its tokenizer.
         request: what the JSON object says about where the prompt came from.
         typed: the command line, for the one to type next.
+        protection: what of the prompt must stay.
 
     Raises:
         SnapKVError: the options name no model that works, or drafts that do not fit the policy.
@@ -57,36 +62,59 @@ def answer_and_show(
     drafts = draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
 
-    def answered(
-        policy: Policy,
-        drafts: DraftMethod | None,
-        on_text: TextSink | None = None,
-        settings: GenerationSettings = settings,
-    ) -> Answer:
-        with reading_progress(policy.name, on_text) as progress:
-            return answer(loaded, prompt, policy, settings, drafts=drafts, **progress)
-
-    tried = functools.partial(first_that_keeps, loaded, prompt, settings)
-
-    def full_start(tokens: int) -> Answer:
-        return answered(FullCache(), None, settings=replace(settings, max_new_tokens=tokens))
-
+    asked = _Asked(loaded, prompt, settings, protection)
     if options.compare:
         _warm_up(loaded.model)
-        answers = [answered(policy, drafts), answered(FullCache(), None)]
+        answers = [asked.answered(policy, drafts), asked.answered(FullCache(), None)]
     else:
-        answers = [answered(policy, drafts, None if options.json else write)]
+        answers = [asked.answered(policy, drafts, None if options.json else write)]
     if not options.json:
         _show(answers)
-    notes = notes_on(answers, options, typed, tried=tried, full_start=full_start)
+    protect = answers[0].protected
+    tried = functools.partial(first_that_keeps, loaded, prompt, settings, protect=protect)
+    notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full_start)
     if options.json:
-        made = {"settings": asdict(settings), "runs": [asdict(run) for run in answers]}
-        told = {note.key: note.record() for note in notes}
-        write_json(versions() | {"model": loaded.description()} | request | made | told)
+        about = {"model": loaded.description(), **request, "settings": asdict(settings)}
+        write_json(versions() | about | _record(answers, notes))
     else:
         say([line for note in notes for line in note.lines()], to_errors=not options.compare)
     if status := max(note.status for note in notes):
         raise typer.Exit(status)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked, of whichever method answers."""
+
+    loaded: LoadedModel
+    prompt: Prompt
+    settings: GenerationSettings
+    protection: Protection
+
+    def answered(
+        self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
+    ) -> Answer:
+        """The answer of a method, with its progress shown."""
+        with reading_progress(policy.name, on_text) as progress:
+            return answer(
+                self.loaded,
+                self.prompt,
+                policy,
+                self.settings,
+                drafts=drafts,
+                protection=self.protection,
+                **progress,
+            )
+
+    def full_start(self, tokens: int) -> Answer:
+        """The first so many tokens of the full cache's answer."""
+        start = replace(self, settings=replace(self.settings, max_new_tokens=tokens))
+        return start.answered(FullCache(), None)
+
+
+def _record(answers: Sequence[Answer], notes: Sequence[Note]) -> dict[str, Any]:
+    """Answers and what is told of them, ready for JSON."""
+    return {"runs": list(map(asdict, answers))} | {note.key: note.record() for note in notes}
 
 
 def _show(answers: Sequence[Answer]) -> None:

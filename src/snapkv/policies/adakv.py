@@ -47,7 +47,7 @@ class AdaKV(AroundScores):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
-        self.policy.require_room(layer, self.policy.least_prefix_tokens(layer))
+        self.require_room(layer)
         if self.policy.fits(layer):
             return None
         scores = self.policy.score(layer)

@@ -29,6 +29,10 @@ class AroundScores(Policy):
         """Raise unless the scoring policy has room."""
         self.policy.require_protection(spans)
 
+    def require_room(self, layer: PromptLayer) -> None:
+        """Raise unless the scoring policy has room."""
+        self.policy.require_room(layer)
+
     def require_fairness(self, segments: Segments) -> None:
         """Raise: a method around the scores shares its budget by a rule of its own."""
         Policy.require_fairness(self, segments)

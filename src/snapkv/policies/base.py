@@ -99,6 +99,10 @@ class Policy(ABC):
             f"as SnapKV(budget=1024), got {self!r}; use one of them, or leave protect out"
         )
 
+    def require_room(self, layer: PromptLayer) -> None:
+        """Raise in the first layer if one has no room for what is protected; by sizes alone."""
+        del layer
+
     def require_fairness(self, segments: Segments) -> None:
         """Raise unless the method shares its budget as `PromptLayer.fair` says.
 
@@ -239,7 +243,7 @@ class PrefixPolicy(Policy):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the sinks, the best of the prefix and the window, or everything where it fits."""
-        self.require_room(layer, self.least_prefix_tokens(layer))
+        self.require_room(layer)
         if self.fits(layer):
             return None
         return self._best_and_window(layer, self.kept_prefix_tokens(layer))
@@ -263,7 +267,7 @@ class PrefixPolicy(Policy):
     def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
         """Keep the last tokens, the sinks and the best, the same number in every layer."""
         prefix = [cap_tokens - self.window_size] * layer.keys.shape[0]
-        self.require_room(layer, prefix)
+        self._require_room(layer, prefix)
         return self._best_and_window(layer, prefix)
 
     def require_protection(self, spans: Spans) -> None:
@@ -282,16 +286,11 @@ class PrefixPolicy(Policy):
         if type(self).select is not PrefixPolicy.select:
             super().require_fairness(segments)
 
-    def require_room(self, layer: PromptLayer, prefix_tokens: list[int]) -> None:
-        """Raise unless what must stay fits; asked in the first layer, for all of them.
+    def require_room(self, layer: PromptLayer) -> None:
+        """Raise unless what must stay of the prefix fits, the sinks among it."""
+        self._require_room(layer, self.least_prefix_tokens(layer))
 
-        Args:
-            layer: of the prompt.
-            prefix_tokens: B numbers, how many positions of its prefix a row keeps in every layer.
-
-        Raises:
-            InvalidArgumentError: more must stay.
-        """
+    def _require_room(self, layer: PromptLayer, prefix_tokens: list[int]) -> None:
         must_stay = None if layer.depth else self.must_stay(layer)
         if must_stay is None:
             return
@@ -350,7 +349,10 @@ class PrefixPolicy(Policy):
         )
 
     def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
-        """B numbers: `kept_prefix_tokens` of the layer that keeps least."""
+        """B numbers: what a row can keep of its prefix in the layer that keeps least."""
+        if isinstance(self.budget, AutoBudget):  # which counts what must stay
+            prefixes = self.prefix_lengths(layer)
+            return self._within(self.budget, prefixes, prefixes)
         return self.kept_prefix_tokens(layer)
 
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:

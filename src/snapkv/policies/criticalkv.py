@@ -71,10 +71,6 @@ class CriticalKV(AroundScores, PrefixPolicy):
         """B numbers: what the scoring policy keeps."""
         return self.policy.kept_prefix_tokens(layer)
 
-    def least_prefix_tokens(self, layer: PromptLayer) -> list[int]:
-        """B numbers: what the scoring policy keeps where it keeps least."""
-        return self.policy.least_prefix_tokens(layer)
-
     def mean_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """B numbers: what the scoring policy keeps on average over heads."""
         return self.policy.mean_prefix_tokens(layer)

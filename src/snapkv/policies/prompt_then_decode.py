@@ -100,6 +100,10 @@ class PromptThenDecode(EvictingPolicy):
         self.prompt.require_protection(spans)
         self.decode.require_protection(spans)
 
+    def require_room(self, layer: PromptLayer) -> None:
+        """Raise unless `prompt` has room; that `decode` has is known."""
+        self.prompt.require_room(layer)
+
     def select(self, layer: PromptLayer) -> Selection:
         """Keep what `prompt` keeps, with what `decode` notes of it."""
         selection = self.prompt.select(_with_queries(layer, self.prompt.query_tokens))

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy, SnapKV, StreamingLLM
+from snapkv.serving.protecting import ProtectingFirst
 from snapkv.validation import DEFAULT_BUDGET, nearest, require_int
 
 KEY = "snapkv"
@@ -20,6 +21,8 @@ SERVED = ("snapkv", "streaming-llm", "tova")
 OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 """Parameters that a request may set for itself."""
 
+_PROTECT_FIRST = "protect_first"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
@@ -29,6 +32,8 @@ class ServingSettings:
         policy: one of `SERVED`.
         budget: tokens kept per KV head and layer; 0 compresses only requests with a budget.
         parameters: further parameters of the method, by name.
+        protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
+            of a system message; they count towards the budget.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -38,6 +43,7 @@ class ServingSettings:
     policy: str = SnapKV.name
     budget: int = DEFAULT_BUDGET
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    protect_first: int = 0
 
     def __post_init__(self) -> None:
         """Check everything once, here."""
@@ -47,7 +53,10 @@ class ServingSettings:
                 f"{_why_not_served(self.policy)}; pass one of them"
             )
         require_int("budget", self.budget, minimum=0)
-        self._made(self.budget or None, self.parameters)
+        require_int(_PROTECT_FIRST, self.protect_first, minimum=0)
+        made = self._made(self.budget or None, self.parameters)
+        if self.budget:
+            _protecting(made, self.protect_first)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -57,12 +66,14 @@ class ServingSettings:
             InvalidArgumentError: unknown names.
         """
         given = dict(config.get(KEY) or {})
-        own = {key: given.pop(key) for key in ("policy", "budget") if key in given}
+        names = ("policy", "budget", _PROTECT_FIRST)
+        own = {key: given.pop(key) for key in names if key in given}
         return cls(**own, parameters=given)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
-        return {KEY: {"policy": self.policy, "budget": self.budget, **self.parameters}}
+        first = {_PROTECT_FIRST: self.protect_first} if self.protect_first else {}
+        return {KEY: {"policy": self.policy, "budget": self.budget, **first, **self.parameters}}
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
         """The method for one request; None leaves its prompt whole.
@@ -84,14 +95,17 @@ class ServingSettings:
             self._require_known(name)
         budget = given.pop("budget", self.budget)
         require_int(f"{PREFIX}budget", budget, minimum=0)
+        first = given.pop(_PROTECT_FIRST, self.protect_first)
+        require_int(f"{PREFIX}{_PROTECT_FIRST}", first, minimum=0)
         own = dict(self.parameters)
         if "pooling" in given:  # of the server's, what the request's has no use for
             own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
         policy = self._made(budget or None, own | given)
-        return policy if budget else None
+        return _protecting(policy, first) if budget else None
 
     def _require_known(self, name: str) -> None:
         known = [one for one in OF_A_REQUEST if one in _parameters(self.policy)]
+        known.append(_PROTECT_FIRST)
         if name not in known:
             names = [PREFIX + one for one in known]
             raise InvalidArgumentError(
@@ -112,6 +126,10 @@ class ServingSettings:
         _require_servable(given)
         kind: Callable[..., Policy] = POLICIES[self.policy]
         return kind(**given, budget=budget or _ample(given))
+
+
+def _protecting(policy: Policy, first_tokens: int) -> Policy:
+    return ProtectingFirst(policy, first_tokens) if first_tokens else policy
 
 
 # StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.

@@ -1,0 +1,135 @@
+"""Which tokens of a prompt must stay: texts in it, its beginning, a chat's system message."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapkv.app.prompts import Prompt
+from snapkv.errors import InvalidArgumentError
+from snapkv.ops import ScoreOptions
+from snapkv.policies import FullCache, Policy, PromptLayer
+from snapkv.policies.spans import Span, Spans
+from snapkv.validation import require_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protection:
+    """What of a prompt every layer and head keeps; see `CompressedCache`.
+
+    Args:
+        texts: of each every occurrence in the prompt, chat template included.
+        first_tokens: how many of the first tokens.
+        system: whether the system message of a chat stays, also one that the template adds by
+            itself. None for where there is one and it fits.
+
+    Raises:
+        InvalidArgumentError: an empty text, or a negative number.
+        InvalidTypeError: a number that is no integer.
+    """
+
+    texts: Sequence[str] = ()
+    first_tokens: int = 0
+    system: bool | None = False
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a prompt."""
+        require_int("protect_first", self.first_tokens, minimum=0)
+        if not all(text.strip() for text in self.texts):
+            raise InvalidArgumentError(
+                "protect: expected a text of the prompt, got an empty one; copy some of it"
+            )
+
+    def spans(self, prompt: Prompt, policy: Policy, tokenizer: Any) -> list[Span]:
+        """The positions to protect, for `CompressedCache`; one line to standard error where the
+        system message would stay by default and cannot.
+
+        Raises:
+            InvalidArgumentError: a text that the prompt does not hold, no system message where one
+                was asked for, or a tokenizer that does not say where its tokens stand.
+        """
+        asked = [(0, self.first_tokens)] if self.first_tokens else []
+        for text in self.texts:
+            asked += _occurrences(prompt, text, tokenizer)
+        return asked + self._system(prompt, policy, tokenizer, asked)
+
+    def _system(
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span]
+    ) -> list[Span]:
+        """The system message, where it is to stay and can, beside what else was asked for."""
+        if self.system is False or isinstance(policy, FullCache):
+            return []
+        if not prompt.system_characters:
+            if self.system:
+                raise InvalidArgumentError(
+                    "protect_system: expected a prompt with a system message, got one whose chat "
+                    "template writes none; leave it out"
+                )
+            return []
+        try:
+            offsets = _offsets(prompt, tokenizer)
+            system = _tokens_of(offsets, 0, prompt.system_characters)
+            _require_room(policy, Spans.of("protect", [*asked, *system]), len(offsets))
+        except InvalidArgumentError as error:
+            if self.system:
+                raise
+            reason = str(error).partition(": ")[2]
+            sys.stderr.write(f"snapkv: warning: the system message is not protected: {reason}\n")
+            return []
+        return system
+
+
+def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
+    offsets = _offsets(prompt, tokenizer)
+    found = [
+        span
+        for match in re.finditer(re.escape(text), prompt.text)
+        for span in _tokens_of(offsets, *match.span())
+    ]
+    if not found:
+        raise InvalidArgumentError(
+            f"protect: expected a text that the prompt holds, got {text[:60]!r}, which stands "
+            "nowhere in it; copy it as it stands there"
+        )
+    return found
+
+
+def _tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """The tokens that hold any of these characters: one span, or none."""
+    within = [
+        position
+        for position, (begin, end) in enumerate(offsets)
+        if begin < stop and end > start and end > begin
+    ]
+    return [(within[0], within[-1] + 1)] if within else []
+
+
+def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
+    """Where every token of the prompt begins and ends in its text."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise InvalidArgumentError(
+            f"protect: expected a tokenizer that says where its tokens stand in the text, got "
+            f"{type(tokenizer).__name__}, which does not; pass --protect-first"
+        )
+    encoded = prompt.encoded(tokenizer, prompt.text, return_offsets_mapping=True)
+    return [(begin, end) for begin, end in encoded["offset_mapping"]]
+
+
+def _require_room(policy: Policy, spans: Spans, tokens: int) -> None:
+    """Raise unless the policy can keep these spans of a prompt of that many tokens."""
+    policy.require_protection(spans)
+    nothing = torch.empty(1, 1, tokens, 0)
+    policy.require_room(
+        PromptLayer(
+            queries=nothing,
+            keys=nothing,
+            values=nothing,
+            score_options=ScoreOptions(scaling=1.0),
+            layer_idx=0,
+            num_layers=2,
+            protected=spans.cover(torch.arange(tokens)[None, None]),
+        )
+    )
