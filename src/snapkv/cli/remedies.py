@@ -8,14 +8,10 @@ from snapkv.app.answering import Answer
 from snapkv.app.remedies import Tried
 from snapkv.cli.command_line import Change, changed_options
 from snapkv.cli.options import RunOptions
-from snapkv.cli.policy import accepted, build_policy
+from snapkv.cli.policy import OWN_FLAGS, accepted, build_policy
 from snapkv.policies import Policy
 
-FULL: Change = {
-    "policy": "full",
-    **dict.fromkeys(("budget", "keep_ratio", "window_size", "kernel_size", "pooling", "decay")),
-    **dict.fromkeys(("group_reduce", "set_")),
-}
+FULL: Change = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
 """The full cache itself, which has none of the parameters of a method."""
 
 FADING: Change = {"pooling": "fading", "kernel_size": None, "decay": None}
