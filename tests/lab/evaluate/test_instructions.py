@@ -1,4 +1,4 @@
-"""Instructions before a text: made the same every time, checked by a program, protected if asked."""
+"""Instructions before a text: the same every time, checked by a program, protected if asked."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_every_instruction_is_asked_of_the_same_text(demo):
     assert len({sample.context for sample in samples}) == 1
     assert all(sample.references[0] in sample.context for sample in samples)
     ids = samples[0].prompt(demo.tokenizer, "tokenizer", "visible").token_ids(demo.tokenizer)
-    assert 260 < ids.shape[1] + samples[0].settings.max_new_tokens <= 320
+    assert 250 < ids.shape[1] <= 320
 
 
 def test_checks_need_no_judge(demo):
