@@ -78,6 +78,8 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.bits
 	$(BIN)/python -m benchmarks.appending
 	$(BIN)/python -m benchmarks.flat
+	$(BIN)/python -m benchmarks.first_day
+	$(BIN)/python -m benchmarks.pooling
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

@@ -23,7 +23,7 @@ class Quote:
     Attributes:
         depth: where the sentence stands, as a fraction of the document.
         question_ids: what follows the document, up to where the answer begins.
-        answer_ids: the next four tokens of the sentence.
+        answer_ids: the next tokens of the sentence, four unless another number is asked for.
     """
 
     depth: float
@@ -45,7 +45,12 @@ class QuotedDocument:
 
 
 def quoted_document(
-    tokenizer: Any, text: str, *, tokens: int, questions: int = 10
+    tokenizer: Any,
+    text: str,
+    *,
+    tokens: int,
+    questions: int = 10,
+    answer_tokens: int = _ANSWER_TOKENS,
 ) -> QuotedDocument:
     """The first tokens of a text, and questions from evenly spaced places in them.
 
@@ -70,14 +75,14 @@ def quoted_document(
         wanted = (number + 0.5) / questions
         nearest = min(candidates, key=lambda candidate: abs(candidate[0] - wanted))
         candidates.remove(nearest)
-        quotes.append(_quote(tokenizer, *nearest))
+        quotes.append(_quote(tokenizer, *nearest, answer_tokens))
     return QuotedDocument(ids=ids, quotes=quotes)
 
 
-def _quote(tokenizer: Any, depth: float, sentence: str) -> Quote:
+def _quote(tokenizer: Any, depth: float, sentence: str, answer_tokens: int) -> Quote:
     start = _first_words(sentence)
     question = _encode(tokenizer, _QUESTION.format(start=start))
-    answer = _encode(tokenizer, sentence[len(start) :])[:_ANSWER_TOKENS]
+    answer = _encode(tokenizer, sentence[len(start) :])[:answer_tokens]
     return Quote(depth=round(depth, 3), question_ids=question, answer_ids=answer)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Scissorhands,
         SnapKV,
         StreamingLLM,
+        default_policy,
     )
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "StreamingLLM",
     "TOVA",
     "UnsupportedModelError",
+    "default_policy",
     "install",
     "uninstall",
 ]

@@ -33,7 +33,7 @@ class Document:
     Args:
         model: a decoder-only transformers model.
         input_ids: (1, T) or (T,) int64, the document's tokens.
-        policy: what to keep of it for a question; `SnapKV()` by default.
+        policy: what to keep of it for a question; `snapkv.default_policy()` by default.
         recall: where it lies, as in `CompressedCache`.
         recall_bytes: how many bytes it may take.
         chunk_tokens: read it in pieces of that many tokens; None for one pass.

@@ -12,11 +12,14 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 DEFAULT_BUDGET = 1024
 DEFAULT_WINDOW = 32
 
+DEFAULT = "default"
+"""The method of `snapkv.policies.default` by name; what it makes is a `SnapKV`."""
+
 AUTO = "auto"
 """A budget that the votes choose."""
 
 DEFAULT_KERNEL = 7
-DEFAULT_DECAY = 0.9
+DEFAULT_DECAY = 0.935
 FADING_SINKS = 4
 
 POOLINGS = ("max", "avg", "fading")

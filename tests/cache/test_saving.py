@@ -343,6 +343,36 @@ def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
     assert CompressedCache.load(tmp_path / "then", model, policy=then).policy == then
 
 
+@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(40, window_size=8),
+        SnapKV(40, window_size=8, kernel_size=(0, 6)),
+        SnapKV(40, window_size=8, pooling="fading", decay=0.8),
+    ],
+    ids=["centred", "pair", "fading"],
+)
+def test_a_file_says_how_votes_were_pooled(policy, wrap, tmp_path):
+    """Where it is from before votes faded, it says nothing of a decay."""
+    model, policy = tiny_model("llama"), wrap(policy)
+    cache = CompressedCache(model, policy)
+    generated(model, cache, random_ids(1, PROMPT))
+    cache.save(tmp_path / "now")
+    tensors, notes, _ = read_sealed(tmp_path / "now")
+    described = notes["policy"].get("policy", notes["policy"])
+    if described["decay"] is None:
+        del described["decay"]
+    write_sealed(tmp_path / "then", tensors, notes)
+    for given in (None, policy):
+        loaded = CompressedCache.load(tmp_path / "then", model, policy=given)
+        assert loaded.policy == policy
+        assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
+    other = wrap(SnapKV(40, window_size=8, pooling="fading", decay=0.7))
+    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
+        CompressedCache.load(tmp_path / "then", model, policy=other)
+
+
 def test_another_model_or_dtype_is_refused(tmp_path):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from snapkv.cli.amounts import byte_count, count, counts
+from snapkv.cli.amounts import byte_count, count, counts, kernel
 from snapkv.errors import InvalidArgumentError
 
 
@@ -72,7 +72,7 @@ def test_the_hint_for_bytes_is_one_that_works(text):
         (("ask", "-", "-q", "x"), "--max-new-tokens"),
         (("generate", "x"), "--window-size"),
         (("inspect", "x.txt", "-q", "x"), "--budget"),
-        (("chat",), "--kernel-size"),
+        (("chat",), "--window-size"),
         (("bench", "decode"), "--tokens"),
         (("bench", "prefill"), "--chunk-tokens"),
         (("study", "hit-rate"), "--document-tokens"),
@@ -95,3 +95,16 @@ def test_thousands_work_where_a_number_does(snapkv, demo_only, document):
     assert done.status == 0, done.err
     assert '"budget": 256' in done.out
     assert '"max_new_tokens": 8' in done.out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("7", 7), (" 13 ", 13), ("0+12", (0, 12)), ("3 + 9", (3, 9)), ("-1", -1)]
+)
+def test_a_kernel_is_a_width_or_how_far_it_reaches(text, size):
+    assert kernel(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "+12", "0+", "0+-1", "1+2+3", "0,12", "(0, 12)", "7.0", "x"])
+def test_what_is_no_kernel_is_refused_with_an_example(text):
+    with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected .*--kernel-size 0\+12"):
+        kernel(text)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import sys
 
 import pytest
@@ -19,7 +20,8 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
     costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
     assert costs["kept tokens"].startswith("51 of ")  # the budget and three fed back
     assert costs.keys() == {
-        "prompt tokens", "kept tokens", "cache", "full cache", "first token", "per token",
+        "prompt tokens", "kept tokens", "lost votes", "cache", "full cache", "first token",
+        "per token",
     }  # fmt: skip
 
 
@@ -95,6 +97,7 @@ def test_compare_shows_both_caches_side_by_side(snapkv, demo_only, document, mon
     ]
     assert "full" in header
     assert answers.count("The key is under the blue stone.") == 2
+    assert done.out.splitlines()[-1] == "same answer"
 
 
 def test_compare_in_json_is_a_run_per_cache(snapkv, demo_only, document):
@@ -103,6 +106,84 @@ def test_compare_in_json_is_a_run_per_cache(snapkv, demo_only, document):
     assert [compressed["policy"]["name"], full["policy"]["name"]] == ["snapkv", "full"]
     assert compressed["prompt_tokens"] == full["prompt_tokens"]
     assert full["cache"]["held_bytes"] == full["cache"]["full_bytes"]
+    assert compressed["token_ids"] == full["token_ids"]
+    assert json.loads(done.out)["comparison"]["same"]
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A document whose number a small budget loses, and the command that asks for it."""
+    things = [(place, thing) for place in ("door", "bridge") for thing in ("rain", "crowd", "fog")]
+    scenes = [
+        f"The {who} waited by the {place} until the {thing} had gone."
+        for who in ("baker", "sailor")
+        for place, thing in things
+    ]
+    document = tmp_path / "the gate.txt"
+    document.write_text(" ".join([*scenes[:6], "The number of the gate is 4815162.", *scenes[6:]]))
+    small = ("--budget", 32, "--window-size", 8, "--max-new-tokens", 8)
+    start = ("-q", "What is the number of the gate?", "--answer-start", "The number of the gate is")
+    return "ask", document, *start, *small
+
+
+def test_the_command_that_is_next_to_try_keeps_the_answer(snapkv, demo_only, gate):
+    compared = snapkv(*gate, "--compare", "--json")
+    found = json.loads(compared.out)["comparison"]
+    assert compared.status == 0
+    assert not found["same"]
+    program, *words = shlex.split(found["command"])
+    assert program == "snapkv"
+    assert words[:2] == ["ask", str(gate[1])]
+    again = json.loads(snapkv(*words).out)
+    assert again["comparison"]["same"]
+    assert again["runs"][0]["policy"]["name"] == ("snapkv" if found["remedy"] else "full")
+
+
+def test_what_differs_and_what_to_try_stand_below_the_table(snapkv, demo_only, gate, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    done = snapkv(*gate, "--compare", "--temperature", 0.01)
+    assert done.status == 0
+    differ, untold = done.out.splitlines()[-2:]
+    assert differ.startswith("different: The number of the gate is")
+    assert "[-" in differ or "{+" in differ
+    assert untold == (
+        "what to try next is not computed: the answers are drawn, at temperature 0.01"
+    )
+
+
+def test_a_check_compares_the_first_tokens_and_says_so_by_its_status(snapkv, demo_only, gate):
+    same = snapkv(*gate, "--check", 1)
+    assert same.status == 0
+    assert same.err.splitlines()[-1] == "check: the first token is the full cache's"
+    differs = snapkv(*gate, "--check", 8, "--json")
+    assert differs.status == 3
+    check = json.loads(differs.out)["check"]
+    assert check["tokens"] == 8
+    assert not check["same"]
+    assert 0 < check["first_difference"] < 8
+    first = check["first_difference"]
+    assert snapkv(*gate, "--check", first).status == 0
+    assert snapkv(*gate, "--check", first + 1).status == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--temperature", 0.5), "check: expected temperature 0"),
+        (("--max-new-tokens", 3), "check: expected at most max_new_tokens=3, got 4"),
+    ],
+)
+def test_a_check_that_could_not_tell_is_refused(snapkv, document, options, says):
+    for command in (("ask", document, "-q", "Why?"), ("generate", "-p", "Why?")):
+        done = snapkv(*command, "--check", 4, *options)
+        assert done.status == 2
+        assert says in done.err
+
+
+def test_a_conversation_has_no_check(snapkv, document):
+    done = snapkv("chat", document, "--check", 4)
+    assert done.status == 2
+    assert "check: expected it with ask, got it with chat" in done.err
 
 
 def test_a_method_that_looks_at_tokens_gets_them_from_the_models_tokenizer(

@@ -15,6 +15,7 @@ from snapkv import (
     KeyDiff,
     KVzip,
     PromptThenDecode,
+    PyramidKV,
     Random,
     SnapKV,
 )
@@ -47,7 +48,13 @@ def newcomer(monkeypatch):
         ({}, SnapKV()),
         ({"budget": 64, "pooling": "avg"}, SnapKV(64, pooling="avg")),
         ({"keep_ratio": 0.25, "window_size": 8}, SnapKV(keep_ratio=0.25, window_size=8)),
-        ({"group_reduce": "none", "kernel_size": 5}, SnapKV(group_reduce="none", kernel_size=5)),
+        ({"group_reduce": "none", "kernel_size": "5"}, SnapKV(group_reduce="none", kernel_size=5)),
+        ({"kernel_size": "0+12"}, SnapKV(kernel_size=(0, 12))),
+        ({"set_": ["kernel_size=0+12"]}, SnapKV(kernel_size=(0, 12))),
+        ({"pooling": "fading"}, SnapKV(pooling="fading", decay=0.9)),
+        ({"pooling": "fading", "decay": 0.8}, SnapKV(pooling="fading", decay=0.8)),
+        ({"set_": ["pooling=fading", "decay=0.8"]}, SnapKV(pooling="fading", decay=0.8)),
+        ({"set_": ["pooling=fading"], "decay": 0.8}, SnapKV(pooling="fading", decay=0.8)),
         ({"policy": "full"}, FullCache()),
         ({"policy": "random", "seed": 3}, Random(seed=3)),
         ({"policy": "full", "seed": 3}, FullCache()),
@@ -69,7 +76,7 @@ def test_options_become_the_policy(options, policy):
     [
         ({"policy": "snapvk"}, "did you mean snapkv?"),
         ({"policy": "full", "budget": 64}, "full, which has none, got budget=64"),
-        ({"policy": "newcomer", "kernel_size": 5}, "which has budget, decay, greedy, mode"),
+        ({"policy": "newcomer", "kernel_size": "5"}, "which has budget, decay, greedy, mode"),
         ({"set_": ["kernelsize=5"]}, "did you mean kernel_size?"),
         ({"set_": ["kernel_size"]}, "expected NAME=VALUE, got 'kernel_size'"),
         ({"set_": ["=5"]}, "expected NAME=VALUE"),
@@ -78,9 +85,16 @@ def test_options_become_the_policy(options, policy):
         ({"budget": 0}, "budget: expected at least 1, got 0"),
         ({"budget": 64, "keep_ratio": 0.5}, "budget and keep_ratio: expected one of them"),
         ({"keep_ratio": 1.5}, "keep_ratio: expected a number in (0, 1], got 1.5"),
-        ({"kernel_size": 6}, "kernel_size: expected an odd number"),
+        ({"kernel_size": "6"}, "kernel_size: expected an odd number"),
         ({"window_size": -1}, "window_size: expected at least 1, got -1"),
-        ({"pooling": "median"}, "pooling: expected one of max, avg"),
+        ({"kernel_size": "0+x"}, "kernel_size: expected a width such as 7, or how far before"),
+        ({"set_": ["kernel_size=wide"]}, "kernel_size: expected a width such as 7"),
+        ({"kernel_size": "0+12", "pooling": "fading"}, "kernel_size: expected none with pooling="),
+        ({"decay": 0.9}, "decay: expected none with pooling='max'"),
+        ({"decay": 1.0, "pooling": "fading"}, "decay: expected a number in (0, 1), got 1.0"),
+        ({"set_": ["pooling=fading", "decay=much"]}, "decay: expected a number in (0, 1), got"),
+        ({"policy": "h2o", "pooling": "fading"}, "pooling: expected a parameter of h2o"),
+        ({"pooling": "median"}, "pooling: expected one of max, avg, fading"),
         ({"group_reduce": "min"}, "group_reduce: expected one of mean, max, sum, none"),
         ({"policy": "fastgen", "set_": ["recovery=1.5"]}, "recovery: expected a number in (0, 1]"),
         ({"policy": "fastgen", "set_": ["special_ids=5"]}, "special_ids: expected token ids, got"),
@@ -100,18 +114,31 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert done.status == 0
     assert "newcomer: A policy with fields of every kind." in done.out
     assert "    decay=None  (float or None)" in done.out
-    assert "    pooling=max  (max, avg)" in done.out
+    assert "    kernel_size=7  (int or pair or None)" in done.out
+    assert "    pooling=max  (max, avg, fading)" in done.out
 
 
 def test_the_list_in_json(snapkv):
     listed = json.loads(snapkv("policies", "--json").out)
     assert list(listed) == list(POLICIES)
-    assert listed["snapkv"]["parameters"]["budget"] == {"type": "int or None", "default": 1024}
+    budget = {"type": "int or auto or AutoBudget or None", "default": 1024}
+    assert listed["snapkv"]["parameters"]["budget"] == budget
     assert listed["full"]["parameters"] == {}
 
 
 def test_a_wrapper_hands_on_what_it_does_not_have_itself():
-    options = RunOptions(policy="adakv", budget=64, kernel_size=5, set_=["safeguard=0.5"])
+    fading = SnapKV(64, pooling="fading", decay=0.8)
+    for name, policy in (
+        ("adakv", AdaKV(fading)),
+        ("criticalkv", CriticalKV(fading)),
+        ("pyramidkv", PyramidKV(64, pooling="fading", decay=0.8)),
+        ("prompt-then-decode", PromptThenDecode(prompt=fading, decode=TOVA(64))),
+    ):
+        options = RunOptions(policy=name, budget=64, pooling="fading", decay=0.8)
+        assert build_policy(options) == policy
+    options = RunOptions(policy="adakv", kernel_size="0+12")
+    assert build_policy(options) == AdaKV(SnapKV(kernel_size=(0, 12)))
+    options = RunOptions(policy="adakv", budget=64, kernel_size="5", set_=["safeguard=0.5"])
     assert build_policy(options) == AdaKV(SnapKV(64, kernel_size=5), safeguard=0.5)
     options = RunOptions(policy="criticalkv", budget=64, set_=["first_share=0.25"])
     assert build_policy(options) == CriticalKV(SnapKV(64), first_share=0.25)
@@ -124,7 +151,7 @@ def test_a_wrapper_hands_on_what_it_does_not_have_itself():
     options = RunOptions(policy="adakv", budget=64, set_=["policy=kvzip", "sink_tokens=2"])
     assert build_policy(options) == AdaKV(KVzip(64, sink_tokens=2))
     with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected a parameter of keydiff"):
-        build_policy(RunOptions(policy="adakv", kernel_size=5, set_=["policy=keydiff"]))
+        build_policy(RunOptions(policy="adakv", kernel_size="5", set_=["policy=keydiff"]))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +164,7 @@ def test_a_wrapper_hands_on_what_it_does_not_have_itself():
             PromptThenDecode(prompt=KeyDiff(64, window_size=8), decode=H2O(64, heavy=9)),
         ),
         (
-            {"set_": ["prompt.budget=64", "decode.budget=80"], "kernel_size": 5},
+            {"set_": ["prompt.budget=64", "decode.budget=80"], "kernel_size": "5"},
             PromptThenDecode(prompt=SnapKV(64, kernel_size=5), decode=TOVA(80)),
         ),
         ({"seed": 3}, PromptThenDecode()),

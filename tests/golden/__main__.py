@@ -12,7 +12,7 @@ import transformers
 
 from tests.golden import record, saved
 from tests.golden.cases import Case, drawn, parse, two_choices
-from tests.golden.golden import FILE, renew
+from tests.golden.golden import FILE, added, renew
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,12 +64,15 @@ def main() -> int:
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a record")
     parser.add_argument("--checkout", type=Path, metavar="FOLDER", help="compare with its source")
     parser.add_argument("--renew", action="store_true", help="choose and record the committed file")
+    parser.add_argument("--add", action="store_true", help="record what the committed file lacks")
     parser.add_argument("--renew-saved", action="store_true", help="write the saved caches anew")
     parser.add_argument("--set", default="default", choices=["default", "pairs", "all"])
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     if given.renew:
         record.write(renew(), FILE)
+    elif given.add:
+        record.write(added(), FILE)
     elif given.renew_saved:
         saved.write()
     elif given.write:

@@ -35,6 +35,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "snapkv": lambda: SnapKV(BUDGET, **_PICK),
     "snapkv-ratio": lambda: SnapKV(keep_ratio=0.4, **_PICK),
     "snapkv-avg-max": lambda: SnapKV(BUDGET, pooling="avg", group_reduce="max", **_PICK),
+    "snapkv-forward": lambda: SnapKV(BUDGET, kernel_size=(0, 6), **_WINDOW),
+    "snapkv-fading": lambda: SnapKV(BUDGET, pooling="fading", decay=0.8, **_WINDOW),
+    "adakv-fading": lambda: AdaKV(SnapKV(BUDGET, pooling="fading", **_WINDOW)),
     "snapkv-none": lambda: SnapKV(BUDGET, group_reduce="none", **_PICK),
     "pyramidkv": lambda: PyramidKV(BUDGET, **_PICK),
     "adakv": lambda: AdaKV(SnapKV(BUDGET, **_PICK)),
@@ -199,16 +202,21 @@ def drawn(seed: int) -> Iterator[Case]:
             yield case
 
 
-def covering(refused: frozenset[tuple[str, str, str, str]], tries: int = 60) -> list[Case]:
+def covering(
+    refused: frozenset[tuple[str, str, str, str]],
+    met: frozenset[tuple[str, str, str, str]] = frozenset(),
+    tries: int = 60,
+) -> list[Case]:
     """Few cases in which every two choices meet that may, none of them a refused pair.
 
     Args:
         refused: pairs of choices that the library refuses.
+        met: pairs that need not meet again.
         tries: candidates for each case; the one with most new pairs is taken.
     """
     wanted: set[tuple[str, str, str, str]] = set()
     for case in two_choices():
-        wanted |= case.pairs - refused
+        wanted |= case.pairs - refused - met
     cases, draws = [], drawn(0)
     chosen: Case | None
     for chosen in _towards(wanted, draws, refused, tries):

@@ -80,8 +80,10 @@ def run_all(dtype):
         triton.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)
-    for kernel_size, pooling in ((7, "avg"), (13, "max")):
-        triton.pool_votes(torch.empty(1, 8, 32768), kernel_size, pooling)
+    votes = torch.empty(1, 8, 32768)
+    for kernel_size, pooling in itertools.product((7, (0, 12)), ("max", "avg")):
+        triton.pool_votes(votes, kernel_size, pooling)
+    triton.fade_votes(votes, 0.9)
 
 
 def run_ragged(queries, kv_heads, options):
@@ -118,12 +120,23 @@ def compiled(capability, dtype):
         yield name, resources(kernel.asm["cubin"]), kernel.metadata.shared
 
 
-KERNELS = {"_sum_exponentials", "_add_up", "_pool", "_gather", "_attend_split", "_put_together"}
+KERNELS = {
+    "_sum_exponentials",
+    "_add_up",
+    "_pool",
+    "_fade",
+    "_gather",
+    "_attend_split",
+    "_put_together",
+}
 
 if __name__ == "__main__":
     names, capability = set(), int(sys.argv[1])
     for dtype in (torch.bfloat16, torch.float32):
-        for name, spilled, shared in compiled(capability, dtype):
+        of_dtype = list(compiled(capability, dtype))
+        widths = [name for name, *_ in of_dtype if name == "_pool"]
+        assert len(widths) == 2, "expected one kernel for maxima of any width, and one for means"
+        for name, spilled, shared in of_dtype:
             names.add(name)
             assert spilled <= MOST_SPILLED_BYTES, f"{name}, {dtype}: {spilled} bytes spilled"
             assert shared <= DEVICES[capability], f"{name}, {dtype}: {shared} bytes shared"

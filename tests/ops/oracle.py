@@ -77,25 +77,38 @@ def reduce_group(group: list[Row], how: str) -> Row:
     return reduced
 
 
-def pool(votes: Row, kernel_size: int, how: str) -> Row:
-    """Stride 1, half a kernel of padding: -inf for the maximum, counted zeros for the mean."""
-    half = kernel_size // 2
+def pool(votes: Row, kernel_size: int | tuple[int, int], how: str) -> Row:
+    """Stride 1, half a kernel of padding: -inf for the maximum, counted zeros for the mean.
+
+    Of a pair, every vote reaches so many positions before its own and so many behind it.
+    """
+    before, behind = (kernel_size // 2,) * 2 if isinstance(kernel_size, int) else kernel_size
     pooled = []
     for position in range(len(votes)):
-        neighbours = []
-        for other in range(position - half, position + half + 1):
+        reached_by = []
+        for other in range(position - behind, position + before + 1):
             if 0 <= other < len(votes):
-                neighbours.append(votes[other])
+                reached_by.append(votes[other])
             else:
-                neighbours.append(-math.inf if how == "max" else 0.0)
-        assert len(neighbours) == kernel_size
+                reached_by.append(-math.inf if how == "max" else 0.0)
         if how == "max":
-            pooled.append(max(neighbours))
+            pooled.append(max(reached_by))
         elif how == "avg":
-            pooled.append(sum(neighbours) / kernel_size)
+            pooled.append(sum(reached_by) / (before + behind + 1))
         else:
             raise AssertionError(how)
     return pooled
+
+
+def fade(votes: Row, decay: float) -> Row:
+    """The best of all votes up to a position, each less by the factor for every step from it."""
+    faded = []
+    for position in range(len(votes)):
+        arriving = []
+        for other in range(position + 1):
+            arriving.append(votes[other] * decay ** (position - other))
+        faded.append(max(arriving))
+    return faded
 
 
 def best_positions(scores: Row, count: int) -> list[int]:
@@ -120,11 +133,16 @@ def pooled_scores(
     scaling: float,
     softcap: float | None = None,
     sinks: Row | None = None,
-    kernel_size: int,
+    kernel_size: int | tuple[int, int] | None,
     pooling: str,
+    decay: float | None = None,
     group_reduce: str,
+    first_tokens: int = 0,
 ) -> list[Row]:
-    """Pooled votes of every KV head, or of every query head for "none"."""
+    """Pooled votes of every KV head, or of every query head for "none".
+
+    The votes of the first tokens are not pooled: they stay where they are and lift nothing.
+    """
     group_size = len(queries) // len(keys)
     votes = []
     for head, head_queries in enumerate(queries):
@@ -135,7 +153,18 @@ def pooled_scores(
             reduce_group(votes[first : first + group_size], group_reduce)
             for first in range(0, len(votes), group_size)
         ]
-    return [pool(head, kernel_size, pooling) for head in votes]
+    pooled = []
+    for head in votes:
+        first, zeros = head[:first_tokens], [0.0] * len(head[:first_tokens])
+        others = zeros + head[first_tokens:]
+        if pooling == "fading":
+            assert decay is not None
+            lifted = fade(others, decay)
+        else:
+            assert kernel_size is not None
+            lifted = pool(others, kernel_size, pooling)
+        pooled.append(first + lifted[first_tokens:])
+    return pooled
 
 
 def kept_prefix_tokens(

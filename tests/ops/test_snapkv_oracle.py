@@ -5,7 +5,9 @@ is only fair where rounding cannot decide, so every example asserts that the ora
 further from the next score than rounding reaches (`ROUNDING` per voting query).
 """
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def oracle_scores(layer, policy, row=0):
         sinks=None if options.sink_logits is None else options.sink_logits.tolist(),
         kernel_size=policy.kernel_size,
         pooling=policy.pooling,
+        decay=policy.decay,
         group_reduce=policy.group_reduce,
+        first_tokens=policy.sink_tokens,
     )
 
 
@@ -42,7 +46,10 @@ def oracle_kept(layer, policy, row=0):
     keep = oracle.kept_prefix_tokens(
         prompt_tokens, policy.window_size, policy.budget, policy.keep_ratio
     )
-    scores = oracle_scores(layer, policy, row)
+    sinks = policy.sink_tokens
+    scores = [
+        [math.inf] * len(head[:sinks]) + head[sinks:] for head in oracle_scores(layer, policy, row)
+    ]
     for head in scores:
         assert oracle.cut_gap(head, keep) > ROUNDING * policy.window_size, "choose another seed"
     return [oracle.kept_positions(head, prompt_tokens, keep) for head in scores]
@@ -92,7 +99,19 @@ def test_votes_of_low_precision_states_are_those_of_the_same_numbers_in_float32(
     assert torch.equal(votes, wide)
 
 
-@pytest.mark.parametrize("kernel_size", [1, 3, 13])
+POOLINGS = [
+    *(
+        {"pooling": how, "kernel_size": kernel}
+        for how in ("max", "avg")
+        for kernel in (1, 5, (0, 6), (4, 1))
+    ),
+    {"pooling": "fading", "decay": 0.8},
+    {"pooling": "fading", "decay": 0.8, "sink_tokens": 0},
+    {"kernel_size": (0, 4), "sink_tokens": 2},
+]
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 13, (0, 12), (3, 0), (2, 5)])
 @pytest.mark.parametrize("pooling", ["max", "avg"])
 @pytest.mark.parametrize("prefix_tokens", [1, 2, 5, 30])
 def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
@@ -105,17 +124,10 @@ def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("pooling", ["max", "avg"])
-@pytest.mark.parametrize("kernel_size", [1, 5])
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
-def test_every_mode_equals_the_loops(group_reduce, kernel_size, pooling, with_sinks, softcap):
-    policy = SnapKV(
-        budget=18,
-        window_size=6,
-        kernel_size=kernel_size,
-        pooling=pooling,
-        group_reduce=group_reduce,
-    )
+def test_every_mode_equals_the_loops(group_reduce, pooling, with_sinks, softcap):
+    policy = SnapKV(budget=18, window_size=6, group_reduce=group_reduce, **pooling)
     layer = random_layer(
         11,
         batch=2,
@@ -129,6 +141,16 @@ def test_every_mode_equals_the_loops(group_reduce, kernel_size, pooling, with_si
     assert selection.filler_tokens is None
     for row in range(2):
         assert our_kept(selection, layer, row) == oracle_kept(layer, policy, row)
+
+
+def test_the_kinds_of_pooling_are_not_the_same_choice():
+    layer = random_layer(11, query_heads=6, prompt_tokens=45, query_tokens=6)
+    kept = [
+        our_kept(SnapKV(18, window_size=6, **pooling).select(layer), layer)
+        for pooling in (*POOLINGS[1:4], *POOLINGS[5:])
+    ]
+    assert all(one != other for one, other in pairwise(kept))
+    assert kept[0] != kept[-1]
 
 
 def test_the_group_modes_are_not_the_same_choice():
@@ -207,14 +229,12 @@ def test_a_kernel_wider_than_the_prefix_keeps_the_leftmost():
 
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("pooling", ["max", "avg"])
+@pytest.mark.parametrize("pooling", POOLINGS[1::2] + POOLINGS[-1:], ids=str)
 @pytest.mark.parametrize("limit", [{"budget": 14}, {"keep_ratio": 0.4}], ids=str)
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
 def test_a_padded_row_keeps_what_it_keeps_alone(group_reduce, limit, pooling, with_sinks, extra):
     """Rows longer and shorter than the budget (14) and than the window (6)."""
-    policy = SnapKV(
-        **limit, window_size=6, kernel_size=5, pooling=pooling, group_reduce=group_reduce
-    )
+    policy = SnapKV(**limit, window_size=6, group_reduce=group_reduce, **pooling)
     sinks = torch.tensor([1.0, -2.0, 3.0, 0.0]) if with_sinks else None
     options = ops.ScoreOptions(scaling=8**-0.5, sink_logits=sinks)
     rows = [

@@ -1,4 +1,4 @@
-"""Vote, pooling and gather by kernels: as right as the reference, chosen where they can run."""
+"""Every step by kernels: as right as the reference, chosen where they can run."""
 
 import importlib.util
 import logging
@@ -13,9 +13,11 @@ from tests.families import random_ids, tiny_model
 from tests.ops.vote_cases import (
     REDUCES,
     SHAPES,
+    require_fading,
     require_gather,
     require_pooling,
     require_votes,
+    some_votes,
     states,
 )
 
@@ -26,11 +28,33 @@ def test_what_runs_in_torch_meets_the_rule_that_kernels_are_held_to(impl, dtype)
     require_votes(impl, dtype, shapes=("gqa-63", "one of prefix"), reduces=REDUCES)
 
 
+@pytest.mark.parametrize("impl", ["reference", "scan"])
+def test_fading_meets_the_same_rule(impl):
+    require_fading(impl)
+
+
+def test_pooling_meets_the_same_rule():
+    require_pooling("reference")
+
+
+@pytest.mark.parametrize("impl", ["reference", "scan"])
+def test_fading_leaves_the_votes_as_they_are_and_gives_gradients(impl):
+    votes = some_votes(50)
+    before = votes.clone()
+    with torch.inference_mode():
+        ops.fade_votes(votes, 0.5, impl=impl)
+    assert torch.equal(votes, before)
+    lifting = torch.tensor([[[4.0, 1.0, 0.5, 3.0]]], requires_grad=True)
+    ops.fade_votes(lifting, 0.5, impl=impl).sum().backward()
+    assert lifting.grad.tolist() == [[[1 + 0.5 + 0.25, 0.0, 0.0, 1.0]]]
+
+
 OPERATIONS = {
     "window_votes": lambda impl: ops.window_votes(
         *states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2), impl=impl
     ),
     "pool_votes": lambda impl: ops.pool_votes(torch.rand(1, 2, 9), 3, "max", impl=impl),
+    "fade_votes": lambda impl: ops.fade_votes(torch.rand(1, 2, 9), 0.9, impl=impl),
     "gather_tokens": lambda impl: ops.gather_tokens(
         torch.rand(1, 2, 9, 4), torch.zeros(1, 2, 3, dtype=torch.int64), impl=impl
     ),
@@ -98,6 +122,7 @@ def test_the_kernels_on_a_device_err_no_more_than_the_reference(impl, dtype):
     require_votes(impl, dtype, "cuda")
     require_gather(impl, "cuda", dtypes=(dtype,))
     require_pooling(impl, "cuda")
+    require_fading(impl, "cuda")
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
@@ -113,8 +138,9 @@ def test_reading_a_prompt_on_a_device_runs_the_kernels(device, monkeypatch):
     model = tiny_model("llama").to(device)
     try:
         with torch.no_grad():
-            cache = CompressedCache(model, SnapKV(40, window_size=8))
-            model(random_ids(1, 100).to(device), past_key_values=cache)
+            for pooling in ("max", "fading"):
+                cache = CompressedCache(model, SnapKV(40, window_size=8, pooling=pooling))
+                model(random_ids(1, 100).to(device), past_key_values=cache)
     finally:
         model.to("cpu")
     assert set(ran) == {(name, "snapkv.ops.votes.triton") for name in OPERATIONS}

@@ -143,11 +143,41 @@ def test_grouped_heads_of_the_worked_example():
         (1, "avg", [5.0, 7.0, 5.0, 11.0]),
         (3, "avg", [12 / 3, 17 / 3, 23 / 3, 16 / 3]),  # the edges divide by three too
         (9, "avg", [28 / 9, 28 / 9, 28 / 9, 28 / 9]),
+        ((0, 2), "max", [5.0, 7.0, 7.0, 11.0]),  # 7 reaches the two behind it, 11 none before it
+        ((2, 0), "max", [7.0, 11.0, 11.0, 11.0]),
+        ((0, 2), "avg", [5 / 3, 12 / 3, 17 / 3, 23 / 3]),
+        ((2, 0), "avg", [17 / 3, 23 / 3, 16 / 3, 11 / 3]),
+        ((1, 1), "avg", [12 / 3, 17 / 3, 23 / 3, 16 / 3]),
+        ((0, 0), "max", [5.0, 7.0, 5.0, 11.0]),
+        ((0, 10**15), "max", [5.0, 7.0, 7.0, 11.0]),
+        ((0, 27), "avg", [5 / 28, 12 / 28, 17 / 28, 28 / 28]),
     ],
 )
 def test_pooling_of_the_worked_example(kernel_size, pooling, expected):
     pooled = ops.pool_votes(torch.tensor([[[5.0, 7.0, 5.0, 11.0]]]), kernel_size, pooling)
     assert pooled[0, 0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["reference", "scan"])
+@pytest.mark.parametrize(
+    ("votes", "decay", "expected"),
+    [
+        ([5.0, 7.0, 5.0, 11.0], 0.5, [5.0, 7.0, 5.0, 11.0]),
+        ([5.0, 7.0, 1.0, 1.0], 0.5, [5.0, 7.0, 3.5, 1.75]),
+        ([8.0, 1.0, 3.0, 0.0, 0.0], 0.5, [8.0, 4.0, 3.0, 1.5, 0.75]),
+        ([0.0, 0.0, 4.0], 0.5, [0.0, 0.0, 4.0]),  # nothing before it
+        ([4.0, 4.0, 0.0, 2.0], 0.5, [4.0, 4.0, 2.0, 2.0]),
+        ([16.0, 0.0, 0.0], 0.25, [16.0, 4.0, 1.0]),
+        ([-4.0, -8.0, -1.0], 0.5, [-4.0, -2.0, -1.0]),
+        ([float("-inf"), 2.0, float("-inf")], 0.5, [float("-inf"), 2.0, 1.0]),
+        ([3.0], 0.5, [3.0]),
+        ([], 0.5, []),
+    ],
+)
+def test_fading_of_the_worked_example(votes, decay, expected, impl):
+    faded = ops.fade_votes(torch.tensor(votes).view(1, 1, -1), decay, impl=impl)
+    assert faded[0, 0].tolist() == expected
+    assert oracle.fade(votes, decay) == expected
 
 
 def test_max_pooling_pads_with_less_than_any_score():
@@ -185,10 +215,25 @@ def test_rows_and_heads_that_keep_fewer_begin_with_minus_one():
         (1, 4, [1, 3, 4, 5]),
         (3, 3, [2, 4, 5]),  # pooled 7, 7, 11, 11: the lower of the tie
         (3, 5, [0, 2, 3, 4, 5]),
+        ((0, 1), 4, [1, 3, 4, 5]),  # pooled 5, 7, 7, 11: the vote before what it lifts
+        ((0, 1), 5, [1, 2, 3, 4, 5]),
+        ((1, 0), 4, [2, 3, 4, 5]),  # pooled 7, 7, 11, 11
     ],
 )
 def test_selection_of_the_worked_example(kernel_size, budget, expected):
     policy = SnapKV(budget=budget, window_size=2, kernel_size=kernel_size)
+    assert policy.select(worked_layer()).keep_indices.tolist() == [[expected]]
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        (0.5, [0, 1, 3, 4, 5]),  # 5, 7, 5, 11: of equal scores the lower position
+        (0.9, [1, 2, 3, 4, 5]),  # 5, 7, 6.3, 11
+    ],
+)
+def test_selection_of_the_worked_example_where_votes_fade(decay, expected):
+    policy = SnapKV(budget=5, window_size=2, pooling="fading", decay=decay, sink_tokens=0)
     assert policy.select(worked_layer()).keep_indices.tolist() == [[expected]]
 
 

@@ -1,11 +1,18 @@
-"""States of odd shapes, and what every implementation of vote, pooling and gather makes of them."""
+"""States of odd shapes, and what every implementation of each step makes of them."""
 
 import itertools
 import sys
 
 import torch
 
-from snapkv.ops import ScoreOptions, gather_tokens, pool_votes, reduce_group, window_votes
+from snapkv.ops import (
+    ScoreOptions,
+    fade_votes,
+    gather_tokens,
+    pool_votes,
+    reduce_group,
+    window_votes,
+)
 
 SHAPES = {  # B, Hq, Hkv, W, T, D
     "gqa-63": (2, 4, 2, 8, 63, 16),
@@ -19,6 +26,9 @@ SHAPES = {  # B, Hq, Hkv, W, T, D
 }
 EXTRAS = ("", "softcap", "sinks", "pads", "all")
 REDUCES = ("none", "mean", "max", "sum")
+KERNELS = (1, 3, 13, (0, 12), (12, 0), (2, 5), (0, 0), (0, 70))
+LENGTHS = (0, 1, 2, 3, 63, 1000, 1023, 1024, 1025, 2100)
+DECAYS = (1e-300, 1e-30, 0.5, 0.9, 0.999, 1 - 1e-9)
 TIMES_THE_REFERENCES_ERROR = 4.0
 
 
@@ -91,7 +101,7 @@ def require_votes(impl, dtype, device="cpu", *, shapes=tuple(SHAPES), reduces=RE
 
 def require_pooling(impl, device="cpu"):
     """Bit for bit for maxima; means up to the order of a sum."""
-    for tokens, kernel_size in itertools.product((1, 63, 1000, 1025, 2100), (1, 3, 13)):
+    for tokens, kernel_size in itertools.product((0, 1, 63, 1000, 1025, 2100), KERNELS):
         votes = torch.randn(2, 3, tokens, generator=torch.Generator().manual_seed(tokens))
         votes = votes.to(device)
         expected = pool_votes(votes, kernel_size, "max", impl="reference")
@@ -102,6 +112,34 @@ def require_pooling(impl, device="cpu"):
             atol=1e-6,
             rtol=1e-6,
         )
+
+
+def some_votes(tokens, device="cpu"):
+    """(2, 3, tokens): as votes are, few of them high; with pads; below zero, and equal ones."""
+    generator = torch.Generator().manual_seed(tokens)
+    votes = torch.rand(2, 3, tokens, generator=generator).pow_(8)
+    votes[1, :, : tokens // 2] = 0.0
+    votes[0, 1].neg_()
+    votes[0, 2].mul_(4).ceil_()
+    return votes.to(device)
+
+
+def require_fading(impl, device="cpu", *, lengths=LENGTHS, decays=DECAYS):
+    """Against float64 no further than the rounding of as many factors."""
+    for tokens, decay in itertools.product(lengths, decays):
+        votes = some_votes(tokens, device)
+        expected = votes.double()
+        for place in range(1, tokens):
+            carried = decay * expected[..., place - 1]
+            expected[..., place] = expected[..., place].maximum(carried)
+        got = fade_votes(votes, decay, impl=impl)
+        assert got.dtype == torch.float32
+        assert got.shape == votes.shape
+        if tokens:
+            error = (got.double() - expected).abs().max()
+            rounding = torch.finfo(torch.float32).eps * expected.abs().max()
+            steps = min(tokens, 100 / (1 - decay))  # what is further away is lost anyway
+            assert error <= steps * rounding + 1e-36, f"{impl}, {tokens}, {decay}: {error:.2e}"
 
 
 def require_gather(impl, device="cpu", dtypes=(torch.float32, torch.bfloat16, torch.float16)):
@@ -140,5 +178,7 @@ if __name__ == "__main__":
     in_float16 = ("gqa-63", "mqa-d96", "several splits")
     require_votes(kernel, torch.float16, shapes=in_float16, reduces=("mean",))
     require_pooling(kernel)
+    require_fading(kernel, lengths=(0, 1, 63), decays=(1e-300, 0.5, 0.9))  # in Python, each vote
+    require_fading(kernel, lengths=(1025,), decays=(0.999,))
     require_gather(kernel)
     require_far_heads(kernel)

@@ -59,7 +59,41 @@ BAD_PARAMETERS = [
     (SnapKV, {"kernel_size": 2}, InvalidArgumentError, "kernel_size", "2; pass 3"),
     (SnapKV, {"kernel_size": 5.0}, InvalidTypeError, "kernel_size", "5.0 of type float"),
     (SnapKV, {"kernel_size": True}, InvalidTypeError, "kernel_size", "True of type bool"),
-    (SnapKV, {"kernel_size": None}, InvalidTypeError, "kernel_size", "None of type NoneType"),
+    (SnapKV, {"kernel_size": "7"}, InvalidTypeError, "kernel_size", "'7' of type str"),
+    (SnapKV, {"kernel_size": ()}, InvalidArgumentError, "kernel_size", "()"),
+    (SnapKV, {"kernel_size": (3,)}, InvalidArgumentError, "kernel_size", "(3,)"),
+    (SnapKV, {"kernel_size": [0, 1, 2]}, InvalidArgumentError, "kernel_size", "[0, 1, 2]"),
+    (SnapKV, {"kernel_size": (-1, 2)}, InvalidArgumentError, "kernel_size, before", "-1"),
+    (SnapKV, {"kernel_size": (0, -2)}, InvalidArgumentError, "kernel_size, behind", "-2"),
+    (SnapKV, {"kernel_size": (0, 2.0)}, InvalidTypeError, "kernel_size, behind", "2.0 of type"),
+    (SnapKV, {"kernel_size": (True, 2)}, InvalidTypeError, "kernel_size, before", "True of type"),
+    (SnapKV, {"kernel_size": (None, 2)}, InvalidTypeError, "kernel_size, before", "None of type"),
+    *(
+        (SnapKV, {"pooling": "fading", "decay": value}, error, "decay", got)
+        for value, error, got in (
+            (0, InvalidArgumentError, "0"),
+            (0.0, InvalidArgumentError, "0.0"),
+            (1, InvalidArgumentError, "1"),
+            (1.0, InvalidArgumentError, "1.0"),
+            (-0.5, InvalidArgumentError, "-0.5"),
+            (1.5, InvalidArgumentError, "1.5"),
+            (float("nan"), InvalidArgumentError, "nan"),
+            (float("inf"), InvalidArgumentError, "inf"),
+            ("0.9", InvalidTypeError, "'0.9' of type str"),
+            (True, InvalidTypeError, "True of type bool"),
+            ([0.9], InvalidTypeError, "[0.9] of type list"),
+        )
+    ),
+    (SnapKV, {"decay": 0.9}, InvalidArgumentError, "decay", "0.9"),
+    (SnapKV, {"pooling": "avg", "decay": 0.9}, InvalidArgumentError, "decay", "0.9"),
+    (SnapKV, {"pooling": "fading", "kernel_size": 7}, InvalidArgumentError, "kernel_size", "7"),
+    (
+        SnapKV,
+        {"pooling": "fading", "kernel_size": (0, 12)},
+        InvalidArgumentError,
+        "kernel_size",
+        "(0, 12)",
+    ),
     (SnapKV, {"pooling": "mean"}, InvalidArgumentError, "pooling", "'mean'"),
     (SnapKV, {"pooling": "MAX"}, InvalidArgumentError, "pooling", "'MAX'"),
     (SnapKV, {"pooling": None}, InvalidArgumentError, "pooling", "None"),
@@ -76,6 +110,7 @@ BAD_PARAMETERS = [
             (True, InvalidTypeError, "True of type bool"),
             (None, InvalidTypeError, "None of type NoneType"),
         )
+        if value is not None or not issubclass(policy, SnapKV)  # which goes by its pooling then
     ),
     *(
         (policy, {"budget": 10, "window_size": 7, "sink_tokens": 4}, InvalidArgumentError, *said)
@@ -143,13 +178,20 @@ def test_parameters_are_stored_unchanged_and_the_default_budget_is_filled_in():
         "pooling": "avg",
         "group_reduce": "sum",
     }
-    assert dataclasses.asdict(SnapKV(**given)) == {**given, "keep_ratio": None}
+    assert dataclasses.asdict(SnapKV(**given)) == {
+        **given,
+        "keep_ratio": None,
+        "decay": None,
+        "sink_tokens": 0,
+    }
     assert dataclasses.asdict(SnapKV()) == {
         "budget": 1024,
         "keep_ratio": None,
         "window_size": 32,
         "kernel_size": 7,
         "pooling": "max",
+        "decay": None,
+        "sink_tokens": 0,
         "group_reduce": "mean",
     }
     assert SnapKV(keep_ratio=0.25).budget is None
@@ -160,6 +202,18 @@ def test_parameters_are_stored_unchanged_and_the_default_budget_is_filled_in():
         "seed": 3,
         "sink_tokens": 0,
     }
+
+
+def test_a_pair_is_stored_as_a_tuple_and_the_default_decay_is_filled_in():
+    forward = SnapKV(kernel_size=[0, 12])
+    assert forward.kernel_size == (0, 12)
+    assert forward == SnapKV(kernel_size=(0, 12))
+    assert hash(forward) == hash(SnapKV(kernel_size=(0, 12)))
+    fading = SnapKV(pooling="fading")
+    assert (fading.kernel_size, fading.decay, fading.sink_tokens) == (None, 0.9, 4)
+    assert SnapKV(pooling="fading", sink_tokens=0).sink_tokens == 0
+    assert fading == SnapKV(pooling="fading", decay=0.9)
+    assert fading != SnapKV(pooling="fading", decay=0.8)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +232,9 @@ def test_a_policy_is_frozen(policy):
         {"budget": None, "keep_ratio": 0.5},
         {"window_size": 16},
         {"kernel_size": 5},
+        {"kernel_size": (3, 3)},
         {"pooling": "avg"},
+        {"pooling": "fading", "kernel_size": None},
         {"group_reduce": "max"},
     ],
     ids=str,
@@ -201,8 +257,12 @@ def test_policies_of_different_methods_are_never_equal():
 
 
 def test_the_repr_states_every_parameter_and_makes_the_policy_again():
-    policy = SnapKV(keep_ratio=0.25, pooling="avg")
-    assert eval(repr(policy), {"SnapKV": SnapKV}) == policy
+    for policy in (
+        SnapKV(keep_ratio=0.25, pooling="avg"),
+        SnapKV(kernel_size=(0, 12)),
+        SnapKV(pooling="fading", decay=0.8),
+    ):
+        assert eval(repr(policy), {"SnapKV": SnapKV}) == policy
 
 
 def test_policies_survive_pickling():

@@ -6,9 +6,11 @@ from benchmarks import (
     bits,
     chunked,
     evaluation,
+    first_day,
     flat,
     medusa,
     methods,
+    pooling,
     quality,
     ragged,
     readme,
@@ -24,9 +26,11 @@ PAGES = {
     "quality": quality,
     "speed": speed,
     "methods": methods,
+    "pooling": pooling,
     "ragged": ragged,
     "studies": studies,
     "chunked": chunked,
+    "first_day": first_day,
     "flat": flat,
     "medusa": medusa,
     "serving": serving,
@@ -44,6 +48,9 @@ def test_every_row_says_where_it_was_measured(benchmark):
     if benchmark is studies:  # a line per study says how it was run
         rows = [row for row in rows if "run" in row]
         assert [row["study"] for row in rows] == list(studies.STUDIES)
+    if benchmark is pooling:  # a line per run
+        rows = [row for row in rows if "run" in row]
+        assert {row["run"] for row in rows} == pooling.PARTS.keys()
     for row in rows:
         assert row["model"]["name"]
         assert {"commit", "torch", "transformers", "threads"} <= row["environment"].keys()

@@ -25,6 +25,22 @@ def test_a_request_overrides_what_it_names():
     assert settings.for_request({}) == SnapKV(512, kernel_size=13, window_size=16)
 
 
+def test_a_request_may_choose_another_pooling_than_the_servers():
+    wide = ServingSettings(budget=512, parameters={"kernel_size": [0, 12]})
+    assert wide.for_request(None) == SnapKV(512, kernel_size=(0, 12))
+    fading = {"snapkv_pooling": "fading"}
+    assert wide.for_request(fading) == SnapKV(512, pooling="fading")
+    assert wide.for_request({**fading, "snapkv_decay": 0.8}) == SnapKV(
+        512, pooling="fading", decay=0.8
+    )
+    faded = ServingSettings(budget=512, parameters={"pooling": "fading", "decay": 0.8})
+    assert faded.for_request({"snapkv_decay": 0.7}) == SnapKV(512, pooling="fading", decay=0.7)
+    assert faded.for_request(fading) == SnapKV(512, pooling="fading", decay=0.8)
+    assert faded.for_request({"snapkv_pooling": "max"}) == SnapKV(512)
+    both = {"snapkv_pooling": "max", "snapkv_kernel_size": [0, 12]}
+    assert faded.for_request(both) == SnapKV(512, kernel_size=(0, 12))
+
+
 def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
     assert ServingSettings(budget=512).for_request({"snapkv_budget": 0}) is None
     off = ServingSettings(budget=0)
@@ -79,6 +95,14 @@ def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
         ({"snapkv_kernel_size": 6}, InvalidArgumentError, "kernel_size"),
         ({"snapkv_pooling": "median"}, InvalidArgumentError, "pooling"),
         ({"snapkv_pooling": ["max"]}, InvalidArgumentError, "pooling"),
+        ({"snapkv_decay": 0.9}, InvalidArgumentError, "decay: expected none with pooling='max'"),
+        ({"snapkv_pooling": "fading", "snapkv_decay": "0.9"}, InvalidTypeError, "decay"),
+        (
+            {"snapkv_pooling": "fading", "snapkv_kernel_size": 5},
+            InvalidArgumentError,
+            "has a decay",
+        ),
+        ({"snapkv_kernel_size": [1]}, InvalidArgumentError, "pair"),
         ({"snapkv_kernel": 5}, InvalidArgumentError, "did you mean snapkv_kernel_size"),
         ({"snapkv_policy": "tova"}, InvalidArgumentError, "snapkv_policy"),
         ({"snapkv_": 1}, InvalidArgumentError, "snapkv_"),
@@ -104,6 +128,9 @@ def test_settings_travel_as_json():
     config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
     assert ServingSettings.from_config(config) == settings
     assert ServingSettings.from_config({}) == ServingSettings()
+    forward = ServingSettings(parameters={"kernel_size": (0, 12)})
+    config = json.loads(json.dumps(forward.to_config()))
+    assert ServingSettings.from_config(config).for_request(None) == SnapKV(kernel_size=(0, 12))
 
 
 @pytest.mark.parametrize("policy", [SnapKV(64), StreamingLLM(64), TOVA(64)])

@@ -17,8 +17,12 @@ from tests.structure.source import Source, import_circles
 MOST_ATTRIBUTES = 14
 MOST_FUNCTION_LINES = 60
 MOST_LAYER_MEMBERS = 15
-MOST_SOURCE_LINES = 28_900
-"""A ratchet: what is added takes something away elsewhere, or says why it must be raised."""
+MOST_SOURCE_LINES = 32_000
+"""A ratchet: what is added takes something away elsewhere, or says why it must be raised.
+
+Raised from 28,900 for pooling that fades, budgets that the votes choose, spans that stay, and what
+is told behind an answer.
+"""
 MOST_FILE_LINES = 400
 SHOWN = 3
 MIRRORED_FILES = {"__init__", "base", "api", "reference"}

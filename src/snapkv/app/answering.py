@@ -49,6 +49,7 @@ class Answer:
         cache: what the cache saw and held when the answer was complete.
         protected: positions that stayed whatever the scores, as half-open spans.
         drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
+        token_ids: the tokens that were generated.
     """
 
     text: str
@@ -61,6 +62,7 @@ class Answer:
     cache: CacheReport
     protected: list[list[int]] = field(default_factory=list)
     drafts: dict[str, Any] | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 def answer(
@@ -154,6 +156,7 @@ def answer_ids(
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
         cache=cache.report(),
+        token_ids=tuple(new_ids),
         protected=cache.options["protect"] or [],
     )
     return found, output

@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> int:
     """Run a command; what typer itself would print about its end is left to `run`."""
     command = get_command(app)
     try:
-        with command.make_context("snapkv", list(arguments)) as context:
+        with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0
     except typer.Exit as end:
         return end.exit_code

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import typer
+
 from snapkv.app import text_files
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.cli.options import RunOptions, with_options
@@ -10,7 +12,7 @@ from snapkv.errors import InvalidArgumentError
 
 
 @with_options(RunOptions)
-def ask(files: Documents, question: Question, options: RunOptions) -> None:
+def ask(context: typer.Context, files: Documents, question: Question, options: RunOptions) -> None:
     """Answer a question about documents, from a cache smaller than they are."""
     if not question.strip():
         raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
@@ -33,4 +35,4 @@ def ask(files: Documents, question: Question, options: RunOptions) -> None:
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "question": question}
     protection = protection_of(options, system=None)
-    answer_and_show(options, settings, policy, prompt, request, protection=protection)
+    answer_and_show(options, settings, policy, prompt, request, context.obj, protection=protection)

@@ -8,6 +8,7 @@ from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method
 from snapkv.lab.measure.contenders import Contender, compressed, full
+from snapkv.validation import DEFAULT
 
 
 def compared_caches(options: Any) -> list[Contender]:
@@ -19,7 +20,7 @@ def compared_caches(options: Any) -> list[Contender]:
     Raises:
         InvalidArgumentError: an unknown baseline, policy, parameter or storage.
     """
-    policies = methods([], options.policy or ["snapkv"], token_budgets(options.budget))
+    policies = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
         *map(full, specs([options.baseline])),
         *_compressed(policies, specs([options.storage]), options.storage),

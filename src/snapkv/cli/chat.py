@@ -43,7 +43,7 @@ def chat(
     FILE writes the conversation, /save --force FILE also where a file is there, /load FILE goes on
     with a saved one, /quit ends.
     """
-    for name in ("compare", "answer_start"):
+    for name in ("compare", "check", "answer_start"):
         if getattr(options, name):
             raise InvalidArgumentError(
                 f"{name}: expected it with ask, got it with chat; leave it out"

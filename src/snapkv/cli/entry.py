@@ -11,7 +11,8 @@ def main() -> None:
     """Run the command line and exit with its status.
 
     0: done. 1: out of memory, a file or standard output that takes no more, or a fault of this
-    program. 2: bad input, named in one line on standard error. 130: interrupted.
+    program. 2: bad input, named in one line on standard error. 3: `--check` found an answer that is
+    not the full cache's. 130: interrupted.
     """
     # Before torch is imported: threads that wait for work must not burn the cores meanwhile.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -12,6 +12,7 @@ from snapkv.errors import InvalidArgumentError
 
 @with_options(RunOptions)
 def generate(
+    context: typer.Context,
     files: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FILE...]", help="Files, folders or -, before the prompt"),
@@ -44,4 +45,4 @@ def generate(
     documents = [document.name for document in read]
     request = {"documents": documents, "warnings": warnings, "prompt": prompt}
     protection = protection_of(options, system=False)
-    answer_and_show(options, settings, policy, made, request, protection=protection)
+    answer_and_show(options, settings, policy, made, request, context.obj, protection=protection)

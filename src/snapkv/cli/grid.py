@@ -85,6 +85,18 @@ def show(grid: Grid) -> None:
     write(drawn.get())
 
 
+def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
+    """Print lines, unbroken however long, so that a command in them can be copied."""
+    console = Console(stderr=to_errors, soft_wrap=True)
+    for line in lines:
+        if to_errors:
+            console.print(line)
+            continue
+        with console.capture() as drawn:
+            console.print(line)
+        write(drawn.get())
+
+
 def give(
     found: dict[str, Any], grid: Callable[[], Grid], *, as_json: bool, place: str = ""
 ) -> None:

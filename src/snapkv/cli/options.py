@@ -12,11 +12,12 @@ from snapkv.cli import panels
 from snapkv.cli.amounts import count, kernel, token_budget, token_budgets
 from snapkv.cli.fields import field_options, from_options, keyword
 from snapkv.cli.outputs import Output, require_outputs
+from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
+    DEFAULT,
     DEFAULT_BUDGET,
     DEFAULT_WINDOW,
     GROUP_REDUCTIONS,
-    POOLINGS,
     require_at_least,
     require_budget,
     require_choice,
@@ -94,11 +95,15 @@ class ModelOptions:
 class MethodOptions(ModelOptions):
     """One method, and how it answers."""
 
-    policy: Annotated[str, panels.policy(help="Method; `snapkv policies` lists them")] = "snapkv"
+    policy: Annotated[
+        str, panels.policy(help="Method; `snapkv policies` lists them; default: snapkv with fading")
+    ] = DEFAULT
     budget: Annotated[
         Any,
         panels.policy(
-            metavar="INTEGER|auto", help="Tokens kept per head and layer, window included"
+            metavar="INTEGER|auto",
+            help="Tokens kept per head and layer, window included",
+            show_default="auto with the policy default, else 1024",
         ),
         TokenBudget(),
     ] = None
@@ -113,7 +118,7 @@ class MethodOptions(ModelOptions):
         panels.policy(help="Width of the pooling over neighbours, odd, or BEFORE+BEHIND: 0+12"),
     ] = None
     pooling: Annotated[str | None, panels.policy(help="max, avg or fading")] = None
-    decay: Annotated[float | None, panels.policy(help="Factor per token of fading, 0.9")] = None
+    decay: Annotated[float | None, panels.policy(help="Factor per token of fading, 0.935")] = None
     group_reduce: Annotated[
         str | None, panels.policy(help="mean, max, sum or none, over heads that share keys")
     ] = None
@@ -144,14 +149,16 @@ class MethodOptions(ModelOptions):
         """
         width = None if self.kernel_size is None else kernel(self.kernel_size)
         if not self.set_:
-            require_pooling(self.pooling or POOLINGS[0], width, self.decay)
+            usual = "fading" if self.policy == DEFAULT and width is None else "max"
+            require_pooling(self.pooling or usual, width, self.decay)
         if self.group_reduce is not None:
             require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
-        elif self.policy == MethodOptions.policy and not self.set_:
+        elif self.policy in (DEFAULT, "snapkv") and not self.set_:
             tokens = self.budget if isinstance(self.budget, int) else DEFAULT_BUDGET
-            require_budget(tokens, None, self.window_size or DEFAULT_WINDOW)
+            usual_window = 1 if self.policy == DEFAULT else DEFAULT_WINDOW  # which a policy checks
+            require_budget(tokens, None, self.window_size or usual_window)
 
     def settings(self) -> GenerationSettings:
         """How to generate.
@@ -203,11 +210,39 @@ class RunOptions(MethodOptions):
         ),
     ] = False
     compare: Annotated[
-        bool, panels.output("--compare", help="Answer from the full cache too, side by side")
+        bool,
+        panels.output(
+            "--compare",
+            help="Answer from the full cache too, side by side; where they differ, what to try",
+        ),
     ] = False
+    check: Annotated[
+        int | None,
+        panels.output(
+            metavar="N",
+            help="Compare N tokens with the full cache's, at its price; exit 3 if they differ",
+        ),
+        POSITIVE,
+    ] = None
     json: Annotated[bool, panels.output("--json", help="Print one JSON object instead of text")] = (
         False
     )
+
+    def __post_init__(self) -> None:
+        """Refuse a check of tokens that are drawn, or of more than there will be."""
+        super().__post_init__()
+        if self.check is None:
+            return
+        if self.temperature:
+            raise InvalidArgumentError(
+                f"check: expected temperature 0, since drawn tokens differ by chance, got "
+                f"{self.temperature}; leave temperature or check out"
+            )
+        if self.check > self.max_new_tokens:
+            raise InvalidArgumentError(
+                f"check: expected at most max_new_tokens={self.max_new_tokens}, got {self.check}; "
+                "check fewer, or raise max_new_tokens"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +253,7 @@ class ComparedOptions(ModelOptions):
         list[str] | None,
         panels.sweep(
             help="Method, with parameters: snapkv:kernel_size=13; again or with commas for more",
-            show_default="snapkv",
+            show_default=DEFAULT,
         ),
     ] = None
     budget: Annotated[

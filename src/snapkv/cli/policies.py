@@ -47,7 +47,7 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:
-        return "pair of int"
+        return "pair"
     if members := get_args(hint):
-        return " or ".join(_type_name(kind) for kind in members)
-    return "None" if hint is type(None) else str(hint.__name__)
+        return " or ".join("None" if kind is type(None) else _type_name(kind) for kind in members)
+    return str(hint.__name__)

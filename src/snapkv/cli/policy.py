@@ -8,8 +8,9 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from snapkv.cli.amounts import count, kernel
 from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies import POLICIES, Policy
-from snapkv.validation import nearest
+from snapkv.policies import POLICIES, Policy, SnapKV
+from snapkv.policies.default import default_parameters
+from snapkv.validation import AUTO, DEFAULT, nearest
 
 _OWN_FLAGS = (
     "budget",
@@ -25,6 +26,8 @@ _OWN_FLAGS = (
 def build_policy(options: MethodOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
+    Where they name none, the votes choose the budget, too.
+
     Raises:
         InvalidArgumentError: an unknown policy, an option it does not have, or a bad value.
         InvalidTypeError: a value of the wrong type.
@@ -33,6 +36,8 @@ def build_policy(options: MethodOptions) -> Policy:
     if "kernel_size" in given:
         given["kernel_size"] = kernel(given["kernel_size"])
     given |= typed_assignments(options.policy, options.set_ or [])
+    if options.policy == DEFAULT and not given.keys() & {"budget", "keep_ratio"}:
+        given["budget"] = AUTO
     if options.seed is not None and "seed" in accepted(options.policy, given):
         given.setdefault("seed", options.seed)
     return make_policy(options.policy, given)
@@ -57,6 +62,8 @@ def make_policy(name: str, given: dict[str, Any]) -> Policy:
 
     Where it wraps several methods, an option goes to each that has it, and ``part.option`` to one.
     """
+    if name == DEFAULT:
+        given = default_parameters(given)
     policy, parts = _named(name), _parts(name, given)
     own: dict[str, Any] = {}
     meant: dict[str, dict[str, Any]] = {part: {} for part in parts}
@@ -105,11 +112,12 @@ def accepted(name: str, given: dict[str, Any]) -> list[str]:
 
 
 def _named(name: str) -> type[Policy]:
-    if name not in POLICIES:
+    kinds: dict[str, type[Policy]] = {DEFAULT: SnapKV, **POLICIES}
+    if name not in kinds:
         raise InvalidArgumentError(
-            f"policy: expected one of {', '.join(POLICIES)}, got {name!r}{nearest(name, POLICIES)}"
+            f"policy: expected one of {', '.join(kinds)}, got {name!r}{nearest(name, kinds)}"
         )
-    return POLICIES[name]
+    return kinds[name]
 
 
 def _known_parameters(name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import typer
 
 from snapkv.cli import interrupts
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_int
+from snapkv.validation import DEFAULT, require_int
 
 
 def serve(
@@ -14,7 +14,9 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
     ],
-    policy: Annotated[str, typer.Option(help="snapkv, streaming-llm or tova")] = "snapkv",
+    policy: Annotated[
+        str, typer.Option(help="snapkv, streaming-llm or tova; default: snapkv with fading")
+    ] = DEFAULT,
     budget: Annotated[
         int, typer.Option(help="Tokens kept per head and layer; 0: only where a request asks")
     ] = 1024,
@@ -42,10 +44,14 @@ def serve(
 
     from snapkv.app.models import place_of
     from snapkv.cli.policy import typed_assignments  # imports torch
+    from snapkv.policies import SnapKV
+    from snapkv.policies.default import default_parameters
     from snapkv.serving import ServingSettings
     from snapkv.serving.server import serve as run_server
 
     parameters = typed_assignments(policy, set_ or [])
+    if policy == DEFAULT:
+        policy, parameters = SnapKV.name, default_parameters(parameters)
     settings = ServingSettings(
         policy=policy, budget=budget, parameters=parameters, protect_first=protect_first
     )

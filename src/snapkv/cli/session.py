@@ -1,22 +1,27 @@
 """What `ask` and `generate` do once it is known what to read: load, answer, show."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import transformers
+import typer
 from rich.console import Console
 
 from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
+from snapkv.app.remedies import first_that_keeps
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
-from snapkv.cli.grid import show
+from snapkv.cli.grid import say, show
 from snapkv.cli.loading import load_model
+from snapkv.cli.notes import Note, notes_on
 from snapkv.cli.options import RunOptions
 from snapkv.cli.progress import reading_progress
 from snapkv.cli.standard_output import write, write_json
@@ -30,12 +35,13 @@ def answer_and_show(
     policy: Policy,
     make_prompt: Callable[[Any], Prompt],
     request: dict[str, Any],
+    typed: Sequence[str],
     *,
     protection: Protection,
 ) -> None:
     """Load the model, answer once or, to compare, twice; then show what was asked for.
 
-    Standard output carries the answer, the comparison or one JSON object; progress, and the table
+    Standard output carries the answer, the comparison or one JSON object; progress, and what stands
     below an answer, go to standard error.
 
     Args:
@@ -44,38 +50,79 @@ def answer_and_show(
         policy: the method.
         make_prompt: what the model continues, with its tokenizer.
         request: what the JSON object says about where the prompt came from.
+        typed: the command line, for the one to type next.
         protection: what of the prompt must stay.
 
     Raises:
         SnapKVError: the options name no model that works, or drafts that do not fit the policy.
+        typer.Exit: a check found that the answer is not the full cache's.
     """
     require_drafts_that_fit(options, policy)
     loaded = load_model(options)
     drafts = draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
 
-    def answered(
-        policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
-    ) -> Answer:
-        with reading_progress(policy.name, on_text) as progress:
-            return answer(
-                loaded, prompt, policy, settings, drafts=drafts, protection=protection, **progress
-            )
-
+    asked = _Asked(loaded, prompt, settings, protection)
     if options.compare:
         _warm_up(loaded.model)
-        answers = [answered(policy, drafts), answered(FullCache(), None)]
-    elif options.json:
-        answers = [answered(policy, drafts)]
+        answers = [asked.answered(policy, drafts), asked.answered(FullCache(), None)]
     else:
-        answers = [answered(policy, drafts, write)]
-        write("\n")
+        answers = [asked.answered(policy, drafts, None if options.json else write)]
+    if not options.json:
+        _show(answers)
+    protect = answers[0].protected
+    tried = functools.partial(first_that_keeps, loaded, prompt, settings, protect=protect)
+    notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full_start)
     if options.json:
-        made = {"settings": asdict(settings), "runs": [asdict(run) for run in answers]}
-        write_json(versions() | {"model": loaded.description()} | request | made)
-    elif options.compare:
+        about = {"model": loaded.description(), **request, "settings": asdict(settings)}
+        write_json(versions() | about | _record(answers, notes))
+    else:
+        say([line for note in notes for line in note.lines()], to_errors=not options.compare)
+    if status := max(note.status for note in notes):
+        raise typer.Exit(status)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked, of whichever method answers."""
+
+    loaded: LoadedModel
+    prompt: Prompt
+    settings: GenerationSettings
+    protection: Protection
+
+    def answered(
+        self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
+    ) -> Answer:
+        """The answer of a method, with its progress shown."""
+        with reading_progress(policy.name, on_text) as progress:
+            return answer(
+                self.loaded,
+                self.prompt,
+                policy,
+                self.settings,
+                drafts=drafts,
+                protection=self.protection,
+                **progress,
+            )
+
+    def full_start(self, tokens: int) -> Answer:
+        """The first so many tokens of the full cache's answer."""
+        start = replace(self, settings=replace(self.settings, max_new_tokens=tokens))
+        return start.answered(FullCache(), None)
+
+
+def _record(answers: Sequence[Answer], notes: Sequence[Note]) -> dict[str, Any]:
+    """Answers and what is told of them, ready for JSON."""
+    return {"runs": list(map(asdict, answers))} | {note.key: note.record() for note in notes}
+
+
+def _show(answers: Sequence[Answer]) -> None:
+    """Two answers side by side on standard output, or below one that is there what it took."""
+    if len(answers) > 1:
         show(answers_table(answers, with_text=True))
     else:
+        write("\n")
         Console(stderr=True).print(answers_table(answers, with_text=False))
 
 

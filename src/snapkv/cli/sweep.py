@@ -9,18 +9,18 @@ from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method
-from snapkv.validation import AUTO
+from snapkv.validation import AUTO, DEFAULT
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """The methods that the options name: the full cache and SnapKV by default.
+    """The methods that the options name: the full cache and the default policy without any.
 
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
     """
     return methods(
         ["full"] if options.baseline is None else options.baseline,
-        options.policy or ["snapkv"],
+        options.policy or [DEFAULT],
         token_budgets(options.budget),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from snapkv.app.answering import Answer
+from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.grid import Grid
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.report.score_tables import method_table
@@ -30,6 +31,7 @@ def _costs(answer: Answer) -> dict[str, str]:
     costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
         "kept tokens": f"{cache.kept_tokens:,.0f} of {cache.seen_tokens:,}",
+        "lost votes": str(LostInWords.of(cache)),
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",

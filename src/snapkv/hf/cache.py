@@ -21,7 +21,7 @@ from snapkv.hf import handoff, saved
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
-from snapkv.policies import EvictingPolicy, Policy, SnapKV
+from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage.codes import Bits
 from snapkv.storage.sliding import let_go_of_the_past
 
@@ -45,7 +45,7 @@ class CompressedCache(Cache):
 
     Args:
         model: a decoder-only transformers model.
-        policy: what to keep; `SnapKV()` by default.
+        policy: what to keep; `snapkv.default_policy()` by default: SnapKV with fading pooling.
         storage: "dynamic" grows with every token. "static" moves what is kept into buffers of the
             budget and `room_tokens`, so that `generate` compiles the decoding step (with CUDA
             graphs on a GPU) once for all prompts of a batch size: call `reset()` and use the cache
@@ -94,7 +94,7 @@ class CompressedCache(Cache):
         protect: Protect | None = None,
         fair: Fair | None = None,
     ) -> None:
-        policy = SnapKV() if policy is None else policy
+        policy = default_policy() if policy is None else policy
         if not isinstance(policy, Policy):
             raise InvalidTypeError(
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "

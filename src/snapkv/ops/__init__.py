@@ -10,12 +10,11 @@ from snapkv.ops.votes.reference import (
     attention_to_stored,
     attention_weight_blocks,
     attention_weights,
-    keep_best,
-    kept_indices,
     reduce_group,
     times_above,
     window_visibility,
 )
+from snapkv.ops.votes.top_k import keep_best, kept_indices
 
 __all__ = [
     "RaggedLayout",

@@ -4,6 +4,7 @@ from snapkv.policies.adakv import AdaKV
 from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.criticalkv import CriticalKV
+from snapkv.policies.default import default_policy
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
@@ -66,4 +67,5 @@ __all__ = [
     "SnapKV",
     "StreamingLLM",
     "TOVA",
+    "default_policy",
 ]

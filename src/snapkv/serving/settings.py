@@ -23,9 +23,6 @@ OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
 
 _PROTECT_FIRST = "protect_first"
 
-_NOT_WITH = {"fading": "kernel_size", "max": "decay", "avg": "decay"}
-"""What a server's own setting cannot mean any more where a request chooses that pooling."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
@@ -101,7 +98,8 @@ class ServingSettings:
         first = given.pop(_PROTECT_FIRST, self.protect_first)
         require_int(f"{PREFIX}{_PROTECT_FIRST}", first, minimum=0)
         own = dict(self.parameters)
-        own.pop(_NOT_WITH.get(str(given.get("pooling")), ""), None)
+        if "pooling" in given:  # of the server's, what the request's has no use for
+            own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
         policy = self._made(budget or None, own | given)
         return _protecting(policy, first) if budget else None
 
@@ -146,9 +144,8 @@ def _parameters(policy: str) -> list[str]:
 
 
 def _ample(given: Mapping[str, Any]) -> int:
-    """A budget that any window fits into, for checking the rest."""
-    sizes = [value for value in given.values() if isinstance(value, int)]
-    return DEFAULT_BUDGET + sum(sizes)
+    """A budget that any window and its sinks fit into, for checking the rest."""
+    return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
 def _require_servable(given: Mapping[str, Any]) -> None:

@@ -137,6 +137,40 @@ def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
     assert token_texts(Slow(), Prompt(text="ab")) == ["<1>", "<2>"]
 
 
+@pytest.mark.parametrize(
+    ("pooling", "lifted"),
+    [
+        ({"pooling": "fading", "decay": 0.5, "sink_tokens": 0}, (0, 1, 1, 1)),
+        ({"kernel_size": (0, 2)}, (0, 1, 1, 1)),
+        ({"kernel_size": (1, 0)}, (1, 1, 2, 3)),
+        ({"kernel_size": 1}, (0, 1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_a_rating_shows_votes_and_what_they_lift(pooling, lifted):
+    """The query attends to the second key most; fading, what it lifts is a half and a quarter."""
+    keys = torch.tensor([[0.0], [5.0], [1.0], [0.0], [0.0]]).view(1, 1, 5, 1)
+    layer = PromptLayer(
+        queries=torch.ones(1, 1, 1, 1),
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+    )
+    policy = SnapKV(3, window_size=1, **pooling)
+    selection = policy.select(layer)
+    rated = rating(policy, layer, selection, kept_mask(selection, layer))
+    votes = torch.softmax(keys.flatten(), 0)[:4]
+    expected = votes[list(lifted)]
+    if policy.pooling == "fading":
+        expected = expected * torch.tensor([1.0, 1.0, 0.5, 0.25])
+    torch.testing.assert_close(rated.scores[0], expected)
+    if policy.kernel_size == 1:  # nothing was pooled
+        assert rated.votes is None
+    else:
+        torch.testing.assert_close(rated.votes[0], votes)
+
+
 def test_a_rating_by_hand():
     """One head, four prefix positions, window 1; the query attends to the second key most."""
     keys = torch.tensor([[0.0], [3.0], [1.0], [0.0], [0.0]]).view(1, 1, 5, 1)

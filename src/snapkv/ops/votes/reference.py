@@ -4,7 +4,8 @@ Axes: B batch, Hq query heads, Hkv KV heads, G group (Hq / Hkv), T prompt, W win
 (T - W), K kept, D head_dim. Scores and votes are float32 whatever the dtype of the model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -286,12 +287,16 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
     Returns:
         (B, H, P) float32.
     """
+    if not votes.shape[-1]:
+        return votes
     pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
     if isinstance(kernel_size, int):
         return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
-    before, behind = kernel_size
+    before, behind = (min(reach, votes.shape[-1]) for reach in kernel_size)
     outside = float("-inf") if pooling == "max" else 0.0
-    return pool(F.pad(votes, (behind, before), value=outside), before + behind + 1, stride=1)
+    padded = F.pad(votes, (behind, before), value=outside)
+    pooled = pool(padded, before + behind + 1, stride=1)
+    return pooled if pooling == "max" else pooled * ((before + behind + 1) / (sum(kernel_size) + 1))
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
@@ -307,77 +312,8 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
     Returns:
         (B, H, P) float32.
     """
-    faded = votes.clone()
-    for place in range(1, votes.shape[-1]):
-        carried = decay * faded[..., place - 1]
-        faded[..., place] = torch.maximum(votes[..., place], carried)
-    return faded
-
-
-def keep_best(
-    scores: Tensor,
-    keep_tokens: Sequence[int] | Tensor,
-    pad_tokens: Tensor | None = None,
-    *,
-    first_tokens: int = 0,
-    protected: Tensor | None = None,
-) -> Tensor:
-    """Top-k of every head, ascending: a pad never wins, of equal scores the lower position does.
-
-    Every head returns as many entries as the one that keeps most. A head that keeps fewer begins
-    with -1, so that what must be hidden later is always a leading run.
-
-    Args:
-        scores: (B, H, P) float32.
-        keep_tokens: B numbers, how many real positions each row keeps, 0 to P; or a tensor of
-            them, (B,) or (B, H) int64, for which a GPU has to be waited for.
-        pad_tokens: (B,), leading pads of each row; a pad never beats a token.
-        first_tokens: how many of a row's first real positions come before all others, whatever
-            their scores; they count among `keep_tokens`.
-        protected: (B, Hp, P) bool, positions that come before all others in the same way, no pads
-            among them, with the first tokens no more than are kept. Hp is 1, H or a divisor of it;
-            where `scores` has one head, each of Hp chooses for itself.
-
-    Returns:
-        (B, H, max(keep_tokens)) int64, ascending and but for -1 unique along the last axis.
-    """
-    if protected is not None:
-        heads = max(scores.shape[1], protected.shape[1])
-        scores, protected = (
-            states.repeat_interleave(heads // states.shape[1], dim=1)
-            for states in (scores, protected)
-        )
-        scores = scores.masked_fill(protected, float("inf"))
-    if first_tokens:
-        slots = torch.arange(scores.shape[-1], device=scores.device)
-        start = 0 if pad_tokens is None else pad_tokens[:, None, None]
-        scores = scores.masked_fill(slots < start + first_tokens, float("inf"))
-    if pad_tokens is not None:
-        pads = torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]
-        scores = scores.masked_fill(pads.unsqueeze(1), float("-inf"))
-    if isinstance(keep_tokens, Tensor):
-        least, most = 0, int(keep_tokens.max())
-    else:
-        least, most = min(keep_tokens), max(keep_tokens)
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
-    if least < most:
-        wanted = torch.as_tensor(keep_tokens, device=scores.device).view(scores.shape[0], -1, 1)
-        order = order.masked_fill(torch.arange(most, device=scores.device) >= wanted, -1)
-    return order.sort(dim=-1).values
-
-
-def kept_indices(kept: Tensor) -> Tensor:
-    """Which slots are kept, as indices.
-
-    Args:
-        kept: (B, H, S) bool.
-
-    Returns:
-        (B, H, K) int64, K the most that any head keeps; ascending after a leading run of -1.
-    """
-    slots = torch.arange(kept.shape[-1], device=kept.device)
-    most = int(kept.sum(dim=-1).max())
-    return torch.where(kept, slots, -1).sort(dim=-1).values[..., kept.shape[-1] - most :]
+    faded = accumulate(votes.unbind(-1), lambda last, vote: torch.maximum(vote, decay * last))
+    return torch.stack(list(faded), dim=-1) if votes.shape[-1] else votes
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:

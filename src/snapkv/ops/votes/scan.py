@@ -13,9 +13,10 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
     After a step of width n, every position has what the n before it carry on to it; the next step
     is twice as wide. Where the factor has left float32, no vote reaches further.
     """
-    faded, width = votes.clone(), 1
-    while width < votes.shape[-1] and decay**width >= torch.finfo(torch.float32).tiny:
-        carried = faded[..., :-width] * decay**width
-        torch.maximum(faded[..., width:], carried, out=faded[..., width:])
-        width *= 2
+    least = torch.finfo(torch.float32).tiny
+    faded, width, factor = votes, 1, 1.0
+    while width < votes.shape[-1] and factor > least:
+        factor = max(decay**width, least)
+        lifted = torch.maximum(faded[..., width:], faded[..., :-width] * factor)
+        faded, width = torch.cat([faded[..., :width], lifted], dim=-1), 2 * width
     return faded

@@ -1,4 +1,4 @@
-"""The vote, its pooling and the gather as Triton kernels, for CUDA.
+"""The vote, its pooling and fading, and the gather as Triton kernels, for CUDA.
 
 The vote reads the keys twice. First every split of the keys tells each row of queries its highest
 score and the sum of its exponentials; the splits are put together in torch, two numbers per row.
@@ -24,7 +24,11 @@ _PROGRAMS = 512  # programs to aim at: a few for each multiprocessor of a large 
 _BLOCK_BYTES = 65536  # keys that a program of the second pass holds
 _FLOAT32_TILES = 16, 16  # multiplied without tensor cores, out of registers
 _POOLED = 1024  # votes of one program
+_FADED = 1024  # votes of one step of a program
 _GATHERED = 32  # rows of one program
+_LEAST_FACTOR = tl.constexpr(
+    1e-37
+)  # factors do not become zero, which times minus infinity is no number
 _LOG2_E = math.log2(math.e)
 
 
@@ -157,17 +161,36 @@ def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
     return min(most_rows, max(16, triton.next_power_of_2(rows))), block
 
 
-def pool_votes(votes: Tensor, kernel_size: int, pooling: str) -> Tensor:
-    """As `snapkv.ops.pool_votes`."""
+def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) -> Tensor:
+    """As `snapkv.ops.pool_votes`; no gradients."""
+    before, behind = (kernel_size // 2,) * 2 if isinstance(kernel_size, int) else kernel_size
     votes = votes.contiguous()
     pooled = torch.empty_like(votes)
     B, H, P = votes.shape
     if votes.numel():
         with torch.cuda.device_of(votes):
             _pool[(B * H, triton.cdiv(P, _POOLED))](
-                votes, pooled, P, KERNEL=kernel_size, MAX=pooling == "max", BLOCK=_POOLED
+                votes,
+                pooled,
+                P,
+                min(before, P),
+                min(behind, P),
+                1 / (before + behind + 1),
+                MAX=pooling == "max",
+                BLOCK=_POOLED,
             )
     return pooled
+
+
+def fade_votes(votes: Tensor, decay: float) -> Tensor:
+    """As `snapkv.ops.fade_votes`; no gradients."""
+    votes = votes.contiguous()
+    faded = torch.empty_like(votes)
+    B, H, P = votes.shape
+    if votes.numel():
+        with torch.cuda.device_of(votes):
+            _fade[(B * H,)](votes, faded, P, max(decay, _LEAST_FACTOR.value), BLOCK=_FADED)
+    return faded
 
 
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
@@ -310,16 +333,16 @@ def _add_up(
         tl.store(votes_at + head * prefix + place, received * share, mask=there)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "before", "behind"])
 def _pool(
-    votes_at, pooled_at, P, KERNEL: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr
+    votes_at, pooled_at, P, before, behind, share, MAX: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One block of one head's votes, each with its neighbours."""
+    """One block of one head's votes, each with the votes that reach it."""
     start = tl.program_id(0).to(tl.int64) * P
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     outside = float("-inf") if MAX else 0.0
     pooled = tl.full((BLOCK,), outside, tl.float32)
-    for offset in range(-(KERNEL // 2), KERNEL // 2 + 1):
+    for offset in range(-behind, before + 1):
         near = place + offset
         votes = tl.load(votes_at + start + near, mask=(near >= 0) & (near < P), other=outside)
         if MAX:
@@ -327,8 +350,32 @@ def _pool(
         else:
             pooled += votes
     if not MAX:
-        pooled = pooled / KERNEL
+        pooled = pooled * share
     tl.store(pooled_at + start + place, pooled, mask=place < P)
+
+
+@triton.jit
+def _behind(factor, faded, next_factor, next_faded):
+    """Two runs of votes as one: by how much it fades what comes in, and what goes out of it."""
+    both = tl.maximum(factor * next_factor, _LEAST_FACTOR)
+    return both, tl.maximum(next_faded, next_factor * faded)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _fade(votes_at, faded_at, P, decay, BLOCK: tl.constexpr):
+    """All votes of one head, a block after the other."""
+    start = tl.program_id(0).to(tl.int64) * P
+    across = tl.arange(0, BLOCK)
+    carried = float("-inf")
+    for begin in range(0, P, BLOCK):
+        place = begin + across
+        votes = tl.load(votes_at + start + place, mask=place < P, other=float("-inf"))
+        # What the blocks before carry on to this one comes in at its first place.
+        votes = tl.where(across == 0, tl.maximum(votes, decay * carried), votes)
+        factor = tl.zeros((BLOCK,), tl.float32) + decay
+        _, faded = tl.associative_scan((factor, votes), 0, _behind)
+        tl.store(faded_at + start + place, faded, mask=place < P)
+        carried = tl.max(tl.where(across == BLOCK - 1, faded, float("-inf")), axis=0)
 
 
 @triton.jit(do_not_specialize=["heads", "repeats", "K"])

@@ -1,0 +1,41 @@
+"""Whether a compressed cache gave the full cache's answer, and from which token on it did not."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from snapkv.app.answering import Answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A compressed answer beside the full cache's.
+
+    Attributes:
+        same: whether they are the same.
+        first_difference: the first new token that differs, counted from 0; None where they are the
+            same. An answer that ends where the other one goes on differs there.
+    """
+
+    same: bool
+    first_difference: int | None
+
+    @classmethod
+    def of(cls, answer: Answer, full: Answer) -> Self:
+        """Compare whole answers; they are the same where they read the same."""
+        if answer.text == full.text:
+            return cls(same=True, first_difference=None)
+        return cls.of_tokens(answer.token_ids, full.token_ids)
+
+    @classmethod
+    def of_tokens(cls, ours: Sequence[int], theirs: Sequence[int]) -> Self:
+        """Compare tokens one by one."""
+        pairs = itertools.zip_longest(ours, theirs)
+        place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
+        return cls(same=place is None, first_difference=place)
+
+    @classmethod
+    def of_first(cls, answer: Answer, full: Answer, tokens: int) -> Self:
+        """Compare the first so many tokens, or all where an answer has fewer."""
+        return cls.of_tokens(answer.token_ids[:tokens], full.token_ids[:tokens])

@@ -1,0 +1,158 @@
+"""A prompt that is read once, and copies of its cache that are compressed with many policies.
+
+Reading takes almost all the time, and every method starts from the same full cache. So a policy
+that keeps everything records what policies are shown at the end of the prompt, and each method is
+then asked as it would be while reading. The copies equal real compressed prefills bit for bit.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.spans import protected_slots
+from snapkv.errors import InvalidArgumentError
+from snapkv.hf.cache import CompressedCache
+from snapkv.kvzip import repeat_context
+from snapkv.policies import Policy, PromptLayer, Selection
+from snapkv.policies.base import Need
+
+_SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
+"""What of a policy's needs its `PromptLayer` brings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder(Policy):
+    """Keeps everything and notes what it was shown, layer by layer.
+
+    Args:
+        recorded_queries: how many of the last queries to note; enough for every method that is
+            asked afterwards.
+        recorded_parts: what these methods need of the model.
+    """
+
+    name: ClassVar[str] = "recorder"
+
+    recorded_queries: int
+    recorded_parts: frozenset[Need] = _SHOWN
+    layers: list[PromptLayer] = field(default_factory=list)
+
+    @classmethod
+    def for_policies(cls, policies: Iterable[Policy]) -> Self:
+        """One that records what any of them looks at."""
+        policies = list(policies)
+        needs: frozenset[Need] = frozenset[Need]().union(*(policy.needs for policy in policies))
+        queries = max((policy.query_tokens for policy in policies), default=0)
+        return cls(recorded_queries=queries, recorded_parts=needs & _SHOWN)
+
+    @property
+    def query_tokens(self) -> int:
+        """As many as were asked for."""
+        return self.recorded_queries
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """As much as was asked for."""
+        return self.recorded_parts
+
+    def select(self, layer: PromptLayer) -> Selection | None:
+        """Note the layer; keep everything."""
+        self.layers.append(layer)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedPrompt:
+    """A prompt that a model has read with full attention.
+
+    Attributes:
+        model: the model.
+        layers: what a policy is shown at the end of the prompt, one entry per layer it compresses.
+        last_logits: (1, 1, V), the logits behind the prompt; the same whatever is kept.
+        others: the layers that no policy compresses, by their index, as they are behind the prompt.
+    """
+
+    model: Any
+    layers: Sequence[PromptLayer]
+    last_logits: Tensor
+    others: Mapping[int, Any] = field(default_factory=dict)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """T, tokens in the prompt."""
+        return self.layers[0].keys.shape[2]
+
+    def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
+        """A cache as it is after a prefill with that policy; the recording stays untouched.
+
+        Args:
+            policy: the method.
+            options: keyword arguments of `CompressedCache`.
+
+        Raises:
+            InvalidArgumentError: it wants more queries than were recorded.
+        """
+        cache = CompressedCache(self.model, policy, **options)
+        cache.expect_prompt(self.prompt_tokens)
+        for index, other in self.others.items():
+            cache.layers[index] = copy.deepcopy(other)
+        for layer, states in zip(cache.reading.layers, self.layers, strict=True):
+            layer.update(states.keys, states.values)
+            if "token_ids" in policy.needs and states.token_ids is not None:
+                layer.remember_ids(states.token_ids)
+            shown = replace(
+                states,
+                queries=self._last_queries(states, policy),
+                protected=protected_slots(layer, self.prompt_tokens, states.pad_tokens),
+                fair=layer.spans.fair,
+            )
+            layer.end_prompt(policy.select(shown), shown)
+        return cache
+
+    def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
+        wanted = min(policy.query_tokens, self.prompt_tokens)
+        recorded = states.queries.shape[2]
+        if wanted > recorded:
+            raise InvalidArgumentError(
+                f"policy: expected {wanted} recorded queries for {policy!r}, got {recorded}; "
+                "record more of them"
+            )
+        return states.queries[:, :, recorded - wanted :]
+
+
+@torch.inference_mode()
+def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt:
+    """Read a prompt, (1, T) int64, with the full cache.
+
+    Raises:
+        UnsupportedModelError: the model has no layer that could be compressed correctly.
+    """
+    cache = CompressedCache(model, recorder)
+    cache.expect_tokens(ids)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    others = {
+        index: layer
+        for index, layer in enumerate(cache.layers)
+        if not isinstance(layer, CompressedLayer)
+    }
+    return RecordedPrompt(model=model, layers=recorder.layers, last_logits=logits, others=others)
+
+
+@torch.inference_mode()
+def record_prompt_twice(
+    model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
+) -> RecordedPrompt:
+    """Read a prompt and have the model repeat it, for policies like this one.
+
+    Arguments and errors as in `snapkv.kvzip.read_context`.
+    """
+    cache = CompressedCache(model, policy)
+    layers = repeat_context(model, ids, cache, instruction_ids=instruction_ids)
+    cache.crop(-1)  # the last token is read again, for its logits
+    cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped behind it
+    logits = model(ids[:, -1:], past_key_values=cache).logits
+    return RecordedPrompt(model=model, layers=layers, last_logits=logits)

@@ -1,0 +1,65 @@
+"""The lost vote mass in plain words: how much of what the window voted for was dropped."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+Word = Literal["safe", "doubtful", "lost"]
+
+SAFE_BELOW = 0.10
+"""Where less of the votes is lost than this, answers are mostly those of the full cache.
+
+Provisional, as `DOUBTFUL_BELOW` is: to be set by how often each word was right.
+"""
+
+DOUBTFUL_BELOW = 0.25
+"""From here on an answer is to be mistrusted; below it, and not safe, it may be either."""
+
+
+def word_for(lost: float) -> Word:
+    """What a lost share of the votes, 0 to 1, means for the answer; what is no number is lost."""
+    if lost < SAFE_BELOW:
+        return "safe"
+    return "doubtful" if lost < DOUBTFUL_BELOW else "lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostInWords:
+    """What a report of a cache says about the votes that were lost.
+
+    Attributes:
+        share: mean over layers and heads, 0 to 1; None where the method measures none.
+        highest: that of the worst layer; None where there is none.
+        drops_nothing: whether all that was seen is held.
+    """
+
+    share: float | None
+    highest: float | None
+    drops_nothing: bool
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> Self:
+        """Read a `CacheReport`, which need not know of votes."""
+        layers = [row.get("lost_votes") for row in report.get("layers", ())]
+        return cls(
+            share=report.get("lost_votes"),
+            highest=max((lost for lost in layers if lost is not None), default=None),
+            drops_nothing=report["kept_tokens"] >= report["seen_tokens"],
+        )
+
+    @property
+    def word(self) -> Word | None:
+        """The plain word; None where nothing is known. Where nothing is dropped, it is "safe"."""
+        if self.drops_nothing:
+            return "safe"
+        return None if self.share is None else word_for(self.share)
+
+    @property
+    def calls_for_more(self) -> bool:
+        """Whether a larger budget is the next thing to try."""
+        return self.word in ("doubtful", "lost")
+
+    def __str__(self) -> str:
+        if self.drops_nothing:
+            return "nothing was dropped"
+        return "-" if self.share is None else f"{100 * self.share:.0f} % ({self.word})"

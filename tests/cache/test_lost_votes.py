@@ -1,0 +1,49 @@
+"""The lost vote mass in plain words."""
+
+import pytest
+
+from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, LostInWords, word_for
+
+
+def report(**values):
+    return {"kept_tokens": 256, "seen_tokens": 4096, **values}
+
+
+@pytest.mark.parametrize(
+    ("lost", "word"),
+    [
+        (0.0, "safe"),
+        (SAFE_BELOW - 0.001, "safe"),
+        (SAFE_BELOW, "doubtful"),
+        (DOUBTFUL_BELOW - 0.001, "doubtful"),
+        (DOUBTFUL_BELOW, "lost"),
+        (1.0, "lost"),
+        (float("nan"), "lost"),
+    ],
+)
+def test_every_share_has_a_word_and_the_borders_belong_to_the_worse_one(lost, word):
+    assert word_for(lost) == word
+
+
+def test_a_report_without_votes_says_nothing():
+    for votes in (LostInWords.of(report()), LostInWords.of(report(lost_votes=None))):
+        assert str(votes) == "-"
+        assert votes.word is None
+        assert not votes.calls_for_more
+
+
+def test_a_report_with_votes_says_the_share_and_the_word():
+    layers = [{"lost_votes": 0.01}, {"kind": "sliding"}, {"lost_votes": 0.4}]
+    votes = LostInWords.of(report(lost_votes=0.072, layers=layers))
+    assert str(votes) == "7 % (safe)"
+    assert votes.highest == 0.4
+    assert not votes.calls_for_more
+    assert LostInWords.of(report(lost_votes=0.1)).calls_for_more
+    assert str(LostInWords.of(report(lost_votes=0.31))) == "31 % (lost)"
+
+
+@pytest.mark.parametrize("lost", [None, 0.0, 0.5])
+def test_where_all_is_held_nothing_was_dropped(lost):
+    votes = LostInWords.of(report(kept_tokens=4096, lost_votes=lost))
+    assert str(votes) == "nothing was dropped"
+    assert votes.word == "safe"

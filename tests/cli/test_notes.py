@@ -1,0 +1,229 @@
+"""What is told behind an answer, on made-up answers: differences, commands, words."""
+
+import pytest
+
+from snapkv.app.answering import Answer
+from snapkv.app.comparison import Comparison
+from snapkv.app.remedies import Tried
+from snapkv.cache.report import CacheReport
+from snapkv.cli.command_line import changed_command, changed_options
+from snapkv.cli.notes import Checked, Compared, Votes, word_diff
+from snapkv.cli.options import RunOptions
+from snapkv.cli.policy import build_policy
+from snapkv.cli.remedies import FADING, FULL, WIDE, changes_by_price, larger_budget
+
+TYPED = ("ask", "my notes.txt", "-q", "Who's there?", "--budget", "64", "--compare")
+
+
+def answered(text="a b", options=None, *, prompt_tokens=600, **votes):
+    policy = build_policy(options or RunOptions(budget=64))
+    budget = getattr(policy, "budget", None)
+    cache = CacheReport(
+        policy=policy.name,
+        seen_tokens=prompt_tokens + 9,
+        kept_tokens=(budget if isinstance(budget, int) else 150) + 9,
+        held_bytes=10,
+        full_bytes=100,
+        **votes,
+    )
+    return Answer(
+        text=text,
+        finish_reason="stop",
+        policy=policy.describe(),
+        prompt_tokens=prompt_tokens,
+        new_tokens=10,
+        first_token_ms=1.0,
+        token_ms=1.0,
+        cache=cache,
+        token_ids=tuple(map(ord, text)),
+    )
+
+
+def plain(note):
+    return [line.plain for line in note.lines()]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shown"),
+    [
+        ("the key is red", "the key is blue", "the key is [-red-] {+blue+}"),
+        ("a b", "a b c d", "a b {+c d+}"),
+        ("x a", "a", "[-x-] a"),
+        ("", "yes", "{+yes+}"),
+        ("same  words", "same words", "same words"),
+        ("[b]no[/b]", "[b]yes[/b]", "[-[b]no[/b]-] {+[b]yes[/b]+}"),
+    ],
+)
+def test_words_that_differ_are_marked_with_colour_and_without(ours, theirs, shown):
+    diff = word_diff(ours, theirs)
+    assert diff.plain == shown
+    for span in diff.spans:
+        marked = diff.plain[span.start : span.end]
+        assert str(span.style) == ({"[-": "red", "{+": "green"}.get(marked[:2], ""))
+
+
+@pytest.mark.parametrize(
+    ("typed", "change", "command"),
+    [
+        (
+            TYPED,
+            {"budget": 128, "keep_ratio": None},
+            "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128",
+        ),
+        (("ask", "a", "--budget=64"), {"budget": 128}, "snapkv ask a --budget 128"),
+        (
+            ("ask", "a", "--set", "budget=64", "--set", "sink_tokens=4", "--set=kernel-size=5"),
+            {"budget": 128, "kernel_size": None},
+            "snapkv ask a --set sink_tokens=4 --budget 128",
+        ),
+        (
+            ("ask", "--policy", "adakv", "--set", "policy.budget=64", "--", "--budget"),
+            {"budget": 128},
+            "snapkv ask --policy adakv --budget 128 -- --budget",
+        ),
+        (
+            ("ask", "a", "--keep-ratio", "0.1", "--pooling", "avg", "--set", "x=1", "--json"),
+            FULL,
+            "snapkv ask a --json --policy full",
+        ),
+    ],
+)
+def test_a_command_is_the_one_that_was_typed_with_what_changes(typed, change, command):
+    assert changed_command(typed, change) == command
+
+
+def test_changed_options_make_the_policy_that_the_command_will():
+    options = RunOptions(budget=64, kernel_size="5", set_=["budget=32", "group_reduce=max"])
+    changed = changed_options(options, {"budget": 128} | dict(FADING))
+    policy = build_policy(changed)
+    assert (policy.budget, policy.pooling, policy.group_reduce) == (128, "fading", "max")
+    assert changed.set_ == ["group_reduce=max"]
+    assert build_policy(changed_options(options, FULL)).name == "full"
+
+
+def test_changes_come_in_the_order_of_their_price():
+    options = RunOptions(budget=64)
+    larger = [{"budget": budget, "keep_ratio": None} for budget in (128, 256, 512)]
+    found = list(changes_by_price(options, answered(options=options)))
+    assert found == [
+        FADING, WIDE,
+        larger[0], larger[0] | dict(FADING),
+        larger[1], larger[1] | dict(FADING),
+        larger[2], larger[2] | dict(FADING),
+    ]  # fmt: skip
+    for change in found:
+        build_policy(changed_options(options, change))
+
+
+@pytest.mark.parametrize(
+    ("given", "budgets", "poolings"),
+    [
+        ({"budget": 64, "pooling": "fading"}, [128, 256, 512], 1),
+        ({"budget": 64, "kernel_size": "13"}, [128, 128, 256, 256, 512, 512], 1),
+        ({"keep_ratio": 0.25}, [300, 300], 2),  # 150 of 600 were kept
+        ({"policy": "adakv", "budget": 200}, [400, 400], 2),
+        ({"policy": "h2o", "budget": 200}, [400], 0),
+        ({"policy": "fastgen"}, [], 0),
+        ({"policy": "full"}, [], 0),
+        ({"budget": 300}, [], 2),
+    ],
+)
+def test_only_what_a_method_has_is_changed(given, budgets, poolings):
+    options = RunOptions(**given)
+    changes = list(changes_by_price(options, answered(options=options)))
+    assert [change["budget"] for change in changes if "budget" in change] == budgets
+    assert sum("budget" not in change for change in changes) == poolings
+    for change in changes:
+        build_policy(changed_options(options, change))
+
+
+def compared(tried, ours="a b", theirs="a c"):
+    seen = []
+
+    def tries(answer_ids, policies):
+        seen.append((answer_ids, [policy.name for policy in policies]))
+        return tried
+
+    answers = answered(ours), answered(theirs)
+    return Compared.of(answers, RunOptions(budget=64), TYPED, tries), seen
+
+
+def test_the_same_answer_is_one_line_and_nothing_is_tried():
+    note, seen = compared(Tried(keeper=0), theirs="a b")
+    assert plain(note) == ["same answer"]
+    assert not seen
+    assert note.record() == {
+        "same": True, "first_difference": None, "remedy": None, "command": None, "note": "",
+    }  # fmt: skip
+
+
+def test_what_keeps_the_answer_is_the_command_to_type():
+    note, seen = compared(Tried(keeper=3))
+    assert seen == [(tuple(map(ord, "a c")), ["snapkv"] * 8)]
+    command = (
+        "snapkv ask 'my notes.txt' -q 'Who'\"'\"'s there?' --compare --budget 128 --pooling fading"
+    )
+    assert plain(note) == [
+        "different: a [-b-] {+c+}",
+        f"next to try, which keeps the full cache's answer: {command}",
+    ]
+    assert note.record() == {
+        "same": False,
+        "first_difference": 2,
+        "remedy": {"budget": 128, "pooling": "fading"},
+        "command": command,
+        "note": "",
+    }
+
+
+def test_where_nothing_keeps_it_the_full_cache_is_what_is_left():
+    note, _ = compared(Tried())
+    assert plain(note)[1].endswith("for the full cache: " + note.command)
+    assert note.command.endswith("--compare --policy full")
+    assert note.record()["remedy"] is None
+
+
+def test_what_cannot_be_told_is_said():
+    note, _ = compared(Tried(untold="the answers are drawn"))
+    assert plain(note)[1] == "what to try next is not computed: the answers are drawn"
+    assert note.record()["command"] is None
+
+
+def test_a_check_is_a_line_and_a_status():
+    same = Checked.of(answered("abc"), answered("abd"), 2)
+    assert (same.status, plain(same)) == (0, ["check: the first 2 tokens are the full cache's"])
+    other = Checked.of(answered("abc"), answered("abd"), 3)
+    assert other.status == 3
+    assert plain(other) == ["check: token 3 of the first 3 is not the full cache's"]
+    assert other.record() == {"tokens": 3, "same": False, "first_difference": 2}
+    assert other.comparison == Comparison(same=False, first_difference=2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "ending"),
+    [(None, None), (0.05, None), (0.12, "--budget 128"), (0.5, "--budget 128")],
+)
+def test_lost_votes_call_for_a_larger_budget(lost, ending):
+    typed, options = TYPED[:-1], RunOptions(budget=64)
+    note = Votes.of(answered(lost_votes=lost), options, typed)
+    if ending is None:
+        assert plain(note) == []
+        assert note.record()["command"] is None
+    else:
+        (line,) = plain(note)
+        assert line.startswith(f"lost votes: {lost:.0%}".replace("%", " %"))
+        assert line.endswith(ending)
+        assert note.record()["share"] == lost
+
+
+@pytest.mark.parametrize("given", [{"self_speculate": True}, {"compare": True}])
+def test_a_text_beside_the_full_caches_needs_no_such_hint(given):
+    note = Votes.of(answered(lost_votes=0.5), RunOptions(budget=64, **given), TYPED)
+    assert plain(note) == []
+    assert note.record()["word"] == "lost"
+
+
+def test_a_larger_budget_that_holds_everything_is_the_full_cache():
+    assert larger_budget(RunOptions(budget=300), answered(options=RunOptions(budget=300))) is FULL
+    fastgen = RunOptions(policy="fastgen")
+    assert larger_budget(fastgen, answered(options=fastgen)) is None
