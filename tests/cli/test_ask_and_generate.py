@@ -19,7 +19,8 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
     costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
     assert costs["kept tokens"].startswith("51 of ")  # the budget and three fed back
     assert costs.keys() == {
-        "prompt tokens", "kept tokens", "cache", "full cache", "first token", "per token",
+        "prompt tokens", "kept tokens", "lost votes", "cache", "full cache",
+        "first token", "per token",
     }  # fmt: skip
 
 
