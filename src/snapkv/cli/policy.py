@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from snapkv.cli.amounts import count, kernel
+from snapkv.cli.amounts import count, kernel, token_budget
 from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy, SnapKV
@@ -148,6 +148,8 @@ def _split(assignment: str) -> tuple[str, str]:
 def _typed(text: str, hint: Any) -> Any:
     """The text as the type a parameter has; what is no such thing is left to the policy's check."""
     kinds = {hint, *get_args(hint)}
+    if text.startswith(f"{AUTO}:"):
+        return token_budget(text)
     if bool in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
