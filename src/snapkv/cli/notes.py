@@ -14,7 +14,6 @@ from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.command_line import changed_command
 from snapkv.cli.options import RunOptions
 from snapkv.cli.remedies import Remedy, Try, larger_budget, parameter_of, remedy_for
-from snapkv.policies import POLICIES, EvictingPolicy
 from snapkv.validation import AUTO
 
 DIFFERS = 3
@@ -84,13 +83,9 @@ class AutoKept:
 
     @classmethod
     def of(cls, answer: Answer) -> "list[AutoKept]":
-        """Read it off an answer's cache; none where the budget is a number.
-
-        Nor where the method evicts while generating: then it no longer holds what it chose.
-        """
+        """Read it off an answer's cache; none where the budget is a number."""
         budget = parameter_of(answer.policy, "budget")
-        evicts = issubclass(POLICIES[answer.policy["name"]], EvictingPolicy)
-        if not isinstance(budget, dict) or evicts:
+        if not isinstance(budget, dict):
             return []
         behind = answer.cache.seen_tokens - answer.prompt_tokens
         rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
