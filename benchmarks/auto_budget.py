@@ -26,11 +26,11 @@ from snapkv.policies import Policy
 ROWS = RESULTS / "auto_budget.jsonl"
 PAGE = RESULTS / "auto_budget.md"
 
-FIRST, ROUNDS = 60, 12
+FIRST, ROUNDS = 80, 12
 """Other texts than those that the pooling was chosen by."""
 
 BUDGETS = (48, 64, 96, 128, 192, 256, 384)
-BOUNDS = (0.01, 0.005, 0.003, 0.002, 0.001)
+BOUNDS = (0.01, 0.005, 0.0025, 0.001)
 
 
 def policies() -> dict[str, Policy]:
@@ -40,7 +40,7 @@ def policies() -> dict[str, Policy]:
     auto = {f"auto {bound}": default_policy(AutoBudget(lost_vote=bound)) for bound in BOUNDS}
     shared = {
         f"auto {bound}, by head": AdaKV(default_policy(AutoBudget(lost_vote=bound)))
-        for bound in (0.005, 0.002)
+        for bound in (0.005, 0.0025)
     }
     return {**fixed, **papers, **auto, **shared}
 

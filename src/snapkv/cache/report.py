@@ -28,8 +28,9 @@ class CacheReport(dict[str, Any]):
         lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
             over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
             methods without votes, and what was dropped in more than one step.
-        lost_vote_peak: the highest pooled vote of a dropped position, as a share of the window's
-            attention, mean over rows, heads and layers; 0 and None as above.
+        lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
+            it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
+            as above.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full

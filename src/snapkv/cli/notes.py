@@ -222,7 +222,7 @@ class Votes:
 
     def record(self) -> dict[str, Any]:
         """The shares, the word, and the command, if there is one."""
-        shares = {"share": self.lost.share, "highest": self.lost.highest}
+        shares = {name: getattr(self.lost, name) for name in ("share", "highest", "peak")}
         return {**shares, "word": self.lost.word, "command": self.command}
 
     def lines(self) -> list[Text]:

@@ -132,8 +132,11 @@ class SnapKV(PrefixPolicy):
         return votes[..., :prefix_tokens]
 
     def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
-        """The votes on what was dropped, before and after pooling."""
-        return LostVotes.of(self.votes(layer), self._shares(layer), selection.keep_indices)
+        """The votes on what was dropped, and the highest, lifted by those before it or not."""
+        votes = self.votes(layer)
+        first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
+        lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
+        return LostVotes.of(votes, lifted / self.summed_weights(layer), selection.keep_indices)
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""
