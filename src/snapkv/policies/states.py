@@ -170,7 +170,7 @@ class LostVotes:
 
     @classmethod
     def of(cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor) -> "LostVotes":
-        """Measured on votes, (B, H, P), shares after fading, and what was kept as `Selection` says."""
+        """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept."""
         P = votes.shape[-1]
         kept = keep_indices.where((keep_indices >= 0) & (keep_indices < P), P)
         mask = torch.zeros(*votes.shape[:2], P + 1, dtype=torch.bool, device=votes.device)
