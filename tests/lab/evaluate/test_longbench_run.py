@@ -43,6 +43,7 @@ def evaluate(tiny, data, tmp_path, monkeypatch, capsys):
     def call(*options, loaded=tiny, datasets=NAMES):
         monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
         command = ["eval", "longbench", "--data", str(data), "--output", str(tmp_path / "out")]
+        command += ["--policy", "snapkv"]  # as the paper has it
         status = run([*command, "--datasets", ",".join(datasets), "--budget", "64", *options])
         return status, capsys.readouterr().out
 
@@ -56,7 +57,7 @@ def test_one_command_answers_and_scores_every_set(evaluate, tmp_path):
     settings = found["run"]["task"]
     assert settings["max_prompt_tokens"] == 8192 - 512 - 256
     assert {(r["method"], r["cell"]["dataset"], r["samples"]) for r in found["rows"]} == {
-        (method, name, 2) for method in ("full", "default@64") for name in NAMES
+        (method, name, 2) for method in ("full", "snapkv@64") for name in NAMES
     }
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -65,7 +66,7 @@ def test_one_command_answers_and_scores_every_set(evaluate, tmp_path):
         data_set = record["cell"]["dataset"]
         if data_set == "samsum":
             assert "\n" not in record["prediction"].rstrip("\n")
-        if record["method"] == "default@64":
+        if record["method"] == "snapkv@64":
             assert record["kept_tokens"] <= 64 + record["new_tokens"]
         assert 0 <= record["score"] <= 1
     assert evaluate("--json")[1] == out, "a second run answers nothing anew"
@@ -98,7 +99,7 @@ def test_the_table_shows_what_the_paper_measured_with_the_model(evaluate, tiny, 
     rows = {cells[0]: cells for cells in lines if cells}
     assert rows["paper: full"][2:7] == ["71.0", "43.0", "2.8", "55.5", "43.1"]
     assert rows["paper: h2o@4096"][2:6] == ["70.5", "43.0", "3.5", "53.7"]
-    assert len(rows["default@64"]) == len(rows["paper: full"])
+    assert len(rows["snapkv@64"]) == len(rows["paper: full"])
 
 
 # The template of the paper's run
