@@ -204,12 +204,17 @@ def test_a_check_is_a_line_and_a_status():
 
 
 @pytest.mark.parametrize(
-    ("lost", "ending"),
-    [(None, None), (0.05, None), (0.12, "--budget 128"), (0.5, "--budget 128")],
+    ("lost", "peak", "ending"),
+    [
+        (None, None, None),
+        (0.5, 0.0019, None),
+        (0.12, 0.002, "--budget 128"),
+        (0.05, 0.05, "--budget 128"),
+    ],
 )
-def test_lost_votes_call_for_a_larger_budget(lost, ending):
+def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
     typed, options = TYPED[:-1], SNAPKV
-    note = Votes.of(answered(lost_votes=lost), options, typed)
+    note = Votes.of(answered(lost_votes=lost, lost_vote_peak=peak), options, typed)
     if ending is None:
         assert plain(note) == []
         assert note.record()["command"] is None
@@ -223,7 +228,9 @@ def test_lost_votes_call_for_a_larger_budget(lost, ending):
 @pytest.mark.parametrize("given", [{"self_speculate": True}, {"compare": True}])
 def test_a_text_beside_the_full_caches_needs_no_such_hint(given):
     note = Votes.of(
-        answered(lost_votes=0.5), RunOptions(policy="snapkv", budget=64, **given), TYPED
+        answered(lost_votes=0.5, lost_vote_peak=0.02),
+        RunOptions(policy="snapkv", budget=64, **given),
+        TYPED,
     )
     assert plain(note) == []
     assert note.record()["word"] == "lost"

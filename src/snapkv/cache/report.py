@@ -180,7 +180,8 @@ def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]
     """Neighbouring layers that hold the same, as (first, last, values of one)."""
     runs: list[tuple[int, int, dict[str, Any]]] = []
     for row in layers:
-        if runs and {**runs[-1][2], "layer": None} == {**row, "layer": None}:
+        own = {"layer": None, "lost_votes": None}  # which the table does not show
+        if runs and runs[-1][2] | own == row | own:
             runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
         else:
             runs.append((row["layer"], row["layer"], row))

@@ -39,7 +39,7 @@ class SnapKV(PrefixPolicy):
         pooling: "max" or "avg" over neighbours, as in the paper; or "fading", where a vote lifts
             what stands behind it, by a factor less for every token: what is copied next stands
             behind the place that is voted for.
-        decay: that factor of "fading", in (0, 1), 0.9 by default.
+        decay: that factor of "fading", in (0, 1), 0.935 by default.
         sink_tokens: first tokens that each head keeps, and whose votes lift no neighbours:
             attention sinks get most of the votes, and nothing is copied from behind them. 4 with
             "fading", else 0, as in the paper.
