@@ -11,7 +11,10 @@ lost. Rows: `docs/results/auto_budget.jsonl`. Page: `docs/results/auto_budget.md
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from benchmarks.auto_budget_page import render
 from benchmarks.environment import describe_environment
@@ -30,6 +33,7 @@ FIRST, ROUNDS = 80, 12
 """Other texts than those that the pooling was chosen by."""
 
 BUDGETS = (48, 64, 96, 128, 192, 256, 384)
+MASSES = (0.5, 0.4, 0.3)
 BOUNDS = (0.01, 0.005, 0.0025, 0.001)
 
 
@@ -42,7 +46,19 @@ def policies() -> dict[str, Policy]:
         f"auto {bound}, by head": AdaKV(default_policy(AutoBudget(lost_vote=bound)))
         for bound in (0.005, 0.0025)
     }
-    return {**fixed, **papers, **auto, **shared}
+    masses = {f"mass {most}": default_policy(_MassBudget(lost_vote=most)) for most in MASSES}
+    return {**fixed, **papers, **auto, **shared, **masses}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MassBudget(AutoBudget):
+    """Bounds the sum of the lost votes instead of the highest: `lost_vote` is their share."""
+
+    def voted(self, shares: Tensor) -> Tensor:
+        """How many of the best positions of every head have all but that share of its votes."""
+        held = shares.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+        short = held < (1 - self.lost_vote) * held[..., -1:]
+        return short.sum(dim=-1) + 1
 
 
 def texts(make: Maker) -> Iterator[Text]:
