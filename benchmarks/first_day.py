@@ -10,10 +10,10 @@ that command does by default. Rows: `docs/results/first_day.jsonl`. Page:
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,13 +58,12 @@ def _of_package(package: str, *endings: str) -> Callable[[Path], list[Path]]:
     return files
 
 
-def _of_python(module: str) -> Callable[[Path], list[Path]]:
-    """The source of a module of the standard library."""
+def _of_python(name: str) -> Callable[[Path], list[Path]]:
+    """A source file of the standard library."""
 
     def files(folder: Path) -> list[Path]:
         del folder
-        spec = importlib.util.find_spec(module)
-        return [Path(spec.origin)] if spec is not None and spec.origin else []
+        return [Path(sysconfig.get_path("stdlib")) / name]
 
     return files
 
@@ -115,19 +114,19 @@ PAIRS = (
     ),
     Pair(
         kind="code",
-        files=_of_python("poplib"),
+        files=_of_python("poplib.py"),
         question="What is the value of POP3_SSL_PORT?",
         expected="995",
     ),
     Pair(
         kind="code",
-        files=_of_python("http"),
+        files=_of_python("http/__init__.py"),
         question="What is the value of INSUFFICIENT_STORAGE?",
         expected="507",
     ),
     Pair(
         kind="code",
-        files=_of_python("stat"),
+        files=_of_python("stat.py"),
         question="What is the value of FILE_ATTRIBUTE_VIRTUAL?",
         expected="65536",
     ),
@@ -157,7 +156,7 @@ def measure() -> Iterator[Row]:
 
 def _asked(pair: Pair, files: list[Path]) -> Row:
     """What the command says about one pair, both answers judged."""
-    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     if pair.expected not in text:
         raise ValueError(f"expected {pair.expected!r} in {[path.name for path in files]}")
     record = _ask([*map(str, files), "--question", pair.question])

@@ -19,7 +19,7 @@ from textwrap import fill
 from benchmarks.environment import describe_environment
 from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
 from snapkv.app.models import LoadedModel, load
-from snapkv.lab.study import HitRate, Instructions, Overlap, Position, Sensitivity, Study
+from snapkv.lab.study import HitRate, Induction, Instructions, Overlap, Position, Sensitivity, Study
 from snapkv.lab.study.base import weighted
 from snapkv.lab.study.figures import save
 from snapkv.lab.study.hit_rate import SELECTIONS
@@ -32,6 +32,8 @@ FOLDER = Path("snapkv-results") / "studies"
 
 SENSITIVITY = Sensitivity(kernels=(1, 5, 7, 13), length=2048, digits=5, depths=5, template="none")
 
+INDUCTION = Induction(samples=2)
+
 STUDIES: dict[str, Study] = {
     study.name: study
     for study in (
@@ -40,6 +42,7 @@ STUDIES: dict[str, Study] = {
         Instructions(samples=2),
         Position(samples=2),
         SENSITIVITY,
+        INDUCTION,
     )
 }
 
@@ -188,12 +191,38 @@ kernels and kinds of pooling, the window has {windows}. The full cache has {full
 sample is {1 / full["samples"]:.2f}."""
 
 
+def _induction(rows: list[Row]) -> str:
+    derived = _where(rows, of="derived")[0]
+    before, behind = derived["kernel_size"]
+    decays = {row["decay"]: row["kept"] for row in _where(rows, of="decay")}
+    heads = _where(rows, of="head")
+    needing = [row for row in heads if row["needed"] >= 1]
+    lines = STUDIES["induction"].table(rows).lines
+    sides = ", ".join(f"{line[1]} of them with {line[0]}" for line in lines)
+    medians = " and ".join(sorted({line[5].lstrip("-") for line in lines}))
+    return f"""
+This is no figure of the paper's; it is what its clusters are made for. A copy of something begins
+at the end of the prompt, and most of the window's votes near it stand before the token that is
+copied next, on the words that it began with ({sides}); by the median {medians} tokens before it.
+What is needed after it stands further behind.
+
+{len(needing)} of {len(heads)} heads need a token of the copy or more per prompt, that is, pay it
+more than {INDUCTION.threshold} of their attention while it is said. Of what they need,
+{derived["needed_near_votes"]:.0%} stands within 32 tokens of one of the head's
+{INDUCTION.best_votes} best votes, and {derived["reached"]:.0%} of that no further than {before}
+before and {behind} behind one. At a budget of {INDUCTION.budget} the centred pooling of 7 keeps
+{derived["kept_centred"]:.0%} of what is needed, fading by 0.5 {decays[0.5]:.0%}, by
+{derived["decay"]} {derived["kept"]:.0%}, by 0.98 {decays[0.98]:.0%}. The pair depends on how much
+is copied, {INDUCTION.items} digits, words or tokens here."""
+
+
 SEEN = {
     "hit-rate": _hit_rate,
     "overlap": _overlap,
     "instructions": _instructions,
     "position": _position,
     "sensitivity": _sensitivity,
+    "induction": _induction,
 }
 """What the rows of each study show, in words."""
 

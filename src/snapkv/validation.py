@@ -15,6 +15,9 @@ DEFAULT_WINDOW = 32
 DEFAULT = "default"
 """The method of `snapkv.policies.default` by name; what it makes is a `SnapKV`."""
 
+SMALL_WINDOW = 16
+"""The window of `DEFAULT`: the best one of `docs/results/pooling.md`, where fading is the best."""
+
 AUTO = "auto"
 """A budget that the votes choose."""
 

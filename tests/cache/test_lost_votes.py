@@ -1,4 +1,4 @@
-"""The lost vote mass in plain words."""
+"""Lost votes in plain words."""
 
 import pytest
 
@@ -10,19 +10,19 @@ def report(**values):
 
 
 @pytest.mark.parametrize(
-    ("lost", "word"),
+    ("peak", "word"),
     [
         (0.0, "safe"),
-        (SAFE_BELOW - 0.001, "safe"),
+        (SAFE_BELOW - 0.0001, "safe"),
         (SAFE_BELOW, "doubtful"),
-        (DOUBTFUL_BELOW - 0.001, "doubtful"),
+        (DOUBTFUL_BELOW - 0.0001, "doubtful"),
         (DOUBTFUL_BELOW, "lost"),
         (1.0, "lost"),
         (float("nan"), "lost"),
     ],
 )
-def test_every_share_has_a_word_and_the_borders_belong_to_the_worse_one(lost, word):
-    assert word_for(lost) == word
+def test_every_peak_has_a_word_and_the_borders_belong_to_the_worse_one(peak, word):
+    assert word_for(peak) == word
 
 
 def test_a_report_without_votes_says_nothing():
@@ -34,12 +34,14 @@ def test_a_report_without_votes_says_nothing():
 
 def test_a_report_with_votes_says_the_share_and_the_word():
     layers = [{"lost_votes": 0.01}, {"kind": "sliding"}, {"lost_votes": 0.4}]
-    votes = LostInWords.of(report(lost_votes=0.072, layers=layers))
+    votes = LostInWords.of(report(lost_votes=0.072, lost_vote_peak=0.0013, layers=layers))
     assert str(votes) == "7 % (safe)"
     assert votes.highest == 0.4
     assert not votes.calls_for_more
-    assert LostInWords.of(report(lost_votes=0.1)).calls_for_more
-    assert str(LostInWords.of(report(lost_votes=0.31))) == "31 % (lost)"
+    doubtful = LostInWords.of(report(lost_votes=0.1, lost_vote_peak=0.004))
+    assert doubtful.calls_for_more
+    lost = LostInWords.of(report(lost_votes=0.05, lost_vote_peak=0.02))
+    assert str(lost) == "5 % (lost)"
 
 
 @pytest.mark.parametrize("lost", [None, 0.0, 0.5])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from snapkv.cli.amounts import byte_count, count, counts, kernel
+from snapkv.cli.amounts import byte_count, count, counts, kernel, token_budget, token_budgets
 from snapkv.errors import InvalidArgumentError
 
 
@@ -108,3 +108,46 @@ def test_a_kernel_is_a_width_or_how_far_it_reaches(text, size):
 def test_what_is_no_kernel_is_refused_with_an_example(text):
     with pytest.raises(InvalidArgumentError, match=r"kernel_size: expected .*--kernel-size 0\+12"):
         kernel(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("4k", 4096),
+        (" 1 ", 1),
+        ("auto", "auto"),
+        (" auto ", "auto"),
+        ("auto:", "auto"),
+        ("auto:most=4k", {"auto": {"most": 4096}}),
+        ("auto: lost_vote = 0.001, least=8", {"auto": {"lost_vote": 0.001, "least": 8}}),
+        ("auto:lost_vote=.5", {"auto": {"lost_vote": 0.5}}),
+    ],
+)
+def test_budgets_are_read(text, budget):
+    assert token_budget(text) == budget
+    assert token_budgets(f"64,{text},128") == (64, budget, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("many", "got 'many'; write for instance --budget 4k or --budget auto"),
+        ("Auto", "write for instance --budget 4k or --budget auto"),
+        ("-4", "expected at least 1, got -4"),
+        ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
+        (
+            "auto:lost_vote=much",
+            "least or most, got 'lost_vote=much'",
+        ),
+        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'"),
+        ("auto:most=4.5", "least or most, got 'most=4.5'"),
+        ("auto:most=", "least or most, got 'most='"),
+    ],
+)
+def test_what_is_no_budget_is_one_line(text, message):
+    for read in (token_budget, token_budgets):
+        with pytest.raises(InvalidArgumentError) as raised:
+            read(text)
+        assert message in str(raised.value)
+        assert "\n" not in str(raised.value)
+        assert "--budget" in str(raised.value) or "pass a larger number" in str(raised.value)

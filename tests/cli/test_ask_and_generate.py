@@ -121,7 +121,7 @@ def gate(tmp_path):
     ]
     document = tmp_path / "the gate.txt"
     document.write_text(" ".join([*scenes[:6], "The number of the gate is 4815162.", *scenes[6:]]))
-    small = ("--budget", 32, "--window-size", 8, "--max-new-tokens", 8)
+    small = ("--policy", "snapkv", "--budget", 32, "--window-size", 8, "--max-new-tokens", 8)
     start = ("-q", "What is the number of the gate?", "--answer-start", "The number of the gate is")
     return "ask", document, *start, *small
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from snapkv import AutoBudget, SnapKV
+from snapkv.cli.amounts import token_budgets
 from snapkv.cli.fields import documented_arguments, integers
 from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
@@ -43,8 +45,8 @@ def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(snapkv,
     done = snapkv(*NEEDLE, "--budget", "64,40")
     assert done.status == 0
     assert "needle: accuracy by length" in done.out
-    labels = re.findall(r"│ (full|snapkv@\d+) +│ +visible │", done.out)
-    assert labels == ["full", "snapkv@64", "snapkv@40"]
+    labels = re.findall(r"│ (full|default@\d+) +│ +visible │", done.out)
+    assert labels == ["full", "default@64", "default@40"]
     folder = re.search(r"answers: (snapkv-results/needle-tiny-[0-9a-f]{8})\n", done.err)
     assert folder
     assert len((here / folder[1] / "samples.jsonl").read_text().splitlines()) == 2 * 2 * 3
@@ -54,7 +56,7 @@ def test_many_columns_become_rows(snapkv, tiny_only, here):
     lengths = ",".join(map(str, range(300, 390, 10)))
     done = snapkv(*NEEDLE[:2], "--lengths", lengths, "--depths", 1, "--budget", 64)
     assert re.findall(r"│ (\d+) +│ +[\d.]+ │ +[\d.]+ │", done.out) == lengths.split(",")
-    assert re.search(r"┃ method +┃ +full ┃ +snapkv@64 ┃", done.out)
+    assert re.search(r"┃ method +┃ +full ┃ +default@64 ┃", done.out)
 
 
 def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, monkeypatch):
@@ -80,7 +82,8 @@ def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
     assert found["run"]["limit"] == 1
     rows = [(row["method"], row["question"]) for row in found["rows"][:4]]
     assert rows == [
-        ("full", "visible"), ("snapkv@64", "visible"), ("full", "hidden"), ("snapkv@64", "hidden"),
+        ("full", "visible"), ("default@64", "visible"),
+        ("full", "hidden"), ("default@64", "hidden"),
     ]  # fmt: skip
     assert (here / "results" / "run.json").exists()
 
@@ -128,9 +131,12 @@ def test_a_page_and_its_tables(snapkv, tiny_only, here):
         (("--depths", "many"), "--depths"),
         (("--variant", "fork"), "--variant"),
         (("--haystack", "no/such"), "no/such"),
-        (("--budget", "many"), "budget: expected items of type int"),
-        (("--budget", ""), "budget: expected whole numbers"),
-        (("--budget", "16"), "expected more than window_size=32"),
+        (
+            ("--budget", "many"),
+            "such as 4096, 4k or 1.5k, got 'many'; write for instance --budget 4k or --budget auto",
+        ),
+        (("--budget", ""), "budget: expected numbers of tokens with commas"),
+        (("--budget", "16"), "expected more than window_size=16"),
         (("--policy", "snapvk"), "did you mean snapkv?"),
         (("--policy", "snapkv:kernel_size"), "policy: expected NAME or NAME:PARAMETER=VALUE"),
         (("--policy", "snapkv:colour=red"), "colour: expected a parameter of snapkv"),
@@ -219,6 +225,33 @@ def test_baselines_come_first_then_every_policy_at_every_budget():
     ]  # fmt: skip
     assert [method.policy.budget for method in found[1:]] == [512, 1024] * 3
     assert found[-1].policy.describe()["pooling"] == "avg"
+
+
+def test_who_names_no_method_is_given_the_default_at_every_budget():
+    budgets = token_budgets("128, auto, auto:lost_vote=0.01,most=4k")
+    found = methods([], ["default,default:kernel_size=5,window_size=8"], budgets)
+    assert [method.label for method in found] == [
+        "default@128", "default@auto", "default@auto:lost_vote=0.01,most=4096",
+        "default:kernel_size=5,window_size=8@128", "default:kernel_size=5,window_size=8@auto",
+        "default:kernel_size=5,window_size=8@auto:lost_vote=0.01,most=4096",
+    ]  # fmt: skip
+    assert found[0].policy == SnapKV(128, window_size=16, pooling="fading")
+    assert found[1].policy == SnapKV("auto", window_size=16, pooling="fading")
+    assert found[-1].policy == SnapKV(
+        AutoBudget(lost_vote=0.01, most=4096), window_size=8, kernel_size=5
+    )
+    (one,) = methods([], ["default:budget=auto:most=64"], [128])
+    assert (one.label, one.policy.budget) == ("default:budget=auto:most=64", AutoBudget(most=64))
+
+
+def test_a_budget_that_the_votes_choose_is_evaluated(snapkv, tiny_only, here):
+    budgets = "auto:lost_vote=0.01,least=8,64"
+    done = snapkv(*NEEDLE, "--budget", budgets, "--baseline", "none", "--limit", 1, "--json")
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert {row["method"] for row in found["rows"]} == {
+        "default@auto:lost_vote=0.01,least=8", "default@64",
+    }  # fmt: skip
 
 
 def test_a_method_with_a_budget_of_its_own_comes_once():

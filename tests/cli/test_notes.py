@@ -12,11 +12,12 @@ from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.cli.remedies import FADING, FULL, WIDE, changes_by_price, larger_budget
 
+SNAPKV = RunOptions(policy="snapkv", budget=64)
 TYPED = ("ask", "my notes.txt", "-q", "Who's there?", "--budget", "64", "--compare")
 
 
 def answered(text="a b", options=None, *, prompt_tokens=600, **votes):
-    policy = build_policy(options or RunOptions(budget=64))
+    policy = build_policy(options or SNAPKV)
     budget = getattr(policy, "budget", None)
     cache = CacheReport(
         policy=policy.name,
@@ -93,7 +94,9 @@ def test_a_command_is_the_one_that_was_typed_with_what_changes(typed, change, co
 
 
 def test_changed_options_make_the_policy_that_the_command_will():
-    options = RunOptions(budget=64, kernel_size="5", set_=["budget=32", "group_reduce=max"])
+    options = RunOptions(
+        policy="snapkv", budget=64, kernel_size="5", set_=["budget=32", "group_reduce=max"]
+    )
     changed = changed_options(options, {"budget": 128} | dict(FADING))
     policy = build_policy(changed)
     assert (policy.budget, policy.pooling, policy.group_reduce) == (128, "fading", "max")
@@ -102,7 +105,7 @@ def test_changed_options_make_the_policy_that_the_command_will():
 
 
 def test_changes_come_in_the_order_of_their_price():
-    options = RunOptions(budget=64)
+    options = SNAPKV
     larger = [{"budget": budget, "keep_ratio": None} for budget in (128, 256, 512)]
     found = list(changes_by_price(options, answered(options=options)))
     assert found == [
@@ -121,6 +124,7 @@ def test_changes_come_in_the_order_of_their_price():
         ({"budget": 64, "pooling": "fading"}, [128, 256, 512], 1),
         ({"budget": 64, "kernel_size": "13"}, [128, 128, 256, 256, 512, 512], 1),
         ({"keep_ratio": 0.25}, [300, 300], 2),  # 150 of 600 were kept
+        ({"policy": "default"}, [300], 1),  # which fades
         ({"policy": "adakv", "budget": 200}, [400, 400], 2),
         ({"policy": "h2o", "budget": 200}, [400], 0),
         ({"policy": "fastgen"}, [], 0),
@@ -129,7 +133,7 @@ def test_changes_come_in_the_order_of_their_price():
     ],
 )
 def test_only_what_a_method_has_is_changed(given, budgets, poolings):
-    options = RunOptions(**given)
+    options = RunOptions(**{"policy": "snapkv"} | given)
     changes = list(changes_by_price(options, answered(options=options)))
     assert [change["budget"] for change in changes if "budget" in change] == budgets
     assert sum("budget" not in change for change in changes) == poolings
@@ -145,7 +149,7 @@ def compared(tried, ours="a b", theirs="a c"):
         return tried
 
     answers = answered(ours), answered(theirs)
-    return Compared.of(answers, RunOptions(budget=64), TYPED, tries), seen
+    return Compared.of(answers, SNAPKV, TYPED, tries), seen
 
 
 def test_the_same_answer_is_one_line_and_nothing_is_tried():
@@ -200,12 +204,17 @@ def test_a_check_is_a_line_and_a_status():
 
 
 @pytest.mark.parametrize(
-    ("lost", "ending"),
-    [(None, None), (0.05, None), (0.12, "--budget 128"), (0.5, "--budget 128")],
+    ("lost", "peak", "ending"),
+    [
+        (None, None, None),
+        (0.5, 0.0019, None),
+        (0.12, 0.002, "--budget 128"),
+        (0.05, 0.05, "--budget 128"),
+    ],
 )
-def test_lost_votes_call_for_a_larger_budget(lost, ending):
-    typed, options = TYPED[:-1], RunOptions(budget=64)
-    note = Votes.of(answered(lost_votes=lost), options, typed)
+def test_lost_votes_call_for_a_larger_budget(lost, peak, ending):
+    typed, options = TYPED[:-1], SNAPKV
+    note = Votes.of(answered(lost_votes=lost, lost_vote_peak=peak), options, typed)
     if ending is None:
         assert plain(note) == []
         assert note.record()["command"] is None
@@ -218,12 +227,17 @@ def test_lost_votes_call_for_a_larger_budget(lost, ending):
 
 @pytest.mark.parametrize("given", [{"self_speculate": True}, {"compare": True}])
 def test_a_text_beside_the_full_caches_needs_no_such_hint(given):
-    note = Votes.of(answered(lost_votes=0.5), RunOptions(budget=64, **given), TYPED)
+    note = Votes.of(
+        answered(lost_votes=0.5, lost_vote_peak=0.02),
+        RunOptions(policy="snapkv", budget=64, **given),
+        TYPED,
+    )
     assert plain(note) == []
     assert note.record()["word"] == "lost"
 
 
 def test_a_larger_budget_that_holds_everything_is_the_full_cache():
-    assert larger_budget(RunOptions(budget=300), answered(options=RunOptions(budget=300))) is FULL
+    half = RunOptions(policy="snapkv", budget=300)
+    assert larger_budget(half, answered(options=half)) is FULL
     fastgen = RunOptions(policy="fastgen")
     assert larger_budget(fastgen, answered(options=fastgen)) is None

@@ -1,7 +1,7 @@
 """Policies on the command line: any dataclass in the table, with nothing written for it here."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import pytest
@@ -10,6 +10,7 @@ from snapkv import (
     H2O,
     TOVA,
     AdaKV,
+    AutoBudget,
     CriticalKV,
     FullCache,
     KeyDiff,
@@ -45,20 +46,38 @@ def newcomer(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "policy"),
     [
-        ({}, SnapKV()),
-        ({"budget": 64, "pooling": "avg"}, SnapKV(64, pooling="avg")),
-        ({"keep_ratio": 0.25, "window_size": 8}, SnapKV(keep_ratio=0.25, window_size=8)),
-        ({"group_reduce": "none", "kernel_size": "5"}, SnapKV(group_reduce="none", kernel_size=5)),
-        ({"kernel_size": "0+12"}, SnapKV(kernel_size=(0, 12))),
-        ({"set_": ["kernel_size=0+12"]}, SnapKV(kernel_size=(0, 12))),
-        ({"pooling": "fading"}, SnapKV(pooling="fading", decay=0.9)),
-        ({"pooling": "fading", "decay": 0.8}, SnapKV(pooling="fading", decay=0.8)),
-        ({"set_": ["pooling=fading", "decay=0.8"]}, SnapKV(pooling="fading", decay=0.8)),
-        ({"set_": ["pooling=fading"], "decay": 0.8}, SnapKV(pooling="fading", decay=0.8)),
+        ({"policy": "snapkv"}, SnapKV()),
+        ({"policy": "snapkv", "budget": 64, "pooling": "avg"}, SnapKV(64, pooling="avg")),
+        (
+            {"policy": "snapkv", "keep_ratio": 0.25, "window_size": 8},
+            SnapKV(keep_ratio=0.25, window_size=8),
+        ),
+        (
+            {"policy": "snapkv", "group_reduce": "none", "kernel_size": "5"},
+            SnapKV(group_reduce="none", kernel_size=5),
+        ),
+        ({"policy": "snapkv", "kernel_size": "0+12"}, SnapKV(kernel_size=(0, 12))),
+        ({"policy": "snapkv", "set_": ["kernel_size=0+12"]}, SnapKV(kernel_size=(0, 12))),
+        ({"policy": "snapkv", "pooling": "fading"}, SnapKV(pooling="fading", decay=0.935)),
+        (
+            {"policy": "snapkv", "pooling": "fading", "decay": 0.8},
+            SnapKV(pooling="fading", decay=0.8),
+        ),
+        (
+            {"policy": "snapkv", "set_": ["pooling=fading", "decay=0.8"]},
+            SnapKV(pooling="fading", decay=0.8),
+        ),
+        (
+            {"policy": "snapkv", "set_": ["pooling=fading"], "decay": 0.8},
+            SnapKV(pooling="fading", decay=0.8),
+        ),
+        (
+            {"policy": "snapkv", "set_": ["window-size=16", "kernel_size = 5"]},
+            SnapKV(window_size=16, kernel_size=5),
+        ),
         ({"policy": "full"}, FullCache()),
         ({"policy": "random", "seed": 3}, Random(seed=3)),
         ({"policy": "full", "seed": 3}, FullCache()),
-        ({"set_": ["window-size=16", "kernel_size = 5"]}, SnapKV(window_size=16, kernel_size=5)),
         ({"policy": "newcomer", "budget": 8}, Newcomer(budget=8)),
         (
             {"policy": "newcomer", "set_": ["decay=0.5", "greedy=true", "mode=slow"]},
@@ -68,6 +87,47 @@ def newcomer(monkeypatch):
     ids=lambda value: str(value),
 )
 def test_options_become_the_policy(options, policy):
+    assert build_policy(RunOptions(**options)) == policy
+
+
+AUTO = SnapKV("auto", window_size=16, pooling="fading")
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({}, AUTO),
+        ({"budget": "auto"}, AUTO),
+        ({"set_": ["budget=auto"]}, AUTO),
+        ({"budget": 64}, replace(AUTO, budget=64)),
+        ({"set_": ["budget=64"]}, replace(AUTO, budget=64)),
+        ({"keep_ratio": 0.25}, replace(AUTO, budget=None, keep_ratio=0.25)),
+        ({"set_": ["keep_ratio=0.25"]}, replace(AUTO, budget=None, keep_ratio=0.25)),
+        ({"kernel_size": "5"}, SnapKV("auto", window_size=16, kernel_size=5)),
+        ({"set_": ["kernel_size=0+12"]}, SnapKV("auto", window_size=16, kernel_size=(0, 12))),
+        (
+            {"kernel_size": "5", "pooling": "avg"},
+            SnapKV("auto", window_size=16, kernel_size=5, pooling="avg"),
+        ),
+        ({"pooling": "max"}, SnapKV("auto", window_size=16)),
+        ({"set_": ["pooling=max"]}, SnapKV("auto", window_size=16)),
+        ({"decay": 0.8}, replace(AUTO, decay=0.8)),
+        ({"set_": ["decay=0.8"]}, replace(AUTO, decay=0.8)),
+        ({"window_size": 8}, replace(AUTO, window_size=8)),
+        ({"set_": ["window-size=8", "sink_tokens=0"]}, replace(AUTO, window_size=8, sink_tokens=0)),
+        ({"group_reduce": "sum", "seed": 3}, replace(AUTO, group_reduce="sum")),
+        (
+            {"budget": {"auto": {"lost_vote": 0.01, "most": 96}}},
+            replace(AUTO, budget=AutoBudget(lost_vote=0.01, most=96)),
+        ),
+        ({"set_": ["budget=auto:most=4k"]}, replace(AUTO, budget=AutoBudget(most=4096))),
+        ({"policy": "snapkv", "budget": "auto"}, SnapKV("auto")),
+        ({"policy": "adakv", "budget": "auto"}, AdaKV(SnapKV("auto"))),
+        ({"policy": "adakv", "set_": ["budget=auto:least=8"]}, AdaKV(SnapKV(AutoBudget(least=8)))),
+    ],
+    ids=str,
+)
+def test_who_names_no_method_gets_the_default(options, policy):
     assert build_policy(RunOptions(**options)) == policy
 
 
@@ -81,7 +141,17 @@ def test_options_become_the_policy(options, policy):
         ({"set_": ["kernel_size"]}, "expected NAME=VALUE, got 'kernel_size'"),
         ({"set_": ["=5"]}, "expected NAME=VALUE"),
         ({"set_": ["budget=many"]}, "budget: expected an integer, got 'many'"),
-        ({"budget": 32}, "budget: expected more than window_size=32"),
+        ({"set_": ["budget=auto:some=4"]}, "budget: expected auto with lost_vote, least or most"),
+        ({"set_": ["seed=1"]}, "expected a parameter of default, which has budget, keep_ratio"),
+        ({"policy": "snapkv", "budget": 32}, "budget: expected more than window_size=32"),
+        ({"budget": 16}, "budget: expected more than window_size=16"),
+        ({"budget": 19}, "budget: expected at least window_size=16 + sink_tokens=4"),
+        ({"budget": "auto", "keep_ratio": 0.5}, "budget and keep_ratio: expected one of them"),
+        ({"budget": {"auto": {"most": 16, "least": 4}}}, "budget: expected more than window_size"),
+        ({"budget": {"auto": {"lost_vote": 1.0}}}, "lost_vote: expected a number in (0, 1)"),
+        ({"policy": "pyramidkv", "budget": "auto"}, "expected a number of tokens with pyramidkv"),
+        ({"policy": "keydiff", "budget": "auto"}, "expected a number of tokens with keydiff"),
+        ({"policy": "h2o", "budget": "auto"}, "budget: expected an integer, got 'auto'"),
         ({"budget": 0}, "budget: expected at least 1, got 0"),
         ({"budget": 64, "keep_ratio": 0.5}, "budget and keep_ratio: expected one of them"),
         ({"keep_ratio": 1.5}, "keep_ratio: expected a number in (0, 1], got 1.5"),
@@ -90,7 +160,9 @@ def test_options_become_the_policy(options, policy):
         ({"kernel_size": "0+x"}, "kernel_size: expected a width such as 7, or how far before"),
         ({"set_": ["kernel_size=wide"]}, "kernel_size: expected a width such as 7"),
         ({"kernel_size": "0+12", "pooling": "fading"}, "kernel_size: expected none with pooling="),
-        ({"decay": 0.9}, "decay: expected none with pooling='max'"),
+        ({"decay": 0.9, "pooling": "max"}, "decay: expected none with pooling='max'"),
+        ({"decay": 0.9, "kernel_size": "5"}, "decay: expected none with pooling='max'"),
+        ({"policy": "snapkv", "decay": 0.9}, "decay: expected none with pooling='max'"),
         ({"decay": 1.0, "pooling": "fading"}, "decay: expected a number in (0, 1), got 1.0"),
         ({"set_": ["pooling=fading", "decay=much"]}, "decay: expected a number in (0, 1), got"),
         ({"policy": "h2o", "pooling": "fading"}, "pooling: expected a parameter of h2o"),
@@ -114,15 +186,25 @@ def test_the_list_names_every_policy_and_parameter(snapkv):
     assert done.status == 0
     assert "newcomer: A policy with fields of every kind." in done.out
     assert "    decay=None  (float or None)" in done.out
-    assert "    kernel_size=7  (int or pair or None)" in done.out
+    assert "    kernel_size=7  (int or pair of int or None)" in done.out
     assert "    pooling=max  (max, avg, fading)" in done.out
+    default, _, others = done.out.partition("\nsnapkv: ")
+    assert default.startswith("default: SnapKV with fading pooling and a small window")
+    assert "\n    budget=auto  (int or auto or None)\n" in default
+    assert "\n    window_size=16  (int)\n" in default
+    assert "\n    budget=1024  (int or auto or None)\n" in others
 
 
 def test_the_list_in_json(snapkv):
     listed = json.loads(snapkv("policies", "--json").out)
-    assert list(listed) == list(POLICIES)
-    budget = {"type": "int or auto or AutoBudget or None", "default": 1024}
+    assert list(listed) == ["default", *POLICIES]
+    budget = {"type": "int or auto or None", "default": 1024}
     assert listed["snapkv"]["parameters"]["budget"] == budget
+    own = {name: each["default"] for name, each in listed["default"]["parameters"].items()}
+    assert own == {
+        "budget": "auto", "keep_ratio": None, "window_size": 16, "kernel_size": None,
+        "pooling": "fading", "decay": 0.935, "sink_tokens": 4, "group_reduce": "mean",
+    }  # fmt: skip
     assert listed["full"]["parameters"] == {}
 
 

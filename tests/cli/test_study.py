@@ -41,6 +41,17 @@ def test_a_document_that_is_too_short_is_read_as_it_is_and_said(
     assert json.loads(snapkv(*command, "--json").out)["warnings"] == [said.removeprefix("notice: ")]
 
 
+def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
+    small = ("--kinds", "digits", "--items", "4", "--samples", "1", "--document-tokens", "150")
+    command = ("study", "induction", *small, "--budget", "40", "--output", tmp_path / "out")
+    done = snapkv(*command)
+    assert done.status == 0, done.err
+    said = " ".join(done.out.split())
+    assert "--kernel-size 0+" in said
+    assert "--pooling fading --decay 0." in said
+    assert json.loads((tmp_path / "out" / "pooling.json").read_text())["pooling"]["decay"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -52,6 +63,11 @@ def test_a_document_that_is_too_short_is_read_as_it_is_and_said(
         (("overlap", "--document", "missing.txt"), "expected an existing file"),
         (("sensitivity", "--windows", "16,x"), "windows: expected items of type int"),
         (("sensitivity", "--poolings", "max,median"), "pooling: expected"),
+        (
+            ("induction", "--kinds", "digits,letters"),
+            "kinds: expected one of digits, words, tokens",
+        ),
+        (("induction", "--budget", "20"), "budget: expected more than window_size=16"),
         (("sensitivity", "--budget", "32"), "expected more than window_size=32"),
     ],
     ids=" ".join,

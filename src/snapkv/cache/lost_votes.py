@@ -1,4 +1,4 @@
-"""The lost vote mass in plain words: how much of what the window voted for was dropped."""
+"""Lost votes in plain words: how much of what the window voted for was dropped, and how badly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from typing import Any, Literal, Self
 
 Word = Literal["safe", "doubtful", "lost"]
 
-SAFE_BELOW = 0.10
-"""Where less of the votes is lost than this, answers are mostly those of the full cache.
+SAFE_BELOW = 0.002
+"""Where no more than this share of the window's attention is lost at one place, on average over
+heads and layers, answers are mostly those of the full cache: see `docs/results/auto_budget.md`,
+which says how often each word was right. The sum of what is lost says less: many small votes may
+mean nothing, and one that is lost may be the answer."""
 
-Provisional, as `DOUBTFUL_BELOW` is: to be set by how often each word was right.
-"""
-
-DOUBTFUL_BELOW = 0.25
-"""From here on an answer is to be mistrusted; below it, and not safe, it may be either."""
+DOUBTFUL_BELOW = 0.008
+"""From here on an answer is to be mistrusted; below it, and not safe, most are right."""
 
 
-def word_for(lost: float) -> Word:
-    """What a lost share of the votes, 0 to 1, means for the answer; what is no number is lost."""
-    if lost < SAFE_BELOW:
+def word_for(peak: float) -> Word:
+    """What the highest lost vote, 0 to 1, means for the answer; what is no number is lost."""
+    if peak < SAFE_BELOW:
         return "safe"
-    return "doubtful" if lost < DOUBTFUL_BELOW else "lost"
+    return "doubtful" if peak < DOUBTFUL_BELOW else "lost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,14 @@ class LostInWords:
     Attributes:
         share: mean over layers and heads, 0 to 1; None where the method measures none.
         highest: that of the worst layer; None where there is none.
+        peak: the highest vote that is lost, as a share of the window's attention, mean over layers
+            and heads, see `CacheReport`; None where the method measures none.
         drops_nothing: whether all that was seen is held.
     """
 
     share: float | None
     highest: float | None
+    peak: float | None
     drops_nothing: bool
 
     @classmethod
@@ -44,6 +47,7 @@ class LostInWords:
         return cls(
             share=report.get("lost_votes"),
             highest=max((lost for lost in layers if lost is not None), default=None),
+            peak=report.get("lost_vote_peak"),
             drops_nothing=report["kept_tokens"] >= report["seen_tokens"],
         )
 
@@ -52,7 +56,7 @@ class LostInWords:
         """The plain word; None where nothing is known. Where nothing is dropped, it is "safe"."""
         if self.drops_nothing:
             return "safe"
-        return None if self.share is None else word_for(self.share)
+        return None if self.peak is None else word_for(self.peak)
 
     @property
     def calls_for_more(self) -> bool:

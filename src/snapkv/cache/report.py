@@ -28,8 +28,9 @@ class CacheReport(dict[str, Any]):
         lost_votes: the part of the window's votes on the prefix that fell on what was dropped, mean
             over rows, heads and layers; 0 where nothing was dropped, None where it is not known:
             methods without votes, and what was dropped in more than one step.
-        lost_vote_peak: the highest pooled vote of a dropped position, as a share of the window's
-            attention, mean over rows, heads and layers; 0 and None as above.
+        lost_vote_peak: the highest vote that a dropped position had, or was lifted to by one before
+            it, as a share of the window's attention, mean over rows, heads and layers; 0 and None
+            as above.
         layers: one dictionary per layer with `layer`, `kind`, `seen_tokens`, `kept_tokens`,
             `held_bytes` and `full_bytes`; compressed ones with `lost_votes`, too. `kind` is
             "compressed", or the name of transformers' own layer where the layer is not full
@@ -179,7 +180,8 @@ def _runs(layers: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]
     """Neighbouring layers that hold the same, as (first, last, values of one)."""
     runs: list[tuple[int, int, dict[str, Any]]] = []
     for row in layers:
-        if runs and {**runs[-1][2], "layer": None} == {**row, "layer": None}:
+        own = {"layer": None, "lost_votes": None}  # which the table does not show
+        if runs and runs[-1][2] | own == row | own:
             runs[-1] = (runs[-1][0], row["layer"], runs[-1][2])
         else:
             runs.append((row["layer"], row["layer"], row))

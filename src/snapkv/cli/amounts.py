@@ -1,5 +1,6 @@
 """Amounts as people write them: 4096, 4k or 1.5k tokens; 80GB, 24GiB or 128kb of memory."""
 
+import contextlib
 import re
 from decimal import Decimal
 from typing import Any
@@ -52,7 +53,10 @@ def token_budget(text: str) -> int | str | dict[str, Any]:
     """
     word, _, rest = text.strip().partition(":")
     if word != AUTO:
-        number = count("budget", text)
+        try:
+            number = count("budget", text)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{error} or --budget {AUTO}") from None
         require_int("budget", number, 1)
         return number
     given = dict(_auto_parameter(part) for part in rest.split(",") if part.strip())
@@ -77,7 +81,8 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
 def _auto_parameter(text: str) -> tuple[str, int | float]:
     name, _, value = (part.strip() for part in text.partition("="))
     if name in ("least", "most"):
-        return name, count(f"budget, {name}", value)
+        with contextlib.suppress(InvalidArgumentError):
+            return name, count(name, value)
     if name == "lost_vote" and re.fullmatch(r"\d*\.?\d+", value):
         return name, float(value)
     raise InvalidArgumentError(

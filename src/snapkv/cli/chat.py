@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ from snapkv.cli.options import RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
 from snapkv.cli.standard_output import write, write_json
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
-from snapkv.validation import format_bytes, nearest
+from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
@@ -58,6 +58,9 @@ def chat(
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
+    is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
+    if is_auto and recall == "none" and not options.set_:
+        options = replace(options, budget=DEFAULT_BUDGET)  # what is gone for good needs a number
     policy = build_policy(options)
 
     from snapkv.app.conversation import Conversation

@@ -1,8 +1,9 @@
 """What a user is told behind an answer: the same or not, what was lost, and what to type next."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
 from rich.text import Text
@@ -12,7 +13,8 @@ from snapkv.app.comparison import Comparison
 from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.command_line import changed_command
 from snapkv.cli.options import RunOptions
-from snapkv.cli.remedies import Remedy, Try, larger_budget, remedy_for
+from snapkv.cli.remedies import Remedy, Try, larger_budget, parameter_of, remedy_for
+from snapkv.validation import AUTO
 
 DIFFERS = 3
 """Exit status of `--check` where the answer is not the full cache's."""
@@ -54,13 +56,65 @@ def notes_on(
         full_start: the first so many tokens of the full cache's answer.
     """
     ours, *full = answers
-    notes: list[Note] = [Votes.of(ours, options, typed)]
+    notes: list[Note] = [*AutoKept.of(ours), Votes.of(ours, options, typed)]
     if options.compare:
         notes.append(Compared.of(answers, options, typed, tried))
     if options.check is not None:
         reference = full[0] if full else full_start(options.check)
         notes.append(Checked.of(ours, reference, options.check))
     return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoKept:
+    """How much of the prompt a budget that the votes chose has kept, and by which rule.
+
+    Attributes:
+        auto: the parameters of the rule, see `snapkv.AutoBudget`.
+        layers: tokens that each compressed layer keeps of the prompt, the mean of its heads.
+        prompt_tokens: what there was.
+    """
+
+    auto: Mapping[str, Any]
+    layers: Sequence[float]
+    prompt_tokens: int
+    key: str = "budget"
+    status: int = 0
+
+    @classmethod
+    def of(cls, answer: Answer) -> "list[AutoKept]":
+        """Read it off an answer's cache; none where the budget is a number."""
+        budget = parameter_of(answer.policy, "budget")
+        if not isinstance(budget, dict):
+            return []
+        behind = answer.cache.seen_tokens - answer.prompt_tokens
+        rows = [row for row in answer.cache["layers"] if row["kind"] == "compressed"]
+        kept = [row["kept_tokens"] - behind for row in rows]
+        return [cls(auto=budget[AUTO], layers=kept, prompt_tokens=answer.prompt_tokens)]
+
+    def record(self) -> dict[str, Any]:
+        """The rule, and the tokens per layer: mean, least and most."""
+        return {
+            AUTO: self.auto,
+            "kept_tokens": fmean(self.layers),
+            "least": min(self.layers),
+            "most": max(self.layers),
+        }
+
+    def lines(self) -> list[Text]:
+        """One line."""
+        least, most, limit = min(self.layers), max(self.layers), self.auto["most"]
+        if least >= self.prompt_tokens:
+            return [Text("budget auto: nothing was dropped")]
+        cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
+        bound = f"{100 * self.auto['lost_vote']:g} %"
+        return [
+            Text(
+                f"budget auto: {fmean(self.layers):,.0f} of {self.prompt_tokens:,} prompt tokens "
+                f"kept in each layer ({least:,.0f} to {most:,.0f}): the window, and what it gave "
+                f"a pooled vote of more than {bound}{cut}"
+            )
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +222,7 @@ class Votes:
 
     def record(self) -> dict[str, Any]:
         """The shares, the word, and the command, if there is one."""
-        shares = {"share": self.lost.share, "highest": self.lost.highest}
+        shares = {name: getattr(self.lost, name) for name in ("share", "highest", "peak")}
         return {**shares, "word": self.lost.word, "command": self.command}
 
     def lines(self) -> list[Text]:

@@ -17,7 +17,9 @@ from snapkv.validation import (
     DEFAULT,
     DEFAULT_BUDGET,
     DEFAULT_WINDOW,
+    FADING_SINKS,
     GROUP_REDUCTIONS,
+    SMALL_WINDOW,
     require_at_least,
     require_budget,
     require_choice,
@@ -148,17 +150,24 @@ class MethodOptions(ModelOptions):
         The methods check all of it again, and what these options cannot know.
         """
         width = None if self.kernel_size is None else kernel(self.kernel_size)
+        usual = "fading" if self.policy == DEFAULT and width is None else "max"
+        pooling = self.pooling or usual
         if not self.set_:
-            usual = "fading" if self.policy == DEFAULT and width is None else "max"
-            require_pooling(self.pooling or usual, width, self.decay)
+            require_pooling(pooling, width, self.decay)
         if self.group_reduce is not None:
             require_choice("group_reduce", self.group_reduce, GROUP_REDUCTIONS)
         if self.keep_ratio is not None:
             require_budget(self.budget, self.keep_ratio, 1)
         elif self.policy in (DEFAULT, "snapkv") and not self.set_:
-            tokens = self.budget if isinstance(self.budget, int) else DEFAULT_BUDGET
-            usual_window = 1 if self.policy == DEFAULT else DEFAULT_WINDOW  # which a policy checks
-            require_budget(tokens, None, self.window_size or usual_window)
+            self._require_room(FADING_SINKS if pooling == "fading" else 0)
+
+    def _require_room(self, sink_tokens: int) -> None:
+        """Refuse a number of tokens that has no room for the window and what is always kept."""
+        is_default = self.policy == DEFAULT
+        tokens = DEFAULT_BUDGET if self.budget is None and not is_default else self.budget
+        if isinstance(tokens, int):
+            window = self.window_size or (SMALL_WINDOW if is_default else DEFAULT_WINDOW)
+            require_budget(tokens, None, window, sink_tokens)
 
     def settings(self) -> GenerationSettings:
         """How to generate.

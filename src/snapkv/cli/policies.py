@@ -5,15 +5,17 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from snapkv.cli.standard_output import write_json
+from snapkv.validation import AUTO, DEFAULT
 
 
 def policies(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False,
 ) -> None:
     """List the methods with their parameters and defaults."""
-    from snapkv.policies import POLICIES  # imports torch, which --help must not wait for
+    from snapkv.policies import POLICIES, default_policy  # imports torch, --help must not wait
 
-    described = {name: _describe(policy) for name, policy in POLICIES.items()}
+    described = {DEFAULT: _describe(default_policy, default_policy(AUTO))}
+    described |= {name: _describe(policy, policy()) for name, policy in POLICIES.items()}
     if json:
         write_json(described)
         return
@@ -23,23 +25,23 @@ def policies(
             typer.echo(f"    {parameter}={details['default']}  ({details['type']})")
 
 
-def _describe(policy: Any) -> dict[str, Any]:
-    """A policy's first docstring line, and what a policy made without arguments has."""
+def _describe(made_by: Any, policy: Any) -> dict[str, Any]:
+    """The first docstring line of what makes a policy, and what one without arguments has."""
     from snapkv.cli.policy import parameters
 
-    defaults = policy().describe()
+    defaults = policy.describe()
     return {
-        "summary": policy.__doc__.strip().splitlines()[0],
+        "summary": made_by.__doc__.strip().splitlines()[0],
         "parameters": {
             name: {"type": _type_name(hint), "default": _plain(defaults[name])}
-            for name, hint in parameters(policy).items()
+            for name, hint in parameters(type(policy)).items()
         },
     }
 
 
 def _plain(default: Any) -> Any:
-    """A default as it is written on the command line: a wrapped method by its name."""
-    return default["name"] if isinstance(default, dict) else default
+    """A default as it is written on the command line: a wrapped method by its name, or auto."""
+    return default.get("name", AUTO) if isinstance(default, dict) else default
 
 
 def _type_name(hint: Any) -> str:
@@ -47,7 +49,9 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(map(str, get_args(hint)))
     if get_origin(hint) is tuple:
-        return "pair"
+        kind, rest = get_args(hint)
+        return f"{'tuple' if rest is ... else 'pair'} of {_type_name(kind)}"
     if members := get_args(hint):
-        return " or ".join("None" if kind is type(None) else _type_name(kind) for kind in members)
+        names = ["None" if kind is type(None) else _type_name(kind) for kind in members]
+        return " or ".join(name for name in names if name != "AutoBudget")  # which auto stands for
     return str(hint.__name__)

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from snapkv.cli.amounts import count, kernel
+from snapkv.cli.amounts import count, kernel, token_budget
 from snapkv.cli.options import MethodOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy, SnapKV
 from snapkv.policies.default import default_parameters
 from snapkv.validation import AUTO, DEFAULT, nearest
 
-_OWN_FLAGS = (
+OWN_FLAGS = (
     "budget",
     "keep_ratio",
     "window_size",
@@ -21,6 +21,7 @@ _OWN_FLAGS = (
     "decay",
     "group_reduce",
 )
+"""Parameters of methods that have an option of their own; others are given with ``--set``."""
 
 
 def build_policy(options: MethodOptions) -> Policy:
@@ -32,7 +33,7 @@ def build_policy(options: MethodOptions) -> Policy:
         InvalidArgumentError: an unknown policy, an option it does not have, or a bad value.
         InvalidTypeError: a value of the wrong type.
     """
-    given = {name: value for name in _OWN_FLAGS if (value := getattr(options, name)) is not None}
+    given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
         given["kernel_size"] = kernel(given["kernel_size"])
     given |= typed_assignments(options.policy, options.set_ or [])
@@ -147,6 +148,8 @@ def _split(assignment: str) -> tuple[str, str]:
 def _typed(text: str, hint: Any) -> Any:
     """The text as the type a parameter has; what is no such thing is left to the policy's check."""
     kinds = {hint, *get_args(hint)}
+    if text.startswith(f"{AUTO}:"):
+        return token_budget(text)
     if bool in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

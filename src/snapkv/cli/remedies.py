@@ -8,14 +8,10 @@ from snapkv.app.answering import Answer
 from snapkv.app.remedies import Tried
 from snapkv.cli.command_line import Change, changed_options
 from snapkv.cli.options import RunOptions
-from snapkv.cli.policy import accepted, build_policy
+from snapkv.cli.policy import OWN_FLAGS, accepted, build_policy
 from snapkv.policies import Policy
 
-FULL: Change = {
-    "policy": "full",
-    **dict.fromkeys(("budget", "keep_ratio", "window_size", "kernel_size", "pooling", "decay")),
-    **dict.fromkeys(("group_reduce", "set_")),
-}
+FULL: Change = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
 """The full cache itself, which has none of the parameters of a method."""
 
 FADING: Change = {"pooling": "fading", "kernel_size": None, "decay": None}
@@ -83,7 +79,7 @@ def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
 
 def _other_poolings(method: dict[str, Any]) -> Iterator[Change]:
     """Poolings that reach further than that of a method, or elsewhere."""
-    kind, width = _parameter(method, "pooling"), _parameter(method, "kernel_size")
+    kind, width = parameter_of(method, "pooling"), parameter_of(method, "kernel_size")
     if kind != "fading":
         yield FADING
     if not isinstance(width, int) or width < int(WIDE["kernel_size"]):
@@ -92,7 +88,7 @@ def _other_poolings(method: dict[str, Any]) -> Iterator[Change]:
 
 def _larger_budgets(answer: Answer) -> Iterator[int]:
     """Twice what was kept of the prompt, four times, ... as long as it is less than the prompt."""
-    budget = _parameter(answer.policy, "budget")
+    budget = parameter_of(answer.policy, "budget")
     if not isinstance(budget, int):
         behind = answer.cache.seen_tokens - answer.prompt_tokens
         budget = max(1, round(answer.cache.kept_tokens - behind))
@@ -100,9 +96,10 @@ def _larger_budgets(answer: Answer) -> Iterator[int]:
         yield budget
 
 
-def _parameter(method: dict[str, Any], name: str) -> Any:
+def parameter_of(method: dict[str, Any], name: str) -> Any:
     """A parameter of a method, or else of one that it wraps; None where there is none."""
     if method.get(name) is not None:
         return method[name]
     wrapped = (value for value in method.values() if isinstance(value, dict))
-    return next((found for each in wrapped if (found := _parameter(each, name)) is not None), None)
+    values = (parameter_of(each, name) for each in wrapped)
+    return next((value for value in values if value is not None), None)

@@ -5,9 +5,7 @@ from typing import Any
 
 from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.snapkv import SnapKV
-
-WINDOW_TOKENS = 16
-"""The best window of `docs/results/pooling.md`, with fading as the best pooling."""
+from snapkv.validation import SMALL_WINDOW
 
 
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,11 +14,11 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     A width asks for pooling over neighbours, so there is no fading beside one.
     """
     pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
-    return {"window_size": WINDOW_TOKENS, **pooling, **given}
+    return {"window_size": SMALL_WINDOW, **pooling, **given}
 
 
 def default_policy(budget: int | str | AutoBudget | None = None, **given: Any) -> SnapKV:
-    """The method for those who choose none.
+    """SnapKV with fading pooling and a small window, for those who choose no method.
 
     Args:
         budget: tokens kept per KV head and layer, window included, or "auto"; 1024 by default.

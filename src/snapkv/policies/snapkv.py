@@ -39,7 +39,7 @@ class SnapKV(PrefixPolicy):
         pooling: "max" or "avg" over neighbours, as in the paper; or "fading", where a vote lifts
             what stands behind it, by a factor less for every token: what is copied next stands
             behind the place that is voted for.
-        decay: that factor of "fading", in (0, 1), 0.9 by default.
+        decay: that factor of "fading", in (0, 1), 0.935 by default.
         sink_tokens: first tokens that each head keeps, and whose votes lift no neighbours:
             attention sinks get most of the votes, and nothing is copied from behind them. 4 with
             "fading", else 0, as in the paper.
@@ -132,8 +132,11 @@ class SnapKV(PrefixPolicy):
         return votes[..., :prefix_tokens]
 
     def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
-        """The votes on what was dropped, before and after pooling."""
-        return LostVotes.of(self.votes(layer), self._shares(layer), selection.keep_indices)
+        """The votes on what was dropped, and the highest, lifted by those before it or not."""
+        votes = self.votes(layer)
+        first = layer.is_among_first(FADING_SINKS, votes.shape[-1])
+        lifted = ops.fade_votes(votes.masked_fill(first, 0.0), DEFAULT_DECAY)
+        return LostVotes.of(votes, lifted / self.summed_weights(layer), selection.keep_indices)
 
     def summed_weights(self, layer: PromptLayer) -> int:
         """One of every query that votes; of every head of a group too where these are summed."""

@@ -160,16 +160,17 @@ class LostVotes:
 
     Attributes:
         mass: (B, H) float32, the part of all votes that fell on dropped positions.
-        peak: (B, H) float32, the highest pooled vote of a dropped position, as a share of the
-            window's attention.
+        peak: (B, H) float32, the highest vote that a dropped position had or was lifted to by one
+            before it, as a share of the window's attention. It goes by fading, whatever the
+            method's own pooling, and by no votes of the first tokens.
     """
 
     mass: Tensor
     peak: Tensor
 
     @classmethod
-    def of(cls, votes: Tensor, shares: Tensor, keep_indices: Tensor) -> "LostVotes":
-        """Measured on votes and pooled shares, (B, H, P), and what was kept, as `Selection` has."""
+    def of(cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor) -> "LostVotes":
+        """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept."""
         P = votes.shape[-1]
         kept = keep_indices.where((keep_indices >= 0) & (keep_indices < P), P)
         mask = torch.zeros(*votes.shape[:2], P + 1, dtype=torch.bool, device=votes.device)
@@ -177,7 +178,7 @@ class LostVotes:
         total = votes.sum(dim=-1)
         held = votes.masked_fill(~mask, 0.0).sum(dim=-1)
         mass = (1 - held / total.where(total > 0, 1.0)).clamp(min=0.0).masked_fill(total <= 0, 0.0)
-        return cls(mass=mass, peak=shares.masked_fill(mask, 0.0).amax(dim=-1))
+        return cls(mass=mass, peak=lifted.masked_fill(mask, 0.0).amax(dim=-1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,7 @@ def test_the_demo_model_answers_in_its_template(evaluate, demo):
     status, out, _ = evaluate("local_gate", *options, loaded=demo)
     assert status == 0
     assert "exact_match" in out
-    assert "snapkv@64" in out
+    assert "default@64" in out
 
 
 @pytest.mark.parametrize(

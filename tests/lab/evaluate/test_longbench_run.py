@@ -43,6 +43,7 @@ def evaluate(tiny, data, tmp_path, monkeypatch, capsys):
     def call(*options, loaded=tiny, datasets=NAMES):
         monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
         command = ["eval", "longbench", "--data", str(data), "--output", str(tmp_path / "out")]
+        command += ["--policy", "snapkv"]  # as the paper has it
         status = run([*command, "--datasets", ",".join(datasets), "--budget", "64", *options])
         return status, capsys.readouterr().out
 

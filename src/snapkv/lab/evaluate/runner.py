@@ -134,7 +134,9 @@ class Run:
         }
         prompt = sample.prompt(self.loaded.tokenizer, self.template, question)
         try:
-            given = answer(self.loaded, prompt, method.policy, sample.settings)
+            given = answer(
+                self.loaded, prompt, method.policy, sample.settings, protection=sample.protection
+            )
             return record | {"status": "ok"} | _outcome(self.task, sample, given)
         except PromptTooLongError:
             return record | {"status": "too long"}

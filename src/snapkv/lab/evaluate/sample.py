@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from snapkv.app.prompts import Prompt, chat_prompt
+from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.turns import around_turn
 
@@ -29,7 +30,8 @@ class Sample:
         references: right answers; what of them must be found is the task's business.
         settings: how the answer is generated.
         chat: whether it may be wrapped in a chat template.
-        details: what else the task needs for the score.
+        details: what else the task needs for the score; and under "protect" texts of the prompt
+            that stay whatever their votes.
     """
 
     name: str
@@ -42,6 +44,11 @@ class Sample:
     answer_start: str = ""
     chat: bool = True
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def protection(self) -> Protection:
+        """What of the prompt stays whatever its votes."""
+        return Protection(texts=tuple(self.details.get("protect", ())))
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
         """The text that the model continues.

@@ -294,23 +294,20 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
         return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
     before, behind = (min(reach, votes.shape[-1]) for reach in kernel_size)
     outside = float("-inf") if pooling == "max" else 0.0
-    padded = F.pad(votes, (behind, before), value=outside)
-    pooled = pool(padded, before + behind + 1, stride=1)
-    return pooled if pooling == "max" else pooled * ((before + behind + 1) / (sum(kernel_size) + 1))
+    width = before + behind + 1
+    pooled = pool(F.pad(votes, (behind, before), value=outside), width, stride=1)
+    return pooled if pooling == "max" else pooled * (width / (sum(kernel_size) + 1))
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
     """Let every vote lift what stands behind it, by a factor less for each position.
 
-    A vote says where copying begins, and what is copied next stands behind it: the stronger the
-    vote, the longer the run that it carries. ``s[j] = max(v[j], decay * s[j - 1])``.
+    The stronger the vote, the longer the run that it carries:
+    ``s[j] = max(v[j], decay * s[j - 1])``.
 
     Args:
         votes: (B, H, P) float32.
         decay: the factor, in (0, 1).
-
-    Returns:
-        (B, H, P) float32.
     """
     faded = accumulate(votes.unbind(-1), lambda last, vote: torch.maximum(vote, decay * last))
     return torch.stack(list(faded), dim=-1) if votes.shape[-1] else votes

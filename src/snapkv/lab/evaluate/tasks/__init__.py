@@ -1,6 +1,7 @@
 """The experiments by name; one file per task. Importing them loads neither torch nor data."""
 
 from snapkv.lab.evaluate.task import Task
+from snapkv.lab.evaluate.tasks.instructions import Instructions
 from snapkv.lab.evaluate.tasks.lines import Lines
 from snapkv.lab.evaluate.tasks.longbench import LongBench
 from snapkv.lab.evaluate.tasks.needle import Needle
@@ -9,11 +10,21 @@ from snapkv.lab.evaluate.tasks.ruler import Ruler
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
-    for task in (Needle, Lines, LongBench, Ruler, RagCitation, RagPosition, RagPipeline)
+    for task in (
+        Needle,
+        Lines,
+        Instructions,
+        LongBench,
+        Ruler,
+        RagCitation,
+        RagPosition,
+        RagPipeline,
+    )
 }
 """Every task by the name it has on the command line."""
 
 __all__ = [
+    "Instructions",
     "Lines",
     "LongBench",
     "Needle",

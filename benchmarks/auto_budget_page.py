@@ -1,0 +1,167 @@
+"""The page of the automatic budget, from its rows; see `benchmarks.auto_budget`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from benchmarks.pooling_rows import Count
+from benchmarks.records import Row, environment_line, markdown_table
+from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
+
+PEAKS = (0.001, SAFE_BELOW, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
+MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
+
+_HEAD = """\
+# A budget that chooses itself, and how often its words were right
+
+Texts of about 1,040 tokens, some of 2,570, and questions of nine kinds (needles of digits, words
+and uuids, two-part answers, lines, quotations, documents of a rag task), the loss of prose and
+code, all as in [the study of pooling](pooling.md), but other texts than those that pooling, window
+and bound were chosen by. Every text is read once with the full cache; each policy compresses a copy
+of it and the right answer is fed to the model. An answer counts where the full cache has it right.
+
+"fading N" is `default_policy(N)`; "auto B" is `default_policy(AutoBudget(lost_vote=B))`, where
+every layer keeps all positions that got a pooled vote of more than B of the window's attention in
+any head; "by head" gives it to `AdaKV`, where heads keep their own number; "mass M" keeps in every
+layer what it takes to lose no more than M of any head's pooled votes, "paper's N" is `SnapKV(N)`.
+
+Rendered from `auto_budget.jsonl` by `python -m benchmarks.auto_budget`."""
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The page that these rows make."""
+    asked = [row for row in rows if row.get("answers")]
+    names = list(asked[0]["answers"]) if asked else []
+    lengths = sorted({row["prompt_tokens"] > 2000 for row in asked})
+    sections = [
+        _HEAD,
+        environment_line([row for row in rows if "environment" in row][-1:]) + ".",
+        f"{len(asked)} questions.",
+        *(
+            _policies([row for row in asked if (row["prompt_tokens"] > 2000) == long], names)
+            for long in lengths
+        ),
+        _groups(asked, names),
+        _words(asked, names),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _policies(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """What every policy kept, and had right."""
+    tokens = round(fmean(row["prompt_tokens"] for row in rows))
+    lines = [
+        [
+            name,
+            f"{_mean(rows, name, 'kept'):.0f}",
+            f"{100 * _mean(rows, name, 'bytes'):.0f} %",
+            str(_right(rows, name)),
+            f"{_loss(rows, name):+.3f}",
+        ]
+        for name in names
+    ]
+    head = ["policy", "tokens kept", "bytes", "right", "loss per token above the full cache's"]
+    return f"## Prompts of about {tokens:,} tokens\n\n{markdown_table(head, lines)}"
+
+
+def _groups(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """Right answers by kind of question, of the policies that a reader would choose among."""
+    shown = [name for name in names if name in _SHOWN]
+    groups = [
+        group
+        for group in dict.fromkeys(row["group"] for row in rows)
+        if _right(_of(rows, group), shown[0]).of
+    ]
+    lines = [
+        [
+            group,
+            *(
+                f"{found.right}/{found.of} ({_mean(own, name, 'kept'):.0f})"
+                for name in shown
+                if (found := _right(own, name))
+            ),
+        ]
+        for group in groups
+        for own in [_of(rows, group)]
+    ]
+    text = "Right answers, and in brackets the mean number of tokens kept."
+    return f"## By kind of question\n\n{text}\n\n{markdown_table(['kind', *shown], lines)}"
+
+
+_SHOWN = ("fading 96", "fading 192", "fading 256", "auto 0.0025", "auto 0.0025, by head")
+
+
+def _words(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """How often answers were right, by the word and by the numbers it could go by."""
+    families = {
+        "all": lambda name: True,
+        "fading, fixed": lambda name: name.startswith("fading"),
+        "auto": lambda name: name.startswith("auto"),
+        "the paper's": lambda name: name.startswith("paper"),
+    }
+    answers = [(name, row, row["answers"][name]) for row in rows for name in names]
+
+    def table(what: str, label: Callable[[dict[str, Any]], str], order: Sequence[str]) -> str:
+        lines = []
+        for value in order:
+            own = [answer for answer in answers if label(answer[2]) == value]
+            cells = [
+                str(_counted((row, found) for name, row, found in own if belongs(name)))
+                for belongs in families.values()
+            ]
+            lines.append([value, *cells])
+        return markdown_table([what, *families], lines)
+
+    by_word = table("word", lambda found: word_for(found["peak"]), ("safe", "doubtful", "lost"))
+    peaks = table("peak", lambda found: _bin(found["peak"], PEAKS), _bins(PEAKS))
+    masses = table("mass", lambda found: _bin(found["lost"], MASSES), _bins(MASSES))
+    return (
+        "## Lost votes, and whether the answer was right\n\n"
+        "`cache.report()` has two numbers: `lost_vote_peak`, the highest vote of a dropped "
+        "position after fading, a share of the window's attention, mean over heads and layers; and "
+        "`lost_votes`, the mass of all votes that were dropped. The word goes by the first: safe "
+        f"below {SAFE_BELOW:g}, doubtful below {DOUBTFUL_BELOW:g}.\n\n"
+        f"{by_word}\n\nBy the peak:\n\n{peaks}\n\nBy the mass, which tells less about a pooling "
+        f"that keeps strong votes without what follows them:\n\n{masses}"
+    )
+
+
+def _bin(value: float, borders: Sequence[float]) -> str:
+    below = next((border for border in borders if value < border), None)
+    return f"{borders[-1]:g} and more" if below is None else f"below {below:g}"
+
+
+def _bins(borders: Sequence[float]) -> list[str]:
+    return [*(f"below {border:g}" for border in borders), f"{borders[-1]:g} and more"]
+
+
+def _of(rows: Sequence[Row], group: str) -> list[Row]:
+    return [row for row in rows if row["group"] == group]
+
+
+def _right(rows: Sequence[Row], name: str) -> Count:
+    return _counted((row, row["answers"][name]) for row in rows)
+
+
+def _counted(answers: Iterable[tuple[Row, dict[str, Any]]]) -> Count:
+    """Parts of answers that are right, of those that the full cache has right."""
+    counted = [
+        own
+        for row, found in answers
+        for own, full in zip(found["right"], row["full"]["right"], strict=True)
+        if full
+    ]
+    return Count(right=sum(counted), of=len(counted))
+
+
+def _mean(rows: Sequence[Row], name: str, number: str) -> float:
+    return fmean(row["answers"][name][number] for row in rows)
+
+
+def _loss(rows: Sequence[Row], name: str) -> float:
+    above = [
+        row["answers"][name]["nll"] - row["full"]["nll"]
+        for row in rows
+        if row["full"]["nll"] is not None
+    ]
+    return fmean(above)

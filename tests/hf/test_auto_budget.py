@@ -1,0 +1,123 @@
+"""A budget that the votes choose, with everything that a cache can be told beside it."""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+
+from snapkv import (
+    AutoBudget,
+    CompressedCache,
+    Document,
+    InvalidArgumentError,
+    SnapKV,
+    default_policy,
+)
+from snapkv.prefill import chunked, layer_by_layer
+from tests.families import random_ids, tiny_model
+
+WINDOW, LEAST = 8, 4
+
+
+class Watched(SnapKV):
+    """Holds every choice against the rule, which is said here once more, head by head."""
+
+    def select(self, layer):
+        selection = super().select(layer)
+        shares = self.score(layer) / self.summed_weights(layer)
+        slots = layer.keys.shape[2]
+        for row, length in enumerate(layer.row_lengths):
+            prefix, auto = max(0, length - WINDOW), self.budget
+            own = shares[row, :, shares.shape[-1] - prefix :]
+            above = own > auto.lost_vote
+            above[:, : self.sink_tokens] = True
+            most = prefix if auto.most is None else auto.most - WINDOW
+            voted = int(above.sum(dim=-1).max()) if prefix else 0
+            number = min(max(voted, LEAST), most, prefix)
+            if selection is None:
+                assert number == prefix
+                continue
+            for head, kept in enumerate(selection.keep_indices[row]):
+                chosen = {slot - (slots - length) for slot in kept.tolist()}
+                chosen = {place for place in chosen if place >= 0}
+                assert len(chosen) == number + min(WINDOW, length)
+                if voted <= most:
+                    assert set(above[head].nonzero()[:, 0].tolist()) <= chosen
+        CHOICES.append(layer.depth)
+        return selection
+
+
+CHOICES = []
+READINGS = {
+    "at once": lambda model: contextlib.nullcontext(),
+    "layer by layer": lambda model: layer_by_layer(model, chunk_tokens=32),
+    "under a cap": lambda model: chunked(model, chunk_tokens=32, cap_tokens=80),
+}
+TURNS = ({}, {"recall": "host"})
+POOLINGS = ({"pooling": "fading"}, {}, {"kernel_size": (0, 4), "group_reduce": "sum"})
+CASES = [
+    case
+    for case in itertools.product(
+        TURNS, (None, "int8"), READINGS, (0, 21), POOLINGS, (0.006, 0.02), (None, 72)
+    )
+    if case[2] != "under a cap" or (not case[3] and case[6])  # no pads, and a limit
+]
+SAMPLE = random.Random(7).sample(CASES, 24)
+
+
+@pytest.mark.parametrize(
+    ("turns", "quantize", "reading", "pads", "pooling", "lost_vote", "most"), SAMPLE, ids=str
+)
+def test_what_is_kept_is_what_the_rule_says(
+    turns, quantize, reading, pads, pooling, lost_vote, most
+):
+    auto = AutoBudget(lost_vote=lost_vote, least=LEAST, most=most)
+    model = tiny_model("llama")
+    cache = CompressedCache(
+        model, Watched(auto, window_size=WINDOW, **pooling), quantize=quantize, **turns
+    )
+    ids, CHOICES[:] = random_ids(2, 150), []
+    mask = torch.ones_like(ids)
+    mask[0, :pads] = 0
+    with READINGS[reading](model):
+        for _ in range(2):
+            asked = {"past_key_values": cache, "max_new_tokens": 3, "do_sample": False}
+            ids = model.generate(ids, attention_mask=mask, **asked)
+            ids = torch.cat([ids, random_ids(2, 20, seed=2)], dim=1)
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    first, later = list(range(len(cache.layers))), CHOICES[len(cache.layers) :]
+    assert CHOICES[: len(first)] == first
+    assert later == first if turns else set(later) <= set(first)  # where nothing was dropped
+    if most is not None and turns:
+        assert cache.report().kept_tokens <= most + 3
+
+
+@pytest.mark.parametrize("budget", ["auto", AutoBudget(lost_vote=0.02, least=4)])
+def test_questions_on_a_document_are_answered_as_if_read_together(budget):
+    model, policy = tiny_model("llama"), default_policy(budget, window_size=WINDOW)
+    text, questions = random_ids(1, 90), [random_ids(1, n, seed=n)[0].tolist() for n in (9, 12)]
+    document = Document(model, text, policy)
+    for question in questions:
+        inputs = document.inputs([question])
+        model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        ids = torch.cat([text, torch.tensor([question])], dim=1)
+        alone = CompressedCache(model, policy)
+        model.generate(ids, past_key_values=alone, max_new_tokens=3, do_sample=False)
+        cache = inputs["past_key_values"]
+        for layer in cache.compressed_layers:
+            assert torch.equal(cache.kept_positions(layer), alone.kept_positions(layer))
+
+
+def test_without_recall_later_turns_cannot_choose_how_much():
+    with pytest.raises(InvalidArgumentError, match=r"recall='host'"):
+        CompressedCache(tiny_model("llama"), SnapKV("auto"), turns="compress")
+
+
+def test_who_names_no_policy_gets_the_default_one():
+    model = tiny_model("llama")
+    assert CompressedCache(model).policy == default_policy()
+    assert default_policy() == SnapKV(1024, window_size=16, pooling="fading")
+    assert default_policy(64, kernel_size=5) == SnapKV(64, window_size=16, kernel_size=5)
+    assert Document(model, random_ids(1, 30))._cache.policy == default_policy()
