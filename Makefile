@@ -80,6 +80,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.flat
 	$(BIN)/python -m benchmarks.first_day
 	$(BIN)/python -m benchmarks.pooling
+	$(BIN)/python -m benchmarks.auto_budget
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

@@ -11,6 +11,9 @@ from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 PEAKS = (0.001, SAFE_BELOW, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
 MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
 
+MOST_TOKENS = 2000
+"""Of the shorter prompts."""
+
 _HEAD = """\
 # A budget that chooses itself, and how often its words were right
 
@@ -32,13 +35,13 @@ def render(rows: Sequence[Row]) -> str:
     """The page that these rows make."""
     asked = [row for row in rows if row.get("answers")]
     names = list(asked[0]["answers"]) if asked else []
-    lengths = sorted({row["prompt_tokens"] > 2000 for row in asked})
+    lengths = sorted({row["prompt_tokens"] > MOST_TOKENS for row in asked})
     sections = [
         _HEAD,
         environment_line([row for row in rows if "environment" in row][-1:]) + ".",
         f"{len(asked)} questions.",
         *(
-            _policies([row for row in asked if (row["prompt_tokens"] > 2000) == long], names)
+            _policies([row for row in asked if (row["prompt_tokens"] > MOST_TOKENS) == long], names)
             for long in lengths
         ),
         _groups(asked, names),
@@ -53,9 +56,9 @@ def _policies(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = [
         [
             name,
-            f"{_mean(rows, name, 'kept'):.0f}",
-            f"{100 * _mean(rows, name, 'bytes'):.0f} %",
-            str(_right(rows, name)),
+            f"{mean(rows, name, 'kept'):.0f}",
+            f"{100 * mean(rows, name, 'bytes'):.0f} %",
+            str(right(rows, name)),
             f"{_loss(rows, name):+.3f}",
         ]
         for name in names
@@ -70,15 +73,15 @@ def _groups(rows: Sequence[Row], names: Sequence[str]) -> str:
     groups = [
         group
         for group in dict.fromkeys(row["group"] for row in rows)
-        if _right(_of(rows, group), shown[0]).of
+        if right(_of(rows, group), shown[0]).of
     ]
     lines = [
         [
             group,
             *(
-                f"{found.right}/{found.of} ({_mean(own, name, 'kept'):.0f})"
+                f"{found.right}/{found.of} ({mean(own, name, 'kept'):.0f})"
                 for name in shown
-                if (found := _right(own, name))
+                if (found := right(own, name))
             ),
         ]
         for group in groups
@@ -139,7 +142,8 @@ def _of(rows: Sequence[Row], group: str) -> list[Row]:
     return [row for row in rows if row["group"] == group]
 
 
-def _right(rows: Sequence[Row], name: str) -> Count:
+def right(rows: Sequence[Row], name: str) -> Count:
+    """What a policy has right, of what the full cache has right."""
     return _counted((row, row["answers"][name]) for row in rows)
 
 
@@ -154,7 +158,8 @@ def _counted(answers: Iterable[tuple[Row, dict[str, Any]]]) -> Count:
     return Count(right=sum(counted), of=len(counted))
 
 
-def _mean(rows: Sequence[Row], name: str, number: str) -> float:
+def mean(rows: Sequence[Row], name: str, number: str) -> float:
+    """The mean of a number of a policy's rows."""
     return fmean(row["answers"][name][number] for row in rows)
 
 

@@ -4,8 +4,10 @@ python -m benchmarks.readme    put the table into README.md
 """
 
 from pathlib import Path
+from statistics import fmean
 
-from benchmarks import quality, speed
+from benchmarks import auto_budget, quality, speed
+from benchmarks.auto_budget_page import MOST_TOKENS, mean, right
 from benchmarks.records import Row, environment_line, markdown_table, read_rows
 from snapkv.validation import format_bytes
 
@@ -46,6 +48,31 @@ def table(quality_rows: list[Row], speed_rows: list[Row]) -> str:
     )
 
 
+SMALL = ("paper's 128", "paper's 256", "paper's 384", "fading 128", "fading 192", "auto 0.0025")
+_SMALL_LABELS = {"paper's": "`SnapKV({})`", "fading": "`default_policy({})`"}
+
+
+def small_budgets(rows: list[Row]) -> str:
+    """Right answers of the paper's method and of the default at budgets of a few hundred tokens."""
+    asked = [row for row in rows if row.get("answers") and row["prompt_tokens"] < MOST_TOKENS]
+    lines = [
+        [_label(name), f"{mean(asked, name, 'bytes'):.0%}", str(right(asked, name))]
+        for name in SMALL
+    ]
+    tokens = round(fmean(row["prompt_tokens"] for row in asked))
+    return (
+        f"Numbers, words, uuids, lines and quotations copied out of prompts of about {tokens:,} "
+        f"tokens, answers that the full cache has right, 95 % intervals in brackets.\n"
+        f"{environment_line([row for row in rows if 'environment' in row][-1:])}.\n\n"
+        f"{markdown_table(['cache', 'bytes of the full cache', 'right answers'], lines)}\n"
+    )
+
+
+def _label(name: str) -> str:
+    kind, _, number = name.partition(" ")
+    return _SMALL_LABELS.get(kind, '`default_policy("auto")`').format(number)
+
+
 def _find(rows: list[Row], wanted: Row) -> Row:
     """The one row of that method at the shown length and budget; maximum pooling."""
     settings = {key: value for key, value in wanted.items() if key != "policy"}
@@ -78,7 +105,8 @@ def rendered(readme: str) -> str:
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     measured = table(read_rows(quality.ROWS), read_rows(speed.ROWS))
-    return f"{before}{BEGIN}\n{measured}\n{END}{after}"
+    small = small_budgets(read_rows(auto_budget.ROWS))
+    return f"{before}{BEGIN}\n{measured}\n{small}\n{END}{after}"
 
 
 def main() -> None:
