@@ -23,7 +23,7 @@ from snapkv.errors import (
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import max_positions
-from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer
+from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
 
 INSTRUCTION = "\n\nRepeat the text above word for word:\n\n"
 """What `snapkv ask` and `snapkv eval` have the model read before every piece."""
@@ -74,7 +74,8 @@ def read_twice(
     """Fill an empty cache with a context; arguments and errors as in `read_context`."""
     prompts = repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
     for layer, prompt in zip(cache.layers, prompts, strict=True):
-        layer.end_prompt(cache.policy.select(prompt), prompt)
+        chosen = cache.policy.select(prompt)  # once: what follows is not read twice
+        layer.end_prompt(Selection.whole(prompt) if chosen is None else chosen, prompt)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from snapkv import (
     CompressedCache,
     FullCache,
     InvalidArgumentError,
+    PyramidKV,
     SnapKV,
     UnsupportedModelError,
 )
@@ -149,6 +150,7 @@ def test_compiled_code_decodes_what_eager_code_does():
         pytest.param(H2O(40), id="evicts"),
         pytest.param(SnapKV(keep_ratio=0.5), id="ratio"),
         pytest.param(AdaKV(SnapKV(40)), id="ragged"),
+        pytest.param(PyramidKV(40), id="other numbers in other layers"),
     ],
 )
 def test_policies_without_one_budget_for_all_are_refused(policy):

@@ -122,15 +122,10 @@ def test_saved_and_loaded(policy, tmp_path):
     CompressedCache.load(tmp_path / "cache", model, policy=policy)
 
 
-def test_static_storage_needs_a_cap():
-    model, (ids, _) = tiny_model("llama"), _prompt()
-    capped = SnapKV(AutoBudget(lost_vote=0.01, most=40), window_size=8)
-    fixed = _read(model, capped, ids, storage="static", room_tokens=4)
-    grown = _read(model, capped, ids)
-    for index in grown.compressed_layers:
-        assert torch.equal(fixed.kept_positions(index), grown.kept_positions(index))
-    with pytest.raises(InvalidArgumentError, match="AutoBudget"):
-        CompressedCache(model, SnapKV("auto"), storage="static")
+@pytest.mark.parametrize("budget", ["auto", AutoBudget(lost_vote=0.01, most=40)])
+def test_static_storage_whose_layers_share_a_mask_is_refused(budget):
+    with pytest.raises(InvalidArgumentError, match="the same in all layers"):
+        CompressedCache(tiny_model("llama"), SnapKV(budget), storage="static")
 
 
 def test_in_pieces_under_a_cap():

@@ -79,6 +79,12 @@ class TurnOptions:
                 f"{policy.name}, which evicts after every token; use SnapKV, or leave the option "
                 "out"
             )
+        if policy.reads_twice:
+            raise InvalidArgumentError(
+                f"policy: expected one that chooses when a prompt has been read once for {asked}, "
+                f"since later turns are read once, got {policy.name}; use SnapKV, or leave the "
+                "option out"
+            )
         if self.refresh_every and policy.query_tokens == ALL_QUERIES:
             raise InvalidArgumentError(
                 f"refresh_every: expected a policy whose last queries vote, got {policy.name}, "

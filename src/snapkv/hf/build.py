@@ -111,11 +111,12 @@ def storage_for(
     require_choice("storage", storage, ("dynamic", "static"))
     require_int("room_tokens", room_tokens, minimum=1)
     evicts = isinstance(policy, EvictingPolicy)
-    if storage == "static" and (policy.most_tokens is None or evicts):
+    alike = policy.most_tokens is not None and policy.most_tokens == getattr(policy, "budget", None)
+    if storage == "static" and (not alike or evicts):
         raise InvalidArgumentError(
-            f"storage: expected a policy that keeps a budget of tokens of the prompt and all "
-            f"behind it for storage='static', got {policy.name}; use SnapKV(budget=...) with a "
-            "number or an AutoBudget(most=...), or storage='dynamic'"
+            f"storage: expected a policy that keeps a budget of tokens, the same in all layers, "
+            f"and all behind it for storage='static', whose layers share one mask, got {policy!r}; "
+            "use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
     if quantize is not None:
         require_choice("quantize", quantize, ("int8", "int4", "fp8"))

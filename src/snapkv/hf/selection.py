@@ -118,6 +118,7 @@ def choose_for_whole_rows(
         kept = kept if order is None else slots_of(kept, order)
         layer.apply_eviction(Eviction(keep_indices=kept, filler_tokens=fillers))
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
+        layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 
 
 def absorb_pads(layer: CompressedLayer) -> None:

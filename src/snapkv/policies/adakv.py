@@ -48,15 +48,18 @@ class AdaKV(AroundScores):
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
         self.require_room(layer)
-        if self.policy.fits(layer):
+        prefixes = self.policy.prefix_lengths(layer)
+        if not any(prefixes):
+            return None
+        kept = self.policy.mean_prefix_tokens(layer)
+        if kept == prefixes:
             return None
         scores = self.policy.score(layer)
         if scores.shape[1] == 1:
             return self.policy.select(layer)  # no heads to share among
-        kept = self.policy.mean_prefix_tokens(layer)
         pads = [layer.keys.shape[2] - tokens for tokens in layer.row_lengths]
         must_stay = self.policy.must_stay(layer)
-        every = [None] * len(scores) if must_stay is None else must_stay[:, 0]
+        every = [None] * len(scores) if must_stay is None else must_stay
         rows = [self._row_shares(*row) for row in zip(scores, kept, pads, every, strict=True)]
         return self._ragged(layer, scores, torch.tensor(rows, device=scores.device))
 
@@ -77,12 +80,14 @@ class AdaKV(AroundScores):
             scores: (H, P) float32.
             mean: prefix positions per head of an even split.
             pads: leading pads of the row, which take no part.
-            must_stay: (P,) bool, what all heads keep whatever the scores; None for sinks only.
+            must_stay: (1 or H, P) bool, what heads keep whatever the scores, as many in each; None
+                for sinks only.
         """
         sure = min(self.policy.sink_tokens, mean)  # every head's; the rest is shared out
         behind = scores[:, pads + sure :]
         if must_stay is not None:
-            behind = scores[:, pads:][:, ~must_stay[pads:]]
+            free = ~must_stay[:, pads:].repeat_interleave(len(scores) // len(must_stay), dim=0)
+            behind = scores[:, pads:][free].view(len(scores), -1)
             sure = scores.shape[1] - pads - behind.shape[1]
         heads, rest = scores.shape[0], mean - sure
         best = ops.keep_best(behind.reshape(1, 1, -1), [rest * heads])[0, 0]

@@ -250,8 +250,8 @@ class PrefixPolicy(Policy):
 
     def fits(self, layer: PromptLayer) -> bool:
         """Whether nothing of the prompt has to be dropped."""
-        prefix_tokens = layer.keys.shape[2] - self.window_size
-        return prefix_tokens <= 0 or prefix_tokens <= max(self.kept_prefix_tokens(layer))
+        prefixes = self.prefix_lengths(layer)
+        return not any(prefixes) or prefixes == self.kept_prefix_tokens(layer)
 
     def require_cap(self, cap_tokens: int) -> None:
         """Raise unless the cap has room for the budget."""
@@ -324,7 +324,7 @@ class PrefixPolicy(Policy):
         best = self._best(layer, keep_tokens)
         window = torch.arange(prefix_tokens, prompt_tokens, device=best.device)
         keep_indices = torch.cat([best, window.expand(*best.shape[:2], -1)], dim=-1)
-        if layer.pad_tokens is None:
+        if layer.pad_tokens is None and min(keep_tokens) == max(keep_tokens):
             return Selection(keep_indices=keep_indices, prompt_tokens=prompt_tokens)
         prefix = torch.tensor(keep_tokens, device=best.device)
         kept_tokens = prefix + layer.row_tokens.clamp(max=self.window_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from snapkv.ops import ScoreOptions
 from snapkv.policies.fair import Segments
@@ -171,14 +172,16 @@ class LostVotes:
     @classmethod
     def of(cls, votes: Tensor, lifted: Tensor, keep_indices: Tensor) -> "LostVotes":
         """Measured on votes and, after fading, shares, both (B, H, P), and on what was kept."""
-        P = votes.shape[-1]
+        P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
         kept = keep_indices.where((keep_indices >= 0) & (keep_indices < P), P)
+        kept = kept.repeat_interleave(shared, dim=1)  # every query head has votes of its own
         mask = torch.zeros(*votes.shape[:2], P + 1, dtype=torch.bool, device=votes.device)
         mask = mask.scatter(2, kept, True)[..., :P]
         total = votes.sum(dim=-1)
         held = votes.masked_fill(~mask, 0.0).sum(dim=-1)
         mass = (1 - held / total.where(total > 0, 1.0)).clamp(min=0.0).masked_fill(total <= 0, 0.0)
-        return cls(mass=mass, peak=lifted.masked_fill(mask, 0.0).amax(dim=-1))
+        dropped = lifted.masked_fill(mask, 0.0)
+        return cls(mass=mass, peak=functional.pad(dropped, (0, 1)).amax(dim=-1))  # or no prefix
 
 
 @dataclass(frozen=True, kw_only=True)

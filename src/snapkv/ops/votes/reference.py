@@ -290,6 +290,8 @@ def pool_votes(votes: Tensor, kernel_size: int | tuple[int, int], pooling: str) 
     if not votes.shape[-1]:
         return votes
     pool = F.max_pool1d if pooling == "max" else F.avg_pool1d
+    if isinstance(kernel_size, int) and kernel_size >= 2 * votes.shape[-1]:
+        kernel_size = (kernel_size // 2, kernel_size // 2)
     if isinstance(kernel_size, int):
         return pool(votes, kernel_size, stride=1, padding=kernel_size // 2)
     before, behind = (min(reach, votes.shape[-1]) for reach in kernel_size)
