@@ -16,7 +16,7 @@ NO_OUTPUT = {
     *("model", "revision", "device", "dtype", "attn_implementation", "shape", "medusa"),
     *("assistant", "files", "document", "data", "include_path", "haystack"),
     *("policy", "baseline", "beside", "budget", "storage", "pooling", "group_reduce", "set_"),
-    "kernel_size",
+    *("kernel_size", "protect", "kinds"),
     *("question", "questions", "prompt", "answer_start", "tasks", "lengths", "batch", "datasets"),
     *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),
     *("kernels", "poolings", "budgets", "corpora", "variants", "depths", "keep_ratios"),

@@ -210,9 +210,9 @@ def test_a_pair_is_stored_as_a_tuple_and_the_default_decay_is_filled_in():
     assert forward == SnapKV(kernel_size=(0, 12))
     assert hash(forward) == hash(SnapKV(kernel_size=(0, 12)))
     fading = SnapKV(pooling="fading")
-    assert (fading.kernel_size, fading.decay, fading.sink_tokens) == (None, 0.9, 4)
+    assert (fading.kernel_size, fading.decay, fading.sink_tokens) == (None, 0.935, 4)
     assert SnapKV(pooling="fading", sink_tokens=0).sink_tokens == 0
-    assert fading == SnapKV(pooling="fading", decay=0.9)
+    assert fading == SnapKV(pooling="fading", decay=0.935)
     assert fading != SnapKV(pooling="fading", decay=0.8)
 
 

@@ -24,7 +24,7 @@ from snapkv.policies import (
     Random,
     SnapKV,
 )
-from snapkv.policies.pyramidkv import exact_budgets
+from snapkv.policies.pyramidkv import PyramidKV, exact_budgets
 from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer
@@ -61,8 +61,9 @@ methods = pytest.mark.parametrize("method", WITH_SINKS, ids=lambda method: metho
 
 def test_methods_that_rate_without_a_question_have_sinks():
     defaults = {policy: policy().sink_tokens for policy in WITH_SINKS}
-    assert defaults == {ExpectedAttention: 4, KeyDiff: 0, KVzip: 4, Random: 0}
-    assert SnapKV().sink_tokens == 0
+    papers = {SnapKV: 0, PyramidKV: 0}
+    assert defaults == {ExpectedAttention: 4, KeyDiff: 0, KVzip: 4, Random: 0, **papers}
+    assert SnapKV(pooling="fading").sink_tokens == 4
 
 
 def rated(*heads, pads=None):

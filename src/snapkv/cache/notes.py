@@ -35,8 +35,8 @@ class DecodeNotes(RowRecord):
     last_queries: Tensor | None = per_row(token_axis=2)
     sink_keys: Tensor | None = per_row()
     sinks_moved: Tensor | None = per_row()
-    lost_mass: Tensor | None = per_row()
-    lost_peak: Tensor | None = per_row()
+    lost_mass: Tensor | None = per_row(measured=True)
+    lost_peak: Tensor | None = per_row(measured=True)
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
         """(B, H, S) float32: `slot_scores`, zero for the new tokens behind them."""

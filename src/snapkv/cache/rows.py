@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 def per_row(
-    *, slot_axis: int | None = None, token_axis: int | None = None, saved: bool = True
+    *,
+    slot_axis: int | None = None,
+    token_axis: int | None = None,
+    saved: bool = True,
+    measured: bool = False,
 ) -> Any:
     """A field that is None, or a tensor whose first axis has the rows of the batch.
 
@@ -20,8 +24,10 @@ def per_row(
         slot_axis: axis with one place for every stored slot, or for the first of them.
         token_axis: axis with one place for every one of the last tokens that were seen.
         saved: whether a saved cache holds it.
+        measured: whether it is only measured for a report: it is no part of what is held, and a
+            saved cache need not have it.
     """
-    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "saved": saved}
+    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "saved": saved, "measured": measured}
     return field(default=None, metadata={"per_row": axes})
 
 
@@ -52,8 +58,10 @@ class RowRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all fields, measured on the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of all fields but those that are measured, counted on the tensors."""
+        return sum(
+            tensor.nbytes for tensor, axes in self._tensors().values() if not axes["measured"]
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -67,6 +75,13 @@ class RowRecord:
             for part in fields(self)
             if part.metadata.get("per_row", {"saved": True})["saved"]
         }
+
+    @classmethod
+    def required(cls) -> set[str]:
+        """The fields that every saved cache holds."""
+        plain = {"saved": True, "measured": False}
+        marks = {part.name: part.metadata.get("per_row", plain) for part in fields(cls)}
+        return {name for name, axes in marks.items() if axes["saved"] and not axes["measured"]}
 
     def _each(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
         changed = {name: change(*found) for name, found in self._tensors().items()}

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,7 +81,6 @@ class PromptLayer(LayerStates):
     token_ids: Tensor | None = None
     received: Tensor | None = None
     fair: Segments | None = None
-    _found: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed the first time somebody asks for it by that key."""
@@ -93,6 +92,10 @@ class PromptLayer(LayerStates):
         """(B or 1, 1, slots) bool: which of the first slots hold a row's first tokens, or pads."""
         pads = 0 if self.pad_tokens is None else self.pad_tokens[:, None, None]
         return torch.arange(slots, device=self.keys.device)[None, None] < pads + tokens
+
+    @functools.cached_property
+    def _found(self) -> dict[Hashable, Tensor]:
+        return {}
 
     @property
     def pads(self) -> Tensor | None:

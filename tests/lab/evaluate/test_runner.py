@@ -34,9 +34,9 @@ def counting(monkeypatch):
     """The prompts that are answered from now on."""
     prompts = []
 
-    def counted(loaded, prompt, policy, settings):
+    def counted(loaded, prompt, policy, settings, **options):
         prompts.append(prompt)
-        return answer(loaded, prompt, policy, settings)
+        return answer(loaded, prompt, policy, settings, **options)
 
     monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", counted)
     return prompts
@@ -147,10 +147,10 @@ def test_a_prompt_beyond_the_positions_is_a_cell_without_answer(tiny, tmp_path):
 
 
 def test_no_memory_for_one_method_leaves_the_others_their_turn(tiny, tmp_path, monkeypatch):
-    def full_is_too_much(loaded, prompt, policy, settings):
+    def full_is_too_much(loaded, prompt, policy, settings, **options):
         if isinstance(policy, FullCache) and prompt.text.count("key") > 10:
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
-        return answer(loaded, prompt, policy, settings)
+        return answer(loaded, prompt, policy, settings, **options)
 
     monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", full_is_too_much)
     rows = run(tiny, tmp_path).rows
@@ -165,12 +165,12 @@ def losing(monkeypatch, policy, times):
     """Prompts answered from now on; the first of a policy's are lost to memory."""
     prompts, losses = [], []
 
-    def sometimes(loaded, prompt, asked, settings):
+    def sometimes(loaded, prompt, asked, settings, **options):
         prompts.append(prompt)
         if asked == policy and len(losses) < times:
             losses.append(prompt)
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
-        return answer(loaded, prompt, asked, settings)
+        return answer(loaded, prompt, asked, settings, **options)
 
     monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", sometimes)
     return prompts
@@ -211,11 +211,11 @@ def test_an_answer_lost_again_is_recorded_again_and_the_rest_goes_on(tiny, tmp_p
 def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeypatch):
     given = []
 
-    def third_fails(*arguments):
+    def third_fails(*arguments, **options):
         given.append(arguments)
         if len(given) == 3:
             raise RuntimeError("broken")
-        return answer(*arguments)
+        return answer(*arguments, **options)
 
     monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", third_fails)
     with pytest.raises(RuntimeError, match="broken"):

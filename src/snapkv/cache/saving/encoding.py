@@ -79,11 +79,10 @@ def decode_layer(
 
 
 def _record(kind: type[Record], state: dict[str, Any]) -> Record:
-    """A record of that kind out of all its saved fields, no more and no less."""
-    record = kind(**state)
-    if missing := record.state().keys() - state.keys():
+    """A record of that kind out of its saved fields: all that it must have, and no others."""
+    if missing := kind.required() - state.keys():
         raise ValueError(f"without {', '.join(sorted(missing))}")
-    return record
+    return kind(**state)
 
 
 def _require_fitting(layer: CompressedLayer) -> None:

@@ -1,12 +1,14 @@
 """One question about a long text, and how it becomes a prompt."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from snapkv.app.prompts import Prompt, chat_prompt
-from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.turns import around_turn
+
+if TYPE_CHECKING:
+    from snapkv.app.protection import Protection
 
 Template = Literal["tokenizer", "none", "longbench"]
 Setting = Literal["visible", "hidden"]
@@ -46,8 +48,10 @@ class Sample:
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def protection(self) -> Protection:
+    def protection(self) -> "Protection":
         """What of the prompt stays whatever its votes."""
+        from snapkv.app.protection import Protection  # imports torch
+
         return Protection(texts=tuple(self.details.get("protect", ())))
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
