@@ -78,4 +78,4 @@ def test_where_it_is_ignored_it_stays_ignored(tmp_path):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert out.startswith("snapkv: ")
+    assert out.startswith("default: ")

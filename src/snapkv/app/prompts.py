@@ -166,8 +166,8 @@ def _system_message(tokenizer: Any) -> str:
         {"role": "user", "content": _ANSWER},
     ]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
-    if not getattr(tokenizer, "is_fast", False):
-        return ""  # which cannot tell either where its tokens stand
+    if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):
+        return ""  # a template that rewrites messages, or tokens that do not tell where they stand
     first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
     ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
     pairs = zip(reversed(ids), reversed(later), strict=False)
