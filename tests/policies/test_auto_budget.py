@@ -122,7 +122,7 @@ def test_saved_and_loaded(policy, tmp_path):
     CompressedCache.load(tmp_path / "cache", model, policy=policy)
 
 
-@pytest.mark.parametrize("budget", ["auto", AutoBudget(lost_vote=0.01, most=40)])
+@pytest.mark.parametrize("budget", ["auto", AutoBudget(lost_vote=0.01, most=80)])
 def test_static_storage_whose_layers_share_a_mask_is_refused(budget):
     with pytest.raises(InvalidArgumentError, match="the same in all layers"):
         CompressedCache(tiny_model("llama"), SnapKV(budget), storage="static")
@@ -150,6 +150,10 @@ def test_in_pieces_under_a_cap():
         (lambda: AutoBudget(lost_vote=True), InvalidTypeError, "lost_vote"),
         (lambda: AutoBudget(least=0), InvalidArgumentError, "least"),
         (lambda: AutoBudget(least=50, most=50), InvalidArgumentError, "most"),
+        (lambda: SnapKV(AutoBudget(most=40), window_size=16), InvalidArgumentError, "least=32"),
+        (lambda: SnapKV({"auto": 3}), InvalidArgumentError, "budget: expected"),
+        (lambda: SnapKV({"auto": {"x": 1}}), InvalidArgumentError, "budget: expected"),
+        (lambda: SnapKV({"auto": {}, "z": 2}), InvalidArgumentError, "budget: expected"),
     ],
 )
 def test_refused(make, error, message):

@@ -107,3 +107,8 @@ def test_rows_with_pads_share_by_their_own_lengths():
     segments = Segments.of("fair", {"a": (0, 2)})
     kept = keep_fair(scores, [4, 3], [8, 6], segments, None)
     assert kept.tolist() == [[[1, 5, 6, 7]], [[-1, 3, 6, 7]]]
+
+
+def test_names_of_segments_are_texts():
+    with pytest.raises(InvalidTypeError, match="fair: expected names that are texts"):
+        Segments.of("fair", {1: (0, 5), "1": (5, 9)})

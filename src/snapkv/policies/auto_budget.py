@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from snapkv.errors import InvalidArgumentError
 from snapkv.validation import AUTO, require_fraction, require_int
 
 
@@ -41,14 +42,39 @@ class AutoBudget:
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """The budget that "auto", or what `describe` gives, stands for; anything else as it is."""
+        """The budget that "auto", or what `describe` gives, stands for; anything else as it is.
+
+        Raises:
+            InvalidArgumentError: a dictionary that is none.
+        """
         if budget == AUTO:
             return cls()
-        return cls(**budget[AUTO]) if isinstance(budget, dict) and AUTO in budget else budget
+        if not isinstance(budget, dict):
+            return budget
+        known = {field.name for field in fields(cls)}
+        own = budget.get(AUTO)
+        if budget.keys() != {AUTO} or not isinstance(own, dict) or not own.keys() <= known:
+            raise InvalidArgumentError(
+                f"budget: expected a number of tokens, 'auto' or {{'auto': {{...}}}} with "
+                f"{', '.join(sorted(known))}, got {budget!r}; pass one of them"
+            )
+        return cls(**own)
 
     def describe(self) -> dict[str, Any]:
         """Its parameters, ready for JSON."""
         return {AUTO: {field.name: getattr(self, field.name) for field in fields(self)}}
+
+    def require_window(self, window_size: int) -> None:
+        """Raise unless `most` has room for a window and what every layer keeps beside it.
+
+        Raises:
+            InvalidArgumentError: it has not.
+        """
+        if self.most is not None and self.most < window_size + self.least:
+            raise InvalidArgumentError(
+                f"budget, most: expected at least window_size={window_size} + least={self.least}, "
+                f"which every layer keeps, got {self.most}; raise most or lower least"
+            )
 
     def voted(self, shares: Tensor) -> Tensor:
         """How many positions of every head may not be lost: (B, H) int64.

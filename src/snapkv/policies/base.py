@@ -205,6 +205,8 @@ class PrefixPolicy(Policy):
             self._require_votes()
             tokens = tokens.most or self.window_size + self.sink_tokens + tokens.least
         require_budget(tokens, self.keep_ratio, self.window_size, self.sink_tokens)
+        if isinstance(self.budget, AutoBudget):
+            self.budget.require_window(self.window_size)
 
     def _require_votes(self) -> None:
         if not self.scores_are_votes:

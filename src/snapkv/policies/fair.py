@@ -37,7 +37,12 @@ class Segments:
                 f"{argument}: expected names and their spans, got {given!r} of type "
                 f'{type(given).__name__}; pass for instance {{"rules": (0, 200)}}'
             )
-        named = [(str(name), require_span(f"{argument}[{name!r}]", given[name])) for name in given]
+        if not all(isinstance(name, str) for name in given):
+            raise InvalidTypeError(
+                f"{argument}: expected names that are texts, got {list(given)!r}; write them in "
+                "quotes"
+            )
+        named = [(name, require_span(f"{argument}[{name!r}]", given[name])) for name in given]
         parts = sorted(named, key=lambda part: part[1])
         for (before, span), (name, following) in itertools.pairwise(parts):
             if following[0] < span[1]:
