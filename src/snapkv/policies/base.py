@@ -251,9 +251,11 @@ class PrefixPolicy(Policy):
         return self._best_and_window(layer, self.kept_prefix_tokens(layer))
 
     def fits(self, layer: PromptLayer) -> bool:
-        """Whether nothing of the prompt has to be dropped."""
-        prefixes = self.prefix_lengths(layer)
-        return not any(prefixes) or prefixes == self.kept_prefix_tokens(layer)
+        """Whether nothing of the prompt has to be dropped, pads that all rows share included."""
+        if (prefix_tokens := layer.keys.shape[2] - self.window_size) <= 0:
+            return True
+        kept = self.kept_prefix_tokens(layer)
+        return prefix_tokens <= max(kept) and kept == self.prefix_lengths(layer)
 
     def require_cap(self, cap_tokens: int) -> None:
         """Raise unless the cap has room for the budget."""
@@ -276,8 +278,7 @@ class PrefixPolicy(Policy):
         """Raise where no prompt that is compressed leaves them room, or a subclass chooses."""
         if type(self).select is not PrefixPolicy.select:
             super().require_protection(spans)
-        auto = self.budget if isinstance(self.budget, AutoBudget) else None
-        tokens = self._budget_tokens if auto is None else auto.most
+        tokens = self.budget.most if isinstance(self.budget, AutoBudget) else self._budget_tokens
         if tokens is not None:
             room = tokens - self.window_size
             if spans.among_first(room + 1) > room:
