@@ -87,6 +87,11 @@ class About:
         """The model by its name, class and dtype."""
         return f"{self.model_name} ({self.model['class']}, {self.model['dtype']})"
 
+    @property
+    def policy_in_words(self) -> str:
+        """The policy with its parameters: full(), or snapkv(budget=1024, ...)."""
+        return _said(self.policy)
+
     def require_same(self, other: "About") -> None:
         """Refuse another model or tokenizer than the documents were read by.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.errors import (
@@ -19,10 +20,11 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.library.about import About
-from snapkv.library.blending import Part, blend, joined_ids
+from snapkv.library.blending import blend
 from snapkv.library.bm25 import WordIndex
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.frame import question_ids
+from snapkv.library.parts import Part, joined_ids
 from snapkv.library.passages import Span, lines_of
 from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, digest_of, unique_name
@@ -40,6 +42,9 @@ NoticeSink = Callable[[str], None]
 """Takes a line about what was not as it should be."""
 
 
+What = Literal["read", "changed", "mended", "skipped", "failed", "dropped"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of a document that was added.
@@ -47,7 +52,8 @@ class Outcome:
     Attributes:
         name: of the document.
         what: "read" for a new one, "changed" where there was another text, "mended" where the file
-            with its cache was damaged, "skipped" where all is as it was, or "failed".
+            with its cache was damaged, "skipped" where all is as it was, or "failed"; "dropped"
+            where its file is gone.
         tokens: of the document; 0 where it failed.
         bytes: of the file with its cache.
         seconds: that reading and writing took.
@@ -55,7 +61,7 @@ class Outcome:
     """
 
     name: str
-    what: Literal["read", "changed", "mended", "skipped", "failed"]
+    what: What
     tokens: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -132,6 +138,20 @@ class Library:
             )
         return list(records.values())
 
+    def required(self) -> About:
+        """How its documents are read.
+
+        Raises:
+            LibraryError: there is no library yet.
+        """
+        about = self._folder.about()
+        if about is None:
+            raise LibraryError(
+                f"library: expected a library, got none at {str(self.path)!r}; make one with "
+                "snapkv library add FILES --to FOLDER"
+            )
+        return about
+
     def add(
         self,
         model: PreTrainedModel,
@@ -188,7 +208,7 @@ class Library:
                 adding.
             OutputError: the folder cannot be written.
         """
-        self._require()
+        self.required()
         with self._folder.changing():
             records, _ = self._folder.records()
             found = {key: records[key] for name in names for key in _keys_of(name, records)}
@@ -202,7 +222,7 @@ class Library:
         Raises:
             LibraryError: there is no library.
         """
-        self._require()
+        self.required()
         records, faults = self._folder.records()
         checked = (self._folder.fault_of(record, checked=True) for record in records.values())
         return [*faults, *(fault for fault in checked if fault is not None)]
@@ -222,7 +242,7 @@ class Library:
             MissingDependencyError: a package that retrieval needs is not installed.
         """
         require_int("documents", documents, minimum=1)
-        self._require()
+        self.required()
         records = {record.key: record for record in self.documents}
         version = tuple((key, record.sha256) for key, record in records.items())
         if self._searched is None or self._searched[0] != version:
@@ -269,6 +289,26 @@ class Library:
         mask = torch.ones_like(ids)
         return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
 
+    def token_ids(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        question: str,
+        hits: Sequence[Hit],
+        *,
+        answer_start: str = "",
+    ) -> Tensor:
+        """The `input_ids` of `inputs` without any cache, to have the documents read in full.
+
+        Arguments and errors as in `inputs`.
+        """
+        reader = self._reader(model, tokenizer, self.required())
+        records, _ = self._folder.records()
+        read = [reader.own_ids(records[hit.key]) for hit in hits if hit.key in records]
+        asked = question_ids(tokenizer, question, answer_start)
+        ids = [reader.about.prefix_ids, *read, asked]
+        return torch.tensor([[token for part in ids for token in part]], device=model.device)
+
     def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
         """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
         if not hits:
@@ -276,17 +316,8 @@ class Library:
                 "hits: expected at least one document, got none; ask with words that stand in "
                 "the library's documents"
             )
-        reader = self._reader(model, tokenizer, self._require())
+        reader = self._reader(model, tokenizer, self.required())
         return [self._part(reader, hit) for hit in hits]
-
-    def _require(self) -> About:
-        about = self._folder.about()
-        if about is None:
-            raise LibraryError(
-                f"library: expected a library, got none at {str(self.path)!r}; make one with "
-                "snapkv library add FILES --to FOLDER"
-            )
-        return about
 
     def _begun(
         self,
@@ -319,7 +350,7 @@ class Library:
     def _add(self, reader: Reader, text: Text) -> Outcome:
         records, _ = self._folder.records()
         known = records.get(text.key)
-        what: Literal["read", "changed", "mended"] = "read"
+        what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
             what = "changed"
         elif known is not None:
@@ -409,9 +440,7 @@ def _hit(record: Record, span: Span, score: float) -> Hit:
     )
 
 
-def _outcome(
-    what: Literal["read", "changed", "mended", "skipped"], record: Record, seconds: float = 0.0
-) -> Outcome:
+def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
     return Outcome(
         name=record.name, what=what, tokens=record.tokens, bytes=record.bytes, seconds=seconds
     )

@@ -13,9 +13,9 @@ from snapkv.errors import PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import INSTRUCTION, read_twice
 from snapkv.library.about import About
-from snapkv.library.blending import Part
 from snapkv.library.frame import document_ids
-from snapkv.library.records import Text
+from snapkv.library.parts import Part
+from snapkv.library.records import Record, Text
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, prompt_advice
 from snapkv.policies import Policy
 
@@ -70,9 +70,13 @@ class Reader:
         ids = beside["input_ids"].to(self.model.device)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
+    def own_ids(self, text: Text | Record) -> list[int]:
+        """The tokens of a document without the prefix."""
+        return document_ids(self.tokenizer, text.name, text.text)
+
     def _ids(self, text: Text) -> Tensor:
         """(1, T) int64, the prefix and the document."""
-        own = document_ids(self.tokenizer, text.name, text.text)
+        own = self.own_ids(text)
         positions, tokens = max_positions(self.model), len(self.about.prefix_ids) + len(own)
         if positions is not None and tokens >= positions:
             raise PromptTooLongError(
