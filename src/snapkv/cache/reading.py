@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.narrowing import Narrowing
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.policies import Policy
 from snapkv.validation import require_int
@@ -31,6 +32,7 @@ class Reading:
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
         end_ids: what ends a row's answer; what `generate` puts behind it are pads.
+        narrowing: which tokens of the prompt do not reach all layers; None where all do.
     """
 
     layers: Sequence[CompressedLayer]
@@ -43,6 +45,7 @@ class Reading:
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
     end_ids: tuple[int, ...] = ()
+    narrowing: Narrowing | None = None
 
     @property
     def policy(self) -> Policy:
@@ -72,7 +75,7 @@ class Reading:
 
     def forget(self) -> None:
         """Begin anew: nothing has been read, nothing is announced."""
-        self.prompt_end = self.coming_ids = None
+        self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts = 0, False
 
     def forget_unread_end(self) -> None:
@@ -224,6 +227,19 @@ class Reading:
         return visible
 
     # How it comes.
+
+    @contextlib.contextmanager
+    def narrowed(self, narrowing: Narrowing | None) -> Iterator[None]:
+        """Within this block some tokens of the prompt do not reach all layers."""
+        self.narrowing = narrowing
+        try:
+            yield
+        finally:
+            self.narrowing = None
+
+    def read_by(self, layer: CompressedLayer, new_tokens: int) -> int:
+        """How many tokens of the text a pass reads of which so many reach that layer."""
+        return new_tokens if self.narrowing is None else self.narrowing.arrived(layer, new_tokens)
 
     @contextlib.contextmanager
     def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:

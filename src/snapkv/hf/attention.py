@@ -162,7 +162,8 @@ def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
 
 def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     """Attend to the prompt as far as it has been read, or to what is held of it."""
-    return attend_stored(call, layer) if layer.slots.is_partial else call.attend()
+    holds_less = layer.slots.is_partial and layer.store.slots > call.query.shape[2]
+    return attend_stored(call, layer) if holds_less else call.attend()
 
 
 def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
@@ -177,11 +178,14 @@ def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     if layer.slots.gaps is None:
         pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = prompt_layer(call, layer, own, slots, pads, drafts)
+    if handed.reading.narrowing is not None:
+        handed.reading.narrowing.look(replace(prompt, queries=call.query))
     selection = select(layer, prompt, handed.turn_tokens, drafts)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
         _check_votes(call, handed, prompt, output[:, own - 1])
-        layer.end_prompt(selection, prompt)
+        whole_pads = layer.slots.pads if layer.slots.is_partial else pads
+        layer.end_prompt(selection, replace(prompt, pad_tokens=whole_pads))
         return output, weights
     read = replace(
         call,

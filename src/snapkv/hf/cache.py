@@ -137,9 +137,12 @@ class CompressedCache(Cache):
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 layer.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
+        new_tokens = self.reading.read_by(layer, new_tokens)
         self._require_finished_forward(layer, new_tokens)
         self.reading.end_by(layer.seen_tokens + new_tokens)
         keys, values = layer.update(key_states, value_states)
+        if self.reading.narrowing is not None:
+            self.reading.narrowing.note(layer)
         self._padding.tell(layer)
         if self.reading.coming_ids is not None:
             layer.remember_ids(self.reading.coming_ids[1].to(key_states.device))

@@ -1,5 +1,6 @@
-"""Documents that a model has read once, in a folder, for questions at any later time.
+"""Documents that a model reads once and is asked about for ever."""
 
-`library.py` is what users call. `folder.py` and `records.py` know files, `bm25.py` and
-`passages.py` words, `frame.py` and `sheets.py` tokens; `blending.py` puts caches together.
-"""
+from snapkv.library.blending import blend
+from snapkv.library.parts import Part, joined_ids
+
+__all__ = ["Part", "blend", "joined_ids"]

@@ -1,6 +1,7 @@
-"""Reading prompts beyond what one forward pass can hold."""
+"""Reading prompts beyond what one forward pass can hold, or sooner than one would."""
 
 from snapkv.prefill.chunks import chunked
 from snapkv.prefill.layers import layer_by_layer
+from snapkv.prefill.selective import gemfilter, selective
 
-__all__ = ["chunked", "layer_by_layer"]
+__all__ = ["chunked", "gemfilter", "layer_by_layer", "selective"]

@@ -1,0 +1,113 @@
+"""The decoder's layers, and standing in for the way they read."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from snapkv.errors import UnsupportedModelError
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers, in order.
+
+    Raises:
+        UnsupportedModelError: they cannot be found.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    found = [
+        list(part)
+        for part in model.get_decoder().children()
+        if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"model: expected a decoder with one list of {count} layers, got "
+            f"{type(model).__name__} with {len(found)}; read its prompt with prefill_chunk_size"
+        )
+    return found[0]
+
+
+@contextlib.contextmanager
+def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within this block these functions are the modules' forward.
+
+    Raises:
+        UnsupportedModelError: somebody else's stands there already.
+    """
+    if any("forward" in vars(module) for module in forwards):
+        raise UnsupportedModelError(
+            "model: expected layers with their own forward, got some that are wrapped already (an "
+            "outer block of snapkv.prefill, or a library that offloads layers); leave one of them "
+            "out"
+        )
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            vars(module).pop("forward", None)
+
+
+def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
+    """Refuse arguments of a layer that are not known to belong to tokens one by one.
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
+    odd += [name for name, value in kwargs.items() if not _is_by_token(value, tokens)]
+    if odd:
+        raise UnsupportedModelError(
+            f"model: expected layers whose arguments belong to one token each, got {odd[0]}, which "
+            "cannot be split; read the prompt with prefill_chunk_size, and with sdpa attention"
+        )
+
+
+def _is_by_token(value: Any, tokens: int) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_by_token(item, tokens) for item in value)
+    if isinstance(value, Tensor):
+        return value.ndim >= 2 and value.shape[2 if value.ndim == 4 else 1] == tokens
+    return value is None or isinstance(value, bool | int | float | str | Cache)
+
+
+def part_of(value: Any, start: int, stop: int) -> Any:
+    """The part of a layer's argument that belongs to tokens `start` to `stop`.
+
+    Masks have four axes, the queries along the third; in front of the tokens' own columns stand
+    those of earlier turns. (B, T) masks and position ids, and (B, T, D) position embeddings have
+    the tokens along the second.
+    """
+    if isinstance(value, tuple):
+        return tuple(part_of(item, start, stop) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim != 4:
+        return value[:, start:stop]
+    earlier = value.shape[-1] - value.shape[-2]
+    return value[..., start:stop, : earlier + stop]
+
+
+def at_places(value: Any, places: Tensor) -> Any:
+    """What belongs to the tokens at some places, of a layer's argument for T tokens of one pass.
+
+    Args:
+        value: as for `part_of`; a mask of four axes is (B or 1, H or 1, T, T).
+        places: (B, n) int64, ascending.
+    """
+    if isinstance(value, tuple):
+        return tuple(at_places(item, places) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    value = value.expand(len(places), *value.shape[1:])
+    rows = torch.arange(len(places), device=value.device)[:, None]
+    if value.ndim != 4:
+        return value[rows, places]
+    of_queries = value.transpose(1, 2)[rows, places]  # (B, n, H, T)
+    return of_queries.transpose(1, 2).take_along_dim(places[:, None, None], dim=-1)

@@ -1,0 +1,309 @@
+"""Reading a prompt with fewer tokens from the middle of the model on.
+
+After some layers the prompt's last tokens already attend to what the answer will need. From there
+on only the tokens that they vote for go further, at their true positions. The layers before read
+every token and are compressed as ever; those behind hold of the tokens that reached them what the
+policy chooses. This is FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this
+package's votes: pooled so that they fade forward, the mean over all heads. GemFilter (arXiv
+2409.17422) reads the chosen tokens again from the model's first layer, so that no layer holds
+another.
+
+Neither is exact: the first token is no longer the full model's, and what does not go on is lost for
+the upper layers, whatever is asked later.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from snapkv.cache.narrowing import Narrowing, only_tokens
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
+from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
+from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+from snapkv.validation import SMALL_WINDOW, require_int
+
+DEFAULT_KEEP_RATIO = 0.15
+LEAST_TOKENS = 256
+"""So many tokens go on beside the window even where they are more than the share."""
+
+
+@dataclass(frozen=True)
+class _TokensThatGoOn(SnapKV):
+    """The votes of all heads together, for one choice of tokens."""
+
+    name: ClassVar[str] = "selective"
+
+    _: KW_ONLY
+    least_tokens: int = LEAST_TOKENS
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """The mean over the heads: (B, 1, P) float32."""
+        return super().score(layer).mean(dim=1, keepdim=True)
+
+    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+        """The share, the least, and whatever is protected."""
+        assert self.keep_ratio is not None
+        must_stay = self.must_stay(layer)
+        protected = 0 if must_stay is None else int(must_stay.sum(dim=-1).amax())
+        least = max(self.least_tokens, protected)
+        return [
+            min(tokens, max(math.floor(self.keep_ratio * tokens), least))
+            for tokens in self.prefix_lengths(layer)
+        ]
+
+    def choose(self, layer: PromptLayer) -> Selection | None:
+        """Which tokens go on, for all heads; None for all of them."""
+        with torch.no_grad():
+            return self.select(replace(layer, queries=layer.queries[:, :, -self.window_size :]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """From which layer on which tokens are read.
+
+    Attributes:
+        model: whose prompts are read so.
+        first_layer: the first layer that only some tokens reach.
+        policy: how they are chosen.
+    """
+
+    model: PreTrainedModel
+    first_layer: int
+    policy: _TokensThatGoOn
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, layer: int | None, keep_ratio: float, **options: Any
+    ) -> "_Rule":
+        count = len(decoder_layers(model))
+        if layer is not None:
+            require_int("layer", layer, minimum=1)
+        first = count // 2 if layer is None else layer
+        if not 1 <= first < count:
+            raise InvalidArgumentError(
+                f"layer: expected 1 to {count - 1}, a layer of the model's {count} behind the "
+                f"first, got {first}; about half of them serves most models"
+            )
+        policy = _TokensThatGoOn(
+            keep_ratio=keep_ratio, window_size=SMALL_WINDOW, pooling="fading", **options
+        )
+        return cls(model=model, first_layer=first, policy=policy)
+
+    def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
+        """For a pass of so many tokens; None where all of them are read by all layers.
+
+        Raises:
+            InvalidArgumentError: a cache, or a way of reading, that needs every token everywhere.
+            UnsupportedModelError: layers of another kind.
+        """
+        if cache.get_seq_length() or tokens == 1:
+            return None
+        self._require_whole_prompt(cache, tokens)
+        _require_suitable(cache)
+        return Narrowing(
+            first_layer=self.first_layer, prompt_tokens=tokens, choose=self.policy.choose
+        )
+
+    def _require_whole_prompt(self, cache: CompressedCache, tokens: int) -> None:
+        end = cache.reading.prompt_end
+        if cache.reading.verifies_drafts or (end is not None and end != tokens):
+            raise InvalidArgumentError(
+                f"input_ids: expected the whole prompt and nothing behind it in one forward pass "
+                f"where only some tokens go on, got {tokens:,} tokens of a prompt announced to "
+                f"have {'another length' if end is None else f'{end:,}'}; leave out drafts and "
+                "pieces, or read it with snapkv.prefill.layer_by_layer"
+            )
+
+
+def _require_suitable(cache: CompressedCache) -> None:
+    """Refuse caches whose layers would miss the tokens that do not reach them."""
+    if len(cache.compressed_layers) < len(cache.layers):
+        raise UnsupportedModelError(
+            f"model: expected one whose layers all attend to the whole prompt where only some "
+            f"tokens go on, got {type(cache.model).__name__}, of which "
+            f"{len(cache.layers) - len(cache.compressed_layers)} layers keep a sliding window or a "
+            "state of their own; read the prompt with snapkv.prefill.layer_by_layer"
+        )
+    for name, given in {
+        "recall": cache.options["recall"],
+        "fair": cache.options["fair"],
+        "storage": cache.options["storage"] == "static" and "static",
+    }.items():
+        if given:
+            raise InvalidArgumentError(
+                f"{name}: expected none where only some tokens go on, since the other layers never "
+                f"see the rest, got {given}; leave it out, or read the prompt exactly"
+            )
+    _require_policy(cache.policy)
+
+
+def _require_policy(policy: Policy) -> None:
+    needed = sorted(policy.needs - {"output_weight"})
+    if needed:
+        raise InvalidArgumentError(
+            f"policy: expected one that goes by attention alone where only some tokens go on, got "
+            f"{policy.name}, which needs {needed[0].replace('_', ' ')} of all tokens; use SnapKV, "
+            "or read the prompt exactly"
+        )
+
+
+@contextlib.contextmanager
+def selective(
+    model: PreTrainedModel, *, layer: int | None = None, keep_ratio: float = DEFAULT_KEEP_RATIO
+) -> Iterator[None]:
+    """Within this block prompts in a `CompressedCache` are read by all layers only in part.
+
+        with selective(model):
+            model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
+
+    Only the first prompt of a cache is read so, and only if it is longer than what would go on of
+    it; later turns and other caches are read as ever. Only the logits of the tokens that went on
+    are returned, those of the last token last. Rows of a padded batch choose by themselves, as they
+    would alone.
+
+    Args:
+        model: a decoder-only transformers model whose layers all attend to the whole prompt.
+        layer: how many layers read every token; half of them by default. Fewer are faster, and
+            lose more: `snapkv study early-layer` finds the first that loses little.
+        keep_ratio: the share of the prompt before the window that goes on, in (0, 1]; at least 256
+            tokens do, and all that are protected.
+
+    Raises:
+        InvalidArgumentError: a value out of range; from within the block, a prompt in pieces or
+            with drafts, or a cache with recall, static storage, segments, or a policy that has to
+            see all tokens.
+        UnsupportedModelError: the model's layers cannot be found, or are of several kinds.
+    """
+    rule = _Rule.of(model, layer, keep_ratio)
+    decoder = model.get_decoder()
+    forwards: dict[nn.Module, Callable[..., Any]] = {
+        part: functools.partial(_read_layer, part.forward, index)
+        for index, part in enumerate(decoder_layers(model))
+    }
+    forwards[decoder] = functools.partial(_read, rule, decoder.forward)
+    with standing_in(forwards):
+        yield
+
+
+def _read(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The decoder's forward, some tokens of a first prompt going on."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, CompressedCache):
+        return forward(*args, **kwargs)
+    tokens = _tokens(args, kwargs)
+    with cache.reading.narrowed(rule.narrowing(cache, tokens)):
+        return forward(*args, **kwargs)
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return int(next(each for each in given if each is not None).shape[1])
+
+
+def _read_layer(
+    forward: Callable[..., Any], layer_idx: int, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """A layer's forward, of the tokens that reach it."""
+    cache = kwargs.get("past_key_values")
+    narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
+    places = None if narrowing is None else narrowing.places(layer_idx)
+    if narrowing is None or places is None:
+        return forward(hidden_states, *args, **kwargs)
+    require_by_token(args, kwargs, narrowing.prompt_tokens)
+    if hidden_states.shape[1] == narrowing.prompt_tokens:
+        hidden_states = at_places(hidden_states, places)
+    reached = {name: at_places(value, places) for name, value in kwargs.items()}
+    return forward(hidden_states, **reached)
+
+
+class _Enough(Exception):  # noqa: N818 - no error: the layers before have read all they should
+    """The tokens that go on are chosen."""
+
+
+@contextlib.contextmanager
+def gemfilter(
+    model: PreTrainedModel, *, layer: int | None = None, keep_ratio: float = DEFAULT_KEEP_RATIO
+) -> Iterator[None]:
+    """As `selective`, but the tokens that go on are read again, by all layers from the first.
+
+    The layers before `layer` read the prompt twice, all of it and then the chosen tokens, which see
+    each other only. So no layer holds what was not chosen, and memory is that of the short prompt.
+    The chosen tokens keep their true positions, where the authors count them anew.
+
+    Args:
+        model: as for `selective`.
+        layer: how many layers read every token; half of them by default.
+        keep_ratio: as for `selective`.
+
+    Raises:
+        InvalidArgumentError: as for `selective`; also a padded batch.
+        UnsupportedModelError: as for `selective`, or the model's forward is wrapped already.
+    """
+    rule = _Rule.of(model, layer, keep_ratio)
+    parts = decoder_layers(model)
+    decoder = model.get_decoder()
+    forwards: dict[nn.Module, Callable[..., Any]] = {
+        parts[rule.first_layer]: functools.partial(_read_if_more, parts[rule.first_layer].forward),
+        decoder: functools.partial(_read_chosen, rule, decoder.forward),
+    }
+    with standing_in(forwards):
+        yield
+
+
+def _read_if_more(
+    forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The first layer's forward that only chosen tokens reach, where they are not yet chosen."""
+    cache = kwargs.get("past_key_values")
+    narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
+    if narrowing is not None and narrowing.choose is not None:
+        raise _Enough
+    return forward(hidden_states, *args, **kwargs)
+
+
+def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The decoder's forward, of a first prompt's chosen tokens only."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, CompressedCache):
+        return forward(*args, **kwargs)
+    tokens = _tokens(args, kwargs)
+    narrowing = rule.narrowing(cache, tokens)
+    if narrowing is None:
+        return forward(*args, **kwargs)
+    _require_no_pads(kwargs.get("attention_mask"))
+    once = CompressedCache(rule.model, FullCache(), protect=cache.options["protect"])
+    with once.reading.narrowed(narrowing), contextlib.suppress(_Enough):
+        forward(*args, **kwargs | {"past_key_values": once})
+    del once
+    if narrowing.chosen is None:
+        return forward(*args, **kwargs)
+    places = narrowing.chosen.keep_indices[:, 0]
+    with cache.reading.narrowed(only_tokens(tokens, places)):
+        return forward(**_chosen_inputs(args, kwargs, places))
+
+
+def _require_no_pads(mask: Any) -> None:
+    if isinstance(mask, Tensor) and not (mask.ndim == 2 and bool(mask.all())):
+        raise InvalidArgumentError(
+            "attention_mask: expected rows without padding where chosen tokens are read again, got "
+            "a mask that hides something; read rows of different length one by one, or use "
+            "snapkv.prefill.selective"
+        )
+
+
+def _chosen_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], places: Tensor) -> dict[str, Any]:
+    """The decoder's arguments for the tokens at those places, at their true positions."""
+    inputs = kwargs | ({"input_ids": args[0]} if args else {})
+    inputs.pop("attention_mask", None)
+    for name in ("input_ids", "inputs_embeds"):
+        if inputs.get(name) is not None:
+            inputs[name] = at_places(inputs[name], places)
+    return inputs | {"position_ids": places}
