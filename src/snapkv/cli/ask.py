@@ -52,7 +52,9 @@ class AskOptions(RunOptions):
         for name, value in (needs_one if self.library is None else alone).items():
             if value is not None:
                 expected = "--library beside it" if self.library is None else "none with --library"
-                raise InvalidArgumentError(f"{name}: expected {expected}, got {value}; leave it out")
+                raise InvalidArgumentError(
+                    f"{name}: expected {expected}, got {value}; leave it out"
+                )
 
 
 @with_options(AskOptions)

@@ -101,10 +101,19 @@ def show_answers(
     *,
     sources: Callable[[], Sequence[Text]] = tuple,
 ) -> None:
-    """Answer, or compare, and show it; arguments and errors as in `answer_and_show`.
+    """Answer once or, to compare, twice; then show what was asked for.
 
     Args:
+        asked: the question, and the model.
+        options: what to show.
+        policy: the method.
+        drafts: where drafts come from; None for none.
+        request: what the JSON object says about where the prompt came from.
+        typed: the command line, for the one to type next.
         sources: gives lines between an answer and what it took, once there is an answer.
+
+    Raises:
+        typer.Exit: a check found that the answer is not the full cache's.
     """
     if options.compare:
         _warm_up(asked.loaded.model)
