@@ -106,7 +106,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
                 loaded.tokenizer,
                 found.texts,
                 policy,
-                quantize=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
+                bits=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
                 model_name=loaded.name,
                 on_progress=advance,
             )
@@ -138,7 +138,7 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
         {name: value for name, value in asdict(record).items() if name != "text"}
         for record in records
     ]
-    shared = {"model": about.who, "policy": about.policy, "bits": about.quantize}
+    shared = {"model": about.who, "policy": about.policy, "bits": about.bits}
     give(
         {"library": library} | shared | {"documents": rows},
         lambda: documents_table(about, records),
