@@ -1,15 +1,17 @@
 """`snapkv library`: documents that a model reads once, for `snapkv ask --library`."""
 
+import contextlib
+import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from snapkv.cli import panels
 from snapkv.cli.options import PolicyOptions, with_options
-from snapkv.cli.outputs import RunFolder
+from snapkv.cli.outputs import Output
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_choice
 
@@ -26,13 +28,27 @@ Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LibraryFolder(Output):
+    """Marks an option that names the folder of a library, which is added to."""
+
+    is_added_to: ClassVar[bool] = True
+
+    def is_own(self, path: Path) -> bool:
+        """Whether it is one of a library; of which version, the library itself will ask."""
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+            found: str = json.loads((path / self.files[0]).read_bytes())["format"]
+            return found.startswith("snapkv library ")
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
 class AddOptions(PolicyOptions):
     """What `add` takes."""
 
     to: Annotated[
         str,
         panels.output(help="Folder of the library, made if it is not there"),
-        RunFolder(files=("library.json",), record="library.json", key="format"),
+        LibraryFolder(files=("library.json",)),
     ] = "snapkv-library"
     policy: Annotated[
         str,
