@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from snapkv.app import text_files
+from snapkv.app.prefills import Exact
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.cli import panels
 from snapkv.cli.options import RunOptions, WholeNumber, with_options
@@ -45,6 +46,7 @@ class AskOptions(RunOptions):
             "assistant": self.assistant,
             "prompt_lookup": self.prompt_lookup,
             "self_speculate": self.self_speculate or None,
+            "prefill": None if self.reading == Exact() else self.prefill,
             "protect": self.protect,
             "protect_first": self.protect_first or None,
             "protect_system": self.protect_system,

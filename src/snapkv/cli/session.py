@@ -15,6 +15,7 @@ from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.remedies import first_that_keeps
@@ -64,7 +65,7 @@ def answer_and_show(
     drafts = draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
 
-    asked = _AskedPrompt(loaded, prompt, settings, protection)
+    asked = _AskedPrompt(loaded, prompt, settings, protection, options.reading)
     show_answers(asked, options, policy, drafts, request, typed)
 
 
@@ -142,6 +143,7 @@ class _AskedPrompt:
     prompt: Prompt
     settings: GenerationSettings
     protection: Protection
+    prefill: Prefill
 
     def answered(
         self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
@@ -155,12 +157,14 @@ class _AskedPrompt:
                 self.settings,
                 drafts=drafts,
                 protection=self.protection,
+                prefill=self.prefill,
                 **progress,
             )
 
     def full(self, tokens: int | None = None) -> Answer:
         limit = self.settings.max_new_tokens if tokens is None else tokens
-        start = replace(self, settings=replace(self.settings, max_new_tokens=limit))
+        settings = replace(self.settings, max_new_tokens=limit)
+        start = replace(self, settings=settings, prefill=Exact())
         return start.answered(FullCache(), None)
 
     def trying(self, answer: Answer) -> Try:

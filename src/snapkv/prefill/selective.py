@@ -31,8 +31,7 @@ from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, 
 from snapkv.validation import SMALL_WINDOW, require_int
 
 DEFAULT_KEEP_RATIO = 0.15
-LEAST_TOKENS = 256
-"""So many tokens go on beside the window even where they are more than the share."""
+DEFAULT_LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class _TokensThatGoOn(SnapKV):
     name: ClassVar[str] = "selective"
 
     _: KW_ONLY
-    least_tokens: int = LEAST_TOKENS
+    least_tokens: int = DEFAULT_LEAST_TOKENS
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The mean over the heads: (B, 1, P) float32."""
@@ -81,8 +80,9 @@ class _Rule:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, layer: int | None, keep_ratio: float, **options: Any
+        cls, model: PreTrainedModel, layer: int | None, keep_ratio: float, least_tokens: int
     ) -> "_Rule":
+        require_int("least_tokens", least_tokens, minimum=0)
         count = len(decoder_layers(model))
         if layer is not None:
             require_int("layer", layer, minimum=1)
@@ -93,7 +93,10 @@ class _Rule:
                 f"first, got {first}; about half of them serves most models"
             )
         policy = _TokensThatGoOn(
-            keep_ratio=keep_ratio, window_size=SMALL_WINDOW, pooling="fading", **options
+            keep_ratio=keep_ratio,
+            window_size=SMALL_WINDOW,
+            pooling="fading",
+            least_tokens=least_tokens,
         )
         return cls(model=model, first_layer=first, policy=policy)
 
@@ -157,7 +160,11 @@ def _require_policy(policy: Policy) -> None:
 
 @contextlib.contextmanager
 def selective(
-    model: PreTrainedModel, *, layer: int | None = None, keep_ratio: float = DEFAULT_KEEP_RATIO
+    model: PreTrainedModel,
+    *,
+    layer: int | None = None,
+    keep_ratio: float = DEFAULT_KEEP_RATIO,
+    least_tokens: int = DEFAULT_LEAST_TOKENS,
 ) -> Iterator[None]:
     """Within this block prompts in a `CompressedCache` are read by all layers only in part.
 
@@ -173,8 +180,9 @@ def selective(
         model: a decoder-only transformers model whose layers all attend to the whole prompt.
         layer: how many layers read every token; half of them by default. Fewer are faster, and
             lose more: `snapkv study early-layer` finds the first that loses little.
-        keep_ratio: the share of the prompt before the window that goes on, in (0, 1]; at least 256
-            tokens do, and all that are protected.
+        keep_ratio: the share of the prompt before its last 16 tokens that goes on, in (0, 1]; the
+            last 16 vote, and go on as well, and so do all tokens that are protected.
+        least_tokens: so many go on where the share is fewer.
 
     Raises:
         InvalidArgumentError: a value out of range; from within the block, a prompt in pieces or
@@ -182,7 +190,7 @@ def selective(
             see all tokens.
         UnsupportedModelError: the model's layers cannot be found, or are of several kinds.
     """
-    rule = _Rule.of(model, layer, keep_ratio)
+    rule = _Rule.of(model, layer, keep_ratio, least_tokens)
     decoder = model.get_decoder()
     forwards: dict[nn.Module, Callable[..., Any]] = {
         part: functools.partial(_read_layer, part.forward, index)
@@ -230,7 +238,11 @@ class _Enough(Exception):  # noqa: N818 - no error: the layers before have read 
 
 @contextlib.contextmanager
 def gemfilter(
-    model: PreTrainedModel, *, layer: int | None = None, keep_ratio: float = DEFAULT_KEEP_RATIO
+    model: PreTrainedModel,
+    *,
+    layer: int | None = None,
+    keep_ratio: float = DEFAULT_KEEP_RATIO,
+    least_tokens: int = DEFAULT_LEAST_TOKENS,
 ) -> Iterator[None]:
     """As `selective`, but the tokens that go on are read again, by all layers from the first.
 
@@ -242,12 +254,13 @@ def gemfilter(
         model: as for `selective`.
         layer: how many layers read every token; half of them by default.
         keep_ratio: as for `selective`.
+        least_tokens: as for `selective`.
 
     Raises:
         InvalidArgumentError: as for `selective`; also a padded batch.
         UnsupportedModelError: as for `selective`, or the model's forward is wrapped already.
     """
-    rule = _Rule.of(model, layer, keep_ratio)
+    rule = _Rule.of(model, layer, keep_ratio, least_tokens)
     parts = decoder_layers(model)
     decoder = model.get_decoder()
     forwards: dict[nn.Module, Callable[..., Any]] = {
