@@ -21,7 +21,13 @@ NO_OUTPUT = {
     *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),
     *("kernels", "poolings", "budgets", "corpora", "variants", "depths", "keep_ratios"),
     *("corpus", "methods", "kernel_sizes", "ratios", "places"),
-    *("sources", "names", "bits", "library"),  # a library is changed by what is made to change it
+    *(
+        "sources",
+        "names",
+        "bits",
+        "library",
+        "prefill",
+    ),  # a library is changed by what is made to change it
     "recall",  # a folder for files without names, which replace none
 }
 """Options with a text that name nothing to write."""
