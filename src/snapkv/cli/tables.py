@@ -78,7 +78,7 @@ def documents_table(about: About, records: Sequence[Record]) -> Grid:
         )
         for record in records
     ]
-    bits = "" if about.quantize is None else f", in {about.quantize}"
+    bits = "" if about.bits is None else f", in {about.bits}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),
