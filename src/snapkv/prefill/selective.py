@@ -28,6 +28,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
 from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+from snapkv.prefill.early_layer import default_early_layer
 from snapkv.validation import SMALL_WINDOW, require_int
 
 DEFAULT_KEEP_RATIO = 0.15
@@ -86,7 +87,7 @@ class _Rule:
         count = len(decoder_layers(model))
         if layer is not None:
             require_int("layer", layer, minimum=1)
-        first = count // 2 if layer is None else layer
+        first = default_early_layer(model) if layer is None else layer
         if not 1 <= first < count:
             raise InvalidArgumentError(
                 f"layer: expected 1 to {count - 1}, a layer of the model's {count} behind the "
@@ -178,8 +179,8 @@ def selective(
 
     Args:
         model: a decoder-only transformers model whose layers all attend to the whole prompt.
-        layer: how many layers read every token; half of them by default. Fewer are faster, and
-            lose more: `snapkv study early-layer` finds the first that loses little.
+        layer: how many layers read every token. By default as many as `snapkv study early-layer`
+            has found for this model, else half of them. Fewer are faster, and lose more.
         keep_ratio: the share of the prompt before its last 16 tokens that goes on, in (0, 1]; the
             last 16 vote, and go on as well, and so do all tokens that are protected.
         least_tokens: so many go on where the share is fewer.
@@ -252,7 +253,7 @@ def gemfilter(
 
     Args:
         model: as for `selective`.
-        layer: how many layers read every token; half of them by default.
+        layer: how many layers read every token; by default as for `selective`.
         keep_ratio: as for `selective`.
         least_tokens: as for `selective`.
 
