@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoTokenizer, BartConfig, MambaConfig, Rwk
 
 from snapkv import cache_folder as where
 from snapkv.app import conversion, models
+from snapkv.cli.loading import load_model
+from snapkv.cli.options import ModelOptions
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -135,6 +137,17 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tiny_gguf, monkeypat
         load_file(converted.folder / "model.safetensors") for converted in (first, second)
     )
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_converting_is_one_line_of_the_command_line_and_no_bar(tiny_gguf, cache_folder, capfd):
+    path, _ = tiny_gguf
+    options = ModelOptions(model=str(path), device="cpu")
+    load_model(options)
+    told = capfd.readouterr().err
+    assert told.count("snapkv: converting tiny.gguf to a folder that opens in a moment") == 1
+    assert "%|" not in told
+    load_model(options)
+    assert "converting" not in capfd.readouterr().err
 
 
 def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder):

@@ -45,6 +45,10 @@ def begin(*, verbose: bool) -> None:
     Errors are ours to report. The progress of a download stays: it can take long.
     """
     interrupts.started()
+    own = logging.getLogger("snapkv")
+    if not own.handlers:
+        own.addHandler(_ToStandardError())
+        own.setLevel(logging.INFO)
     if verbose:
         return
     warnings.simplefilter("ignore")
@@ -54,3 +58,10 @@ def begin(*, verbose: bool) -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     if sys.stderr.isatty():
         enable_progress_bars()
+
+
+class _ToStandardError(logging.Handler):
+    """Our own notes, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"snapkv: {record.getMessage()}\n")

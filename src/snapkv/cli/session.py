@@ -14,6 +14,7 @@ from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Prefill
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.remedies import first_that_keeps
@@ -62,12 +63,12 @@ def answer_and_show(
     drafts = draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
 
-    asked = _Asked(loaded, prompt, settings, protection)
+    asked, reading = _Asked(loaded, prompt, settings, protection), options.reading
     if options.compare:
         _warm_up(loaded.model)
-        answers = [asked.answered(policy, drafts), asked.answered(FullCache(), None)]
+        answers = [asked.answered(policy, drafts, reading), asked.answered(FullCache())]
     else:
-        answers = [asked.answered(policy, drafts, None if options.json else write)]
+        answers = [asked.answered(policy, drafts, reading, None if options.json else write)]
     if not options.json:
         _show(answers)
     protect = answers[0].protected
@@ -92,7 +93,11 @@ class _Asked:
     protection: Protection
 
     def answered(
-        self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
+        self,
+        policy: Policy,
+        drafts: DraftMethod | None = None,
+        prefill: Prefill | None = None,
+        on_text: TextSink | None = None,
     ) -> Answer:
         """The answer of a method, with its progress shown."""
         with reading_progress(policy.name, on_text) as progress:
@@ -103,13 +108,14 @@ class _Asked:
                 self.settings,
                 drafts=drafts,
                 protection=self.protection,
+                prefill=prefill,
                 **progress,
             )
 
     def full_start(self, tokens: int) -> Answer:
         """The first so many tokens of the full cache's answer."""
         start = replace(self, settings=replace(self.settings, max_new_tokens=tokens))
-        return start.answered(FullCache(), None)
+        return start.answered(FullCache())
 
 
 def _record(answers: Sequence[Answer], notes: Sequence[Note]) -> dict[str, Any]:
