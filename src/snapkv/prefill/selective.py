@@ -65,6 +65,28 @@ class _TokensThatGoOn(SnapKV):
             return self.select(replace(layer, queries=layer.queries[:, :, -self.window_size :]))
 
 
+def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
+    return _TokensThatGoOn(
+        keep_ratio=keep_ratio,
+        window_size=SMALL_WINDOW,
+        pooling="fading",
+        least_tokens=least_tokens,
+    )
+
+
+def tokens_that_go_on(
+    layer: PromptLayer, *, keep_ratio: float, least_tokens: int
+) -> Selection | None:
+    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all.
+
+    Args:
+        layer: its states, with the queries of the prompt's last 16 tokens at least.
+        keep_ratio: as for `selective`.
+        least_tokens: as for `selective`.
+    """
+    return _voting(keep_ratio, least_tokens).choose(layer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
     """From which layer on which tokens are read.
@@ -93,12 +115,7 @@ class _Rule:
                 f"layer: expected 1 to {count - 1}, a layer of the model's {count} behind the "
                 f"first, got {first}; about half of them serves most models"
             )
-        policy = _TokensThatGoOn(
-            keep_ratio=keep_ratio,
-            window_size=SMALL_WINDOW,
-            pooling="fading",
-            least_tokens=least_tokens,
-        )
+        policy = _voting(keep_ratio, least_tokens)
         return cls(model=model, first_layer=first, policy=policy)
 
     def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
