@@ -149,20 +149,25 @@ def require_ratio(argument: str, value: object) -> None:
     _require_number(argument, value, "(0, 1]", "0.25", value == 1)
 
 
+def require_share(argument: str, value: object, example: str) -> None:
+    """Raise unless `value` is a number in [0, 1]."""
+    _require_number(argument, value, "[0, 1]", example, value in (0, 1))
+
+
 def require_fraction(argument: str, value: object, example: str) -> None:
     """Raise unless `value` is a number in (0, 1)."""
     _require_number(argument, value, "(0, 1)", example, False)
 
 
 def _require_number(
-    argument: str, value: object, interval: str, example: str, is_upper_end: bool
+    argument: str, value: object, interval: str, example: str, is_end: bool
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidTypeError(
             f"{argument}: expected a number in {interval}, got {value!r} of type "
             f"{type(value).__name__}; pass a fraction such as {example}"
         )
-    if not (0 < value < 1 or is_upper_end):
+    if not (0 < value < 1 or is_end):
         raise InvalidArgumentError(
             f"{argument}: expected a number in {interval}, got {value}; pass a fraction such as "
             f"{example}"

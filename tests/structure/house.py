@@ -13,7 +13,7 @@ ROWS = (
     ("storage",),
     ("cache",),
     ("hf",),
-    ("prefill", "decoding", "document", "kvzip", "plan"),
+    ("prefill", "decoding", "document", "kvzip", "library", "plan"),
     ("__init__",),
     ("app", "serving"),
     ("lab",),

@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from snapkv import __version__
-from snapkv.cli import bench, evaluate, interrupts, medusa, study
+from snapkv.cli import bench, evaluate, interrupts, library, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.generate import generate
@@ -35,6 +35,7 @@ app = typer.Typer(
 for command in (ask, generate, chat, inspect, plan, policies):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
+app.add_typer(library.app)
 app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)

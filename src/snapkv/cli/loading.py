@@ -9,6 +9,7 @@ import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 
+from snapkv.app import conversion
 from snapkv.app.models import LoadedModel, load
 from snapkv.cli import interrupts
 from snapkv.cli.options import ModelOptions
@@ -45,10 +46,10 @@ def begin(*, verbose: bool) -> None:
     Errors are ours to report. The progress of a download stays: it can take long.
     """
     interrupts.started()
-    own = logging.getLogger("snapkv")
-    if not own.handlers:
-        own.addHandler(_ToStandardError())
-        own.setLevel(logging.INFO)
+    converting = logging.getLogger(conversion.__name__)
+    if not converting.handlers:
+        converting.addHandler(_ToStandardError())
+        converting.setLevel(logging.INFO)
     if verbose:
         return
     warnings.simplefilter("ignore")

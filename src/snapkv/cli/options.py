@@ -96,8 +96,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(ModelOptions):
-    """One method, and how it answers."""
+class PolicyOptions(ModelOptions):
+    """One method."""
 
     policy: Annotated[
         str, panels.policy(help="Method; `snapkv policies` lists them; default: snapkv with fading")
@@ -130,16 +130,6 @@ class MethodOptions(ModelOptions):
         list[str] | None,
         panels.policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
     ] = None
-
-    answer_start: Annotated[
-        str, panels.answer(help="Text that the answer begins with; the model continues it")
-    ] = ""
-    max_new_tokens: Annotated[int, panels.answer(help="Where an answer is cut off")] = (
-        GenerationSettings.max_new_tokens
-    )
-    temperature: Annotated[float, panels.answer(help="0 takes the likeliest token each time")] = (
-        GenerationSettings.temperature
-    )
     seed: Annotated[
         int | None,
         panels.answer(help="Of the sampling, and of a method that draws at random"),
@@ -170,6 +160,21 @@ class MethodOptions(ModelOptions):
         if isinstance(tokens, int):
             window = self.window_size or (SMALL_WINDOW if is_default else DEFAULT_WINDOW)
             require_budget(tokens, None, window, sink_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(PolicyOptions):
+    """One method, and how it answers."""
+
+    answer_start: Annotated[
+        str, panels.answer(help="Text that the answer begins with; the model continues it")
+    ] = ""
+    max_new_tokens: Annotated[int, panels.answer(help="Where an answer is cut off")] = (
+        GenerationSettings.max_new_tokens
+    )
+    temperature: Annotated[float, panels.answer(help="0 takes the likeliest token each time")] = (
+        GenerationSettings.temperature
+    )
 
     def settings(self) -> GenerationSettings:
         """How to generate.

@@ -88,7 +88,7 @@ def _rebuilt(
             f"are gone, got {str(recall)!r}; leave recall out"
         )
     options = {**notes["options"], "recall": recall, "recall_bytes": recall_bytes}
-    cache = kind(model, _policy_for(policy, _completed(notes["policy"])), **options)
+    cache = kind(model, policy_of(notes["policy"], policy), **options)
     for layer, saved in zip(cache.layers, notes["layers"], strict=True):
         decode_layer(layer, saved, tensors, model.device)
     cache.reading.prompt_end = notes["prompt_end"]
@@ -128,16 +128,21 @@ def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     return complete
 
 
-def _policy_for(given: Policy | None, saved: dict[str, Any]) -> Policy:
-    """The policy that a cache was made with; one that is given must be the same."""
-    if given is not None:
-        if _plain(given.describe()) != saved:
-            raise CacheMismatchError(
-                f"policy: expected the one the cache was saved with, {saved}, got "
-                f"{given.describe()}; leave policy out"
-            )
-        return given
-    return _named_policy(saved)
+def policy_of(description: dict[str, Any], given: Policy | None = None) -> Policy:
+    """The policy that `Policy.describe` has described; one that is given must be the same.
+
+    Raises:
+        CacheMismatchError: the one that is given is another, or none is and it is not known here.
+    """
+    saved = _completed(description)
+    if given is None:
+        return _named_policy(saved)
+    if _plain(given.describe()) != saved:
+        raise CacheMismatchError(
+            f"policy: expected the one the cache was saved with, {saved}, got "
+            f"{given.describe()}; leave policy out"
+        )
+    return given
 
 
 def _named_policy(saved: dict[str, Any]) -> Policy:

@@ -115,6 +115,10 @@ class TokenStore(ABC):
         start = self.keys.shape[2] - tokens
         return self.keys[:, ::repeats, start:], self.values[:, ::repeats, start:]
 
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, (B, num_kv_heads, slots, D); any in slots of no token."""
+        return self.tail(self.slots)
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values, measured on the tensors."""

@@ -228,6 +228,11 @@ class RaggedStore(TokenStore):
         self.states = self.states.keep(indices)
         return self
 
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, those of the tail last."""
+        keys, values = self.states.padded_keys(), self.states.padded_values()
+        return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
+
     def crop(self, tokens: int) -> TokenStore:
         """Forget the last tokens of the tail."""
         self.keys, self.values = self.keys[..., :-tokens, :], self.values[..., :-tokens, :]

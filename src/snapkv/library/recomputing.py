@@ -1,0 +1,212 @@
+"""Reading again the tokens that another text before them changes most (CacheBlend).
+
+Of documents that were read apart, no token has seen those of the documents before its own. The
+first layer does not care: its keys and values depend on a token and its place alone. The second
+layer's keys and values, once the first has read all tokens together, show how much each token
+would change (arXiv 2405.16444, Sec. 4.3). Those that change most go on through all layers, at their
+places and over what is held of all others, and what they become takes the place of what was held.
+
+The first two layers come out exact: their keys and values are those of all tokens read together.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.hf.attention import plain_name
+from snapkv.library.joining import JoinedLayer
+from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+
+IMPLEMENTATIONS = ("sdpa", "eager")
+
+States = tuple[Tensor, Tensor]
+"""Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
+
+
+class _Enough(Exception):  # noqa: N818 - no error: what the pass was for is known
+    """The keys and values of a layer are known, and what it attends to is of no use."""
+
+
+def require_recomputable(model: PreTrainedModel) -> str:
+    """The name of the model's attention, which takes masks of any kind.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    name = plain_name(model.config.get_text_config(decoder=True)._attn_implementation)
+    if name not in IMPLEMENTATIONS:
+        raise UnsupportedModelError(
+            f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)} where tokens are "
+            f"recomputed over documents that were read apart, got {name!r}; load the model so, or "
+            "pass recompute=0"
+        )
+    return name
+
+
+@torch.no_grad()
+def recompute(
+    model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], count: int
+) -> list[JoinedLayer]:
+    """The layers with the keys and values of the tokens that change most read anew.
+
+    Args:
+        model: whose layers these are.
+        input_ids: (1, N) int64, on the model's device.
+        layers: one for each of the model's.
+        count: how many tokens go on behind the first layer, at least 1; of equal ones the first.
+
+    Raises:
+        UnsupportedModelError: attention that takes no masks of one's own, or layers that cannot
+            read some of the tokens only.
+    """
+    again = _SecondReading(layers, count, model)
+    forwards: dict[Any, Callable[..., Any]] = {
+        layer: functools.partial(again.read_layer, index, layer.forward)
+        for index, layer in enumerate(decoder_layers(model))
+        if index
+    }
+    with standing_in(forwards), suppress(_Enough):
+        model.get_decoder()(input_ids=input_ids, past_key_values=again, use_cache=True)
+    return again.joined
+
+
+class _SecondReading(Cache):
+    """What the layers hold, as the cache of a pass over all tokens of which few go on.
+
+    Args:
+        layers: what they hold before it.
+        count: how many tokens go on.
+        model: whose layers they are.
+
+    Attributes:
+        joined: what the layers hold by now.
+        chosen: (n,) int64, the tokens that go on, ascending; None until the second layer has shown
+            which.
+    """
+
+    def __init__(self, layers: Sequence[JoinedLayer], count: int, model: PreTrainedModel) -> None:
+        super().__init__(layers=[])
+        self.joined = list(layers)
+        self.chosen: Tensor | None = None
+        self._count, self._implementation = count, require_recomputable(model)
+        self._query_heads = model.config.get_text_config(decoder=True).num_attention_heads
+        self._second: States | None = None
+        self._whole_mask: Tensor | None = None
+
+    # What a layer attends to.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> States:
+        """Hold the new keys and values of a layer; returns those that it attends to.
+
+        Raises:
+            _Enough: nobody needs what the layer attends to.
+        """
+        states = key_states, value_states
+        if layer_idx == 0:
+            self._hold(layer_idx, self._every_token, states)
+            return states
+        if layer_idx == 1:
+            return self._read_second(states)
+        assert self.chosen is not None
+        self._hold(layer_idx, self.chosen, states)
+        return self._seen(layer_idx, states)
+
+    def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> None:
+        self.joined[layer_idx] = self.joined[layer_idx].with_states(tokens, *states)
+        if layer_idx == len(self.joined) - 1:
+            raise _Enough
+
+    def _read_second(self, states: States) -> States:
+        """Choose when the layer is read by all tokens; the chosen ones then see all that were."""
+        if self._second is None:
+            self._second = states
+            self.chosen = most_changed(self.joined[1].deviation(*states), self._count)
+            self._hold(1, self._every_token, states)
+            raise _Enough
+        return self._second
+
+    def _seen(self, layer_idx: int, states: States) -> States:
+        """What is held, and behind it of the chosen tokens what some head does not hold."""
+        held = self.joined[layer_idx]
+        keys, values = held.key_states, held.value_states
+        if self._missing(held) is None:
+            return keys, values
+        return torch.cat([keys, states[0]], dim=2), torch.cat([values, states[1]], dim=2)
+
+    def _missing(self, held: JoinedLayer) -> Tensor | None:
+        """(H, n) bool: which chosen tokens each head does not hold; None where all hold all."""
+        assert self.chosen is not None
+        missing = held.slots_of(self.chosen) < 0
+        return None if held.is_whole or not bool(missing.any()) else missing
+
+    @property
+    def _every_token(self) -> Tensor:
+        return torch.arange(self.joined[0].tokens, device=self.joined[0].places.device)
+
+    # Which tokens reach a layer.
+
+    def read_layer(
+        self,
+        layer_idx: int,
+        forward: Callable[..., Any],
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """A layer's forward, from the second layer on, of the tokens that reach it."""
+        tokens = self.joined[0].tokens
+        require_by_token(args, kwargs, tokens)
+        if self.chosen is None:
+            with suppress(_Enough):
+                forward(hidden_states, **kwargs)
+        if self.chosen is None or len(self.joined) == 2:
+            raise _Enough
+        places = self.chosen[None]
+        if hidden_states.shape[1] == tokens:
+            hidden_states = at_places(hidden_states, places)
+        others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        reached = {name: at_places(value, places) for name, value in others.items()}
+        mask = self._mask(layer_idx, hidden_states.dtype)
+        return forward(hidden_states, attention_mask=mask, **reached)
+
+    def _mask(self, layer_idx: int, dtype: torch.dtype) -> Tensor:
+        """(1, 1 or Hq, n, S): who sees whom in a layer, as the model's attention takes it."""
+        held = self.joined[layer_idx]
+        if layer_idx > 1 and not held.is_whole:
+            return self._as_taken(self._visible(held), dtype)
+        if self._whole_mask is None:
+            assert self.chosen is not None
+            visible = self._every_token <= self.chosen[:, None]
+            self._whole_mask = self._as_taken(visible[None, None], dtype)
+        return self._whole_mask
+
+    def _visible(self, held: JoinedLayer) -> Tensor:
+        """(1, Hq, n, S) bool: what stands at a token's own place or before it."""
+        assert self.chosen is not None
+        places, missing = held.places[:, :, None], self._missing(held)
+        visible = (places >= 0) & (places <= self.chosen[:, None])
+        if missing is not None:
+            before = self.chosen <= self.chosen[:, None]
+            visible = torch.cat([visible, (missing[:, None] & before)[None]], dim=-1)
+        return visible.repeat_interleave(self._query_heads // visible.shape[1], dim=1)
+
+    def _as_taken(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._implementation != "eager":
+            return visible
+        lowest = torch.finfo(dtype).min
+        return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, lowest)
+
+
+def most_changed(deviation: Tensor, count: int) -> Tensor:
+    """(n,) int64, ascending: which of (N,) deviations are largest; of equal ones the first."""
+    order = deviation.sort(descending=True, stable=True).indices
+    return order[:count].sort().values

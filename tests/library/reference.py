@@ -1,0 +1,145 @@
+"""Joining and recomputing, slowly: every token goes through every layer, most of it for nothing.
+
+Keys at another place are not turned but read there: the model reads a document at the positions
+where it stands when joined. Choosing is a loop over tokens.
+"""
+
+import torch
+from transformers import DynamicCache
+
+from snapkv import CompressedCache, FullCache
+from snapkv.library.parts import Part
+
+
+def read_part(model, ids, prefix_tokens, policy=None, **options):
+    """A document that was read by itself."""
+    cache = CompressedCache(model, policy or FullCache(), **options)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return Part(input_ids=ids, cache=cache, prefix_tokens=prefix_tokens)
+
+
+def shifted(parts):
+    """For every part the place of its first token, the prefix included, when all are joined."""
+    steps, end = [], parts[0].prefix_tokens
+    for part in parts:
+        steps.append(end - part.prefix_tokens)
+        end += part.input_ids.shape[1] - part.prefix_tokens
+    return steps, end
+
+
+def states_read_in_place(model, parts):
+    """Per layer (keys, values), each (H, N, D), of documents read apart where they will stand."""
+    layers = []
+    for number, (part, step) in enumerate(zip(parts, shifted(parts)[0], strict=True)):
+        cache = DynamicCache(config=model.config)
+        places = torch.arange(part.input_ids.shape[1])[None] + step
+        with torch.no_grad():
+            model(part.input_ids, position_ids=places, past_key_values=cache)
+        begin = part.prefix_tokens if number else 0
+        layers.append([(at.keys[0, :, begin:], at.values[0, :, begin:]) for at in cache.layers])
+    return [tuple(torch.cat(states, dim=1) for states in zip(*held)) for held in zip(*layers)]
+
+
+def held_by_heads(parts, layer_idx):
+    """(H, N) bool: which tokens every head still holds."""
+    steps, tokens = shifted(parts)
+    heads = parts[0].cache.kept_positions(layer_idx).shape[1]
+    held = torch.zeros(heads, tokens, dtype=torch.bool)
+    for number, (part, step) in enumerate(zip(parts, steps, strict=True)):
+        for head, positions in enumerate(part.cache.kept_positions(layer_idx)[0]):
+            for position in positions.tolist():
+                if position >= (part.prefix_tokens if number else 0):
+                    held[head, position + step] = True
+    return held
+
+
+def choose(reused, fresh, held, count):
+    """The tokens whose keys and values of the second layer change most; of equal ones the first."""
+    changes = []
+    for token in range(held.shape[1]):
+        change = 0.0
+        for head in range(held.shape[0]):
+            if held[head, token]:
+                for old, new in zip(reused, fresh, strict=True):
+                    change += float((old[head, token] - new[head, token]).double().square().sum())
+        changes.append(change)
+    best = sorted(range(len(changes)), key=lambda token: (-changes[token], token))[:count]
+    return sorted(best), changes
+
+
+class Mixed(DynamicCache):
+    """A cache of a pass over all tokens that hands out what was reused, but for chosen tokens."""
+
+    def __init__(self, reused, chosen):
+        super().__init__()
+        self.reused, self.chosen, self.mixed = reused, chosen, []
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        fresh, own = (keys, values), list(self.reused[layer_idx])
+        if layer_idx < 2:
+            mixed = fresh
+        else:
+            mixed = tuple(old[None].clone() for old in own)
+            for state, new in zip(mixed, fresh, strict=True):
+                state[:, :, self.chosen] = new[:, :, self.chosen]
+        self.mixed.append(tuple(state[0] for state in mixed))
+        return mixed
+
+
+def masks_of(model, parts, chosen, tokens):
+    """Per layer (1, Hq, N, N) bool: a token sees what stands before it and is held or chosen."""
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    masks = []
+    for layer_idx in range(model.config.num_hidden_layers):
+        seen = held_by_heads(parts, layer_idx)
+        seen[:, chosen] = True
+        if layer_idx < 2:
+            seen[:] = True
+        visible = causal & (seen[:, None] | torch.eye(tokens, dtype=torch.bool))
+        groups = model.config.num_attention_heads // len(visible)
+        masks.append(visible.repeat_interleave(groups, dim=0)[None])
+    return masks
+
+
+def blended(model, parts, ids, count):
+    """(chosen, per layer (keys, values)): what a blend has to hold in heads that hold a token."""
+    reused, tokens = states_read_in_place(model, parts), ids.shape[1]
+    fresh = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=fresh)
+    second = [states[0] for states in (fresh.layers[1].keys, fresh.layers[1].values)]
+    chosen, _ = choose(reused[1], second, held_by_heads(parts, 1), count)
+    mixed, handles = Mixed(reused, chosen), []
+    eager = model.config._attn_implementation.endswith("eager")
+    for layer, mask in zip(
+        model.get_decoder().layers, masks_of(model, parts, chosen, tokens), strict=True
+    ):
+        if eager:
+            lowest = torch.finfo(torch.float32).min
+            mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
+
+        def give(_, args, kwargs, mask=mask):
+            return args, {**kwargs, "attention_mask": mask}
+
+        handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
+    with torch.no_grad():
+        model(ids, past_key_values=mixed)
+    for handle in handles:
+        handle.remove()
+    return chosen, mixed.mixed
+
+
+def states_held(cache, layer_idx, tokens):
+    """(keys, values, held) of one layer of a cache, by token: (H, N, D) and (H, N) bool."""
+    layer = cache.layers[layer_idx]
+    positions = layer.stored_positions()[0]
+    found = []
+    for states in layer.store.padded():
+        by_token = torch.full((states.shape[1], tokens, states.shape[-1]), float("nan"))
+        for head, row in enumerate(positions.tolist()):
+            for slot, position in enumerate(row):
+                if position >= 0:
+                    by_token[head, position] = states[0, head, slot]
+        found.append(by_token)
+    return found[0], found[1], ~found[0][..., 0].isnan()
