@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, BartConfig, MambaConfig, RwkvConfig, T5Config
 
+from snapkv import cache_folder as where
 from snapkv.app import conversion, models
 from snapkv.cli.loading import load_model
 from snapkv.cli.options import ModelOptions
@@ -201,11 +202,11 @@ def test_a_full_disk_is_said(tiny_gguf, monkeypatch):
 def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.delenv("SNAPKV_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert conversion.cache_folder() == Path("/somewhere/snapkv")
+    assert where.cache_folder() == Path("/somewhere/snapkv")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert conversion.cache_folder() == Path.home() / ".cache" / "snapkv"
+    assert where.cache_folder() == Path.home() / ".cache" / "snapkv"
     monkeypatch.setenv("SNAPKV_CACHE_DIR", "/mine")
-    assert conversion.cache_folder() == Path("/mine")
+    assert where.cache_folder() == Path("/mine")
 
 
 def test_the_demo_is_the_packaged_model(demo):

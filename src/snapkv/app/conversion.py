@@ -22,6 +22,7 @@ import transformers.modeling_gguf_pytorch_utils as gguf_reading
 from transformers import AutoTokenizer
 
 from snapkv.app.checkpoint import load_complete
+from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
 from snapkv.validation import first_line
 
@@ -32,16 +33,6 @@ _MAGIC = b"GGUF"
 
 _COMPLETE = "complete"
 """Ends the names of folders: in those without it, weights that a file lacks are random numbers."""
-
-
-def cache_folder() -> Path:
-    """Where converted models live.
-
-    $SNAPKV_CACHE_DIR, else $XDG_CACHE_HOME/snapkv, else ~/.cache/snapkv.
-    """
-    if folder := os.environ.get("SNAPKV_CACHE_DIR"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "snapkv"
 
 
 @dataclass(frozen=True, kw_only=True)

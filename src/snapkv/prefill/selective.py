@@ -28,6 +28,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
 from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+from snapkv.prefill.early_layer import default_early_layer
 from snapkv.validation import SMALL_WINDOW, require_int
 
 DEFAULT_KEEP_RATIO = 0.15
@@ -64,6 +65,28 @@ class _TokensThatGoOn(SnapKV):
             return self.select(replace(layer, queries=layer.queries[:, :, -self.window_size :]))
 
 
+def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
+    return _TokensThatGoOn(
+        keep_ratio=keep_ratio,
+        window_size=SMALL_WINDOW,
+        pooling="fading",
+        least_tokens=least_tokens,
+    )
+
+
+def tokens_that_go_on(
+    layer: PromptLayer, *, keep_ratio: float, least_tokens: int
+) -> Selection | None:
+    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all.
+
+    Args:
+        layer: its states, with the queries of the prompt's last 16 tokens at least.
+        keep_ratio: as for `selective`.
+        least_tokens: as for `selective`.
+    """
+    return _voting(keep_ratio, least_tokens).choose(layer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
     """From which layer on which tokens are read.
@@ -86,18 +109,13 @@ class _Rule:
         count = len(decoder_layers(model))
         if layer is not None:
             require_int("layer", layer, minimum=1)
-        first = count // 2 if layer is None else layer
+        first = default_early_layer(model) if layer is None else layer
         if not 1 <= first < count:
             raise InvalidArgumentError(
                 f"layer: expected 1 to {count - 1}, a layer of the model's {count} behind the "
                 f"first, got {first}; about half of them serves most models"
             )
-        policy = _TokensThatGoOn(
-            keep_ratio=keep_ratio,
-            window_size=SMALL_WINDOW,
-            pooling="fading",
-            least_tokens=least_tokens,
-        )
+        policy = _voting(keep_ratio, least_tokens)
         return cls(model=model, first_layer=first, policy=policy)
 
     def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
@@ -178,8 +196,8 @@ def selective(
 
     Args:
         model: a decoder-only transformers model whose layers all attend to the whole prompt.
-        layer: how many layers read every token; half of them by default. Fewer are faster, and
-            lose more: `snapkv study early-layer` finds the first that loses little.
+        layer: how many layers read every token. By default as many as `snapkv study early-layer`
+            has found for this model, else half of them. Fewer are faster, and lose more.
         keep_ratio: the share of the prompt before its last 16 tokens that goes on, in (0, 1]; the
             last 16 vote, and go on as well, and so do all tokens that are protected.
         least_tokens: so many go on where the share is fewer.
@@ -252,7 +270,7 @@ def gemfilter(
 
     Args:
         model: as for `selective`.
-        layer: how many layers read every token; half of them by default.
+        layer: how many layers read every token; by default as for `selective`.
         keep_ratio: as for `selective`.
         least_tokens: as for `selective`.
 
