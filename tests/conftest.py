@@ -1,6 +1,7 @@
 """Settings and models shared by all tests."""
 
 import os
+import uuid
 
 # Before torch is imported: idle threads must not burn the cores that other processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -16,6 +17,17 @@ from snapkv.app.models import LoadedModel, load
 def demo() -> LoadedModel:
     """The offline demo model, SmolLM2-135M-Instruct in float32."""
     return load("demo")
+
+
+@pytest.fixture(autouse=True)
+def early_layers(tmp_path_factory, monkeypatch):
+    """Nothing is known of any model's early layer but what a test remembers; returns the folder.
+
+    Converted models stay where they are, so the cache folder as a whole is not replaced.
+    """
+    folder = tmp_path_factory.getbasetemp() / f"early-layers-{uuid.uuid4().hex}"
+    monkeypatch.setattr("snapkv.prefill.early_layer.early_layers_folder", lambda: folder)
+    return folder
 
 
 def pytest_report_header() -> str:

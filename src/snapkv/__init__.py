@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         DocumentError,
         InvalidArgumentError,
         InvalidTypeError,
+        LibraryError,
         MissingDependencyError,
         ModelNotFoundError,
         OutOfMemoryError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     )
     from snapkv.hf.cache import CompressedCache
     from snapkv.hf.install import install, uninstall
+    from snapkv.library.library import Library
     from snapkv.policies import (
         H2O,
         TOVA,
@@ -61,6 +63,8 @@ __all__ = [
     "InvalidTypeError",
     "KVzip",
     "KeyDiff",
+    "Library",
+    "LibraryError",
     "MissingDependencyError",
     "ModelNotFoundError",
     "OutOfMemoryError",
@@ -84,6 +88,7 @@ _HOMES = {
     "CacheReport": "snapkv.cache.report",
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
+    "Library": "snapkv.library.library",
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }

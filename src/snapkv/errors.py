@@ -6,7 +6,8 @@
     │   ├── ModelNotFoundError              no model under that name, folder or file
     │   ├── DocumentError                   a document is missing, empty or not text
     │   ├── CacheFileError                  a saved cache is missing, damaged or cannot be written
-    │   └── CacheMismatchError              the cache belongs to another model, batch or prompt
+    │   ├── CacheMismatchError              the cache belongs to another model, batch or prompt
+    │   └── LibraryError                    a library is none, damaged, in use, or of another model
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
     ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
     ├── MissingDependencyError (ImportError) an optional package is not installed
@@ -47,6 +48,10 @@ class CacheFileError(InvalidArgumentError):
 
 class CacheMismatchError(InvalidArgumentError):
     """The cache is used with another model, batch size or prompt than it was filled with."""
+
+
+class LibraryError(InvalidArgumentError):
+    """A folder is no library, or one that is damaged, in use, or was read by another model."""
 
 
 class InvalidTypeError(SnapKVError, TypeError):

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, BartConfig, MambaConfig, RwkvConfig, T5Config
 
+from snapkv import cache_folder as where
 from snapkv.app import conversion, models
+from snapkv.cli.loading import load_model
+from snapkv.cli.options import ModelOptions
 from snapkv.errors import (
     InvalidArgumentError,
     MissingDependencyError,
@@ -136,6 +139,17 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tiny_gguf, monkeypat
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_converting_is_one_line_of_the_command_line_and_no_bar(tiny_gguf, cache_folder, capfd):
+    path, _ = tiny_gguf
+    options = ModelOptions(model=str(path), device="cpu")
+    load_model(options)
+    told = capfd.readouterr().err
+    assert told.count("snapkv: converting tiny.gguf to a folder that opens in a moment") == 1
+    assert "%|" not in told
+    load_model(options)
+    assert "converting" not in capfd.readouterr().err
+
+
 def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder):
     path, _ = write_gguf(tmp_path / "tiny.gguf", without=["blk.0.attn_q.weight"])
     for load in (models.load, models.load_outline, models.place_of):
@@ -188,11 +202,11 @@ def test_a_full_disk_is_said(tiny_gguf, monkeypatch):
 def test_the_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.delenv("SNAPKV_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert conversion.cache_folder() == Path("/somewhere/snapkv")
+    assert where.cache_folder() == Path("/somewhere/snapkv")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert conversion.cache_folder() == Path.home() / ".cache" / "snapkv"
+    assert where.cache_folder() == Path.home() / ".cache" / "snapkv"
     monkeypatch.setenv("SNAPKV_CACHE_DIR", "/mine")
-    assert conversion.cache_folder() == Path("/mine")
+    assert where.cache_folder() == Path("/mine")
 
 
 def test_the_demo_is_the_packaged_model(demo):

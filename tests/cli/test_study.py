@@ -52,6 +52,20 @@ def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
     assert json.loads((tmp_path / "out" / "pooling.json").read_text())["pooling"]["decay"]
 
 
+def test_the_study_of_the_early_layer_says_what_it_has_stored(
+    snapkv, demo_only, tmp_path, early_layers
+):
+    small = ("--samples", "1", "--document-tokens", "150", "--digits", "4", "--budget", "40")
+    command = ("study", "early-layer", *small, "--layers", "29", "--tolerance", "9")
+    done = snapkv(*command, "--keep-ratio", "0.9", "--output", tmp_path / "out")
+    assert done.status == 0, done.err
+    assert "number goes on" in " ".join(done.out.split())
+    *_, rows, last = done.err.splitlines()
+    assert rows == f"rows: {tmp_path / 'out'}"
+    (stored,) = early_layers.iterdir()
+    assert last == f"selective reading begins behind 29 layers from now on: stored in {stored}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,6 +81,7 @@ def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
             ("induction", "--kinds", "digits,letters"),
             "kinds: expected one of digits, words, tokens",
         ),
+        (("early-layer", "--layers", "30"), "layers: expected layers from 1 to 29"),
         (("induction", "--budget", "20"), "budget: expected more than window_size=16"),
         (("sensitivity", "--budget", "32"), "expected more than window_size=32"),
     ],

@@ -15,6 +15,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
@@ -47,6 +48,7 @@ class Answer:
         token_ms: per token after the first, the median, or the mean where some came together; None
             where there is only one.
         cache: what the cache saw and held when the answer was complete.
+        total_ms: from handing over the prompt to the last token.
         protected: positions that stayed whatever the scores, as half-open spans.
         drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
         token_ids: the tokens that were generated.
@@ -60,6 +62,7 @@ class Answer:
     first_token_ms: float
     token_ms: float | None
     cache: CacheReport
+    total_ms: float = 0.0
     protected: list[list[int]] = field(default_factory=list)
     drafts: dict[str, Any] | None = None
     token_ids: tuple[int, ...] = ()
@@ -73,6 +76,7 @@ def answer(
     *,
     drafts: DraftMethod | None = None,
     protection: Protection | None = None,
+    prefill: Prefill | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
 ) -> Answer:
@@ -85,6 +89,7 @@ def answer(
         settings: length and sampling.
         drafts: where drafts come from, for several tokens per forward pass; None for none.
         protection: what of the prompt must stay; None for nothing.
+        prefill: how the prompt is read; None for exactly, at once.
         on_text: called with every finished piece of the answer, `answer_start` first.
         on_layer: called each time a layer has begun to read the prompt.
 
@@ -106,6 +111,7 @@ def answer(
         answer_start=prompt.answer_start,
         context_tokens=prompt.context_tokens(loaded.tokenizer),
         drafts=drafts,
+        prefill=prefill,
         on_text=on_text,
     )
     if drafts is None:
@@ -122,6 +128,7 @@ def answer_ids(
     answer_start: str = "",
     context_tokens: int | None = None,
     drafts: DraftMethod | None = None,
+    prefill: Prefill | None = None,
     on_text: TextSink | None = None,
 ) -> tuple[Answer, Tensor]:
     """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
@@ -141,6 +148,7 @@ def answer_ids(
         context_tokens=context_tokens,
         streamer=watch,
         drafts=drafts,
+        prefill=prefill,
     )
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
@@ -155,6 +163,7 @@ def answer_ids(
         new_tokens=len(new_ids),
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
+        total_ms=watch.total_ms,
         cache=cache.report(),
         token_ids=tuple(new_ids),
         protected=cache.options["protect"] or [],
@@ -205,6 +214,7 @@ def continue_ids(
     context_tokens: int | None = None,
     streamer: TextStreamer | None = None,
     drafts: DraftMethod | None = None,
+    prefill: Prefill | None = None,
 ) -> Tensor:
     """Read a prompt into a cache and generate the tokens behind it.
 
@@ -217,6 +227,7 @@ def continue_ids(
             that needs a second reading reads those twice.
         streamer: gets every token.
         drafts: where drafts come from; None for none.
+        prefill: how what is new of the prompt is read; None for exactly, at once.
 
     Returns:
         (1, T + new) int64.
@@ -230,7 +241,8 @@ def continue_ids(
     if context_tokens is None:
         require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
     advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
-    with out_of_memory_explained(advice), _seeded(settings.seed, model.device):
+    reading = (prefill or Exact()).within(model)
+    with out_of_memory_explained(advice), _seeded(settings.seed, model.device), reading:
         if context_tokens is not None:
             _read_context(loaded, ids[:, :context_tokens], cache)
         output: Tensor = model.generate(
@@ -358,6 +370,10 @@ class _Stopwatch(TextStreamer):
     @property
     def first_token_ms(self) -> float:
         return (self._arrivals[0] - self._start) * 1000
+
+    @property
+    def total_ms(self) -> float:
+        return (self._arrivals[-1] - self._start) * 1000
 
     @property
     def token_ms(self) -> float | None:

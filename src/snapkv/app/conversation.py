@@ -8,6 +8,7 @@ from torch import Tensor
 
 from snapkv.app.answering import Answer, TextSink, answer_ids, end_token_ids, require_positions
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt, next_turn, question_prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
@@ -32,6 +33,7 @@ class Conversation:
         recall: "host" or a folder, see `CompressedCache`; "none" drops for good what a turn does
             not need. None for "host", or "none" for methods that evict while generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.
+        prefill: how every turn is read; None for exactly, at once.
 
     Raises:
         InvalidArgumentError: the policy does not go with `recall`.
@@ -47,12 +49,14 @@ class Conversation:
         document: str = "",
         recall: str | Path | None = None,
         protection: Protection | None = None,
+        prefill: Prefill | None = None,
     ) -> None:
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
         policy = policy.with_tokenizer(loaded.tokenizer)
         evicts = isinstance(policy, EvictingPolicy)
+        self._prefill = prefill or Exact()
         if recall is None:
-            recall = NO_RECALL if evicts else "host"
+            recall = NO_RECALL if evicts or not self._prefill.holds_all else "host"
         self._loaded, self._settings, self._document = loaded, settings, document
         self._ids: Tensor | None = None
         self._protection = protection
@@ -85,7 +89,12 @@ class Conversation:
         require_positions(self._loaded, ids.shape[1], self._settings)
         try:
             found, self._ids = answer_ids(
-                self._loaded, ids, self.cache, self._settings, on_text=on_text
+                self._loaded,
+                ids,
+                self.cache,
+                self._settings,
+                on_text=on_text,
+                prefill=self._prefill,
             )
         except BaseException:
             self.cache.reset()  # layers may have read different parts; the next turn reads all anew
@@ -159,6 +168,6 @@ class Conversation:
             )
         conversation = cls.__new__(cls)
         conversation._loaded, conversation._settings = loaded, settings
-        conversation._document, conversation.cache = "", cache
+        conversation._document, conversation.cache, conversation._prefill = "", cache, Exact()
         conversation._ids = beside["conversation"].to(loaded.model.device)
         return conversation

@@ -5,35 +5,34 @@ The unpacked model is saved to a cache folder, named after the file's name, size
 that a changed file is never mistaken for the one converted before.
 """
 
+import contextlib
+import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.modeling_gguf_pytorch_utils as gguf_reading
 from transformers import AutoTokenizer
 
 from snapkv.app.checkpoint import load_complete
+from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
 from snapkv.validation import first_line
+
+_log = logging.getLogger(__name__)
+_draw_progress = gguf_reading.tqdm
 
 _MAGIC = b"GGUF"
 
 _COMPLETE = "complete"
 """Ends the names of folders: in those without it, weights that a file lacks are random numbers."""
-
-
-def cache_folder() -> Path:
-    """Where converted models live.
-
-    $SNAPKV_CACHE_DIR, else $XDG_CACHE_HOME/snapkv, else ~/.cache/snapkv.
-    """
-    if folder := os.environ.get("SNAPKV_CACHE_DIR"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "snapkv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +101,18 @@ def _require_packages() -> None:
 
 def _unpack(path: Path) -> tuple[Any, Any]:
     """Read model and tokenizer out of a GGUF file, every tensor as float32."""
+    _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = load_complete(
-            path,
-            path.parent,
-            gguf_file=path.name,
-            told_by="header",
-            remedy="fetch the file again, or use the original model instead",
-            dtype=torch.float32,
-        )
+        with _without_progress_bars():
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            model = load_complete(
+                path,
+                path.parent,
+                gguf_file=path.name,
+                told_by="header",
+                remedy="fetch the file again, or use the original model instead",
+                dtype=torch.float32,
+            )
     except SnapKVError:
         raise
     except Exception as error:  # a damaged file makes the reader raise whatever it trips over
@@ -125,6 +126,19 @@ def _unpack(path: Path) -> tuple[Any, Any]:
     model.hf_quantizer = None
     del model.config.quantization_config
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Within this block transformers draws no bar for the tensors of a GGUF file.
+
+    It asks neither its own switch for progress bars nor tqdm's.
+    """
+    gguf_reading.tqdm = functools.partial(_draw_progress, disable=True)
+    try:
+        yield
+    finally:
+        gguf_reading.tqdm = _draw_progress  # two threads may convert at once
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -62,7 +62,9 @@ def _to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[TextFile]:
+def read(
+    sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr, without: Path | None = None
+) -> list[TextFile]:
     """Read every source, in the order given.
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
@@ -77,6 +79,7 @@ def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[
         sources: files, folders or "-".
         on_notice: called, when all else is read, for every file that was skipped or read in part;
             writes to standard error by default.
+        without: a folder whose files are not read where they are below another one.
 
     Raises:
         DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged, or a
@@ -88,7 +91,7 @@ def read(sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr) -> list[
     if list(sources).count(STDIN) > 1:
         raise DocumentError("files: expected - once at most, got it more often; pass it once")
     notices: _Notices = {}
-    found = [document for source in sources for document in _read_source(source, notices)]
+    found = [document for source in sources for document in _read_source(source, notices, without)]
     for what, reason in notices.items():
         on_notice(f"{what}: {reason}")
     return found
@@ -112,7 +115,7 @@ def join(documents: Sequence[TextFile]) -> str:
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
-def _read_source(source: str, notices: _Notices) -> list[TextFile]:
+def _read_source(source: str, notices: _Notices, without: Path | None) -> list[TextFile]:
     if source == STDIN:
         return [_parse("standard input", sys.stdin.buffer.read(), notices, suffix="")]
     if not source:
@@ -120,7 +123,7 @@ def _read_source(source: str, notices: _Notices) -> list[TextFile]:
     path = Path(source)
     try:
         if path.is_dir():
-            return _read_folder(path, notices)
+            return _read_folder(path, notices, without)
         return [_read_file(path, notices)]
     except OSError as error:
         raise _unreadable(error, source) from error
@@ -163,7 +166,7 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, os.listdir(path.parent))
 
 
-def _read_folder(folder: Path, notices: _Notices) -> list[TextFile]:
+def _read_folder(folder: Path, notices: _Notices, without: Path | None) -> list[TextFile]:
     """What can be read below a folder; notes why a file that should have text cannot.
 
     Raises:
@@ -171,7 +174,7 @@ def _read_folder(folder: Path, notices: _Notices) -> list[TextFile]:
     """
     found: list[TextFile] = []
     reasons: dict[str, str] = {}
-    for path in _files_below(folder):
+    for path in _files_below(folder, without):
         try:
             found += _read_if_text(path, notices)
         except DocumentError as error:
@@ -199,10 +202,14 @@ def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
     return [_parse(str(path), data, notices, suffix=path.suffix.lower())]
 
 
-def _files_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path, without: Path | None) -> list[Path]:
     """Regular files below a folder, sorted by path, without hidden and third-party ones."""
     paths = []
+    left_out = None if without is None else os.path.realpath(without)
     for place, folders, files in os.walk(folder):
+        if left_out is not None and os.path.realpath(place) == left_out:
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and name[0] != "."]
         paths += [Path(place, name) for name in files if name[0] != "."]
     return sorted(path for path in paths if path.is_file())

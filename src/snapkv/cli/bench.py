@@ -14,7 +14,7 @@ import typer
 from snapkv.cache.saving.writing import append_line, open_for_lines
 from snapkv.cli import panels
 from snapkv.cli.fields import integers
-from snapkv.cli.options import ComparedOptions, WholeNumber, with_options
+from snapkv.cli.options import ComparedOptions, ReadingOptions, WholeNumber, with_options
 from snapkv.cli.outputs import Output, RowsFile, WritingOptions
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_each_at_least
@@ -67,7 +67,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillOptions(BenchOptions):
+class PrefillOptions(BenchOptions, ReadingOptions):
     """What a bench takes that reads prompts."""
 
     chunk_tokens: Annotated[
@@ -80,6 +80,15 @@ class PrefillOptions(BenchOptions):
         typer.Option(help="Hold every layer to that many tokens between pieces instead"),
         WholeNumber(1),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse two ways to read at once."""
+        super().__post_init__()
+        if self.prefill and self.chunk_tokens is not None:
+            raise InvalidArgumentError(
+                f"chunk_tokens: expected none with --prefill {' '.join(self.prefill)}, got "
+                f"{self.chunk_tokens}; write for instance --prefill layer-by-layer:chunk_tokens=4k"
+            )
 
 
 Tokens = Annotated[int, typer.Option(help="Generated in every round"), WholeNumber(1)]

@@ -1,10 +1,11 @@
 """From `--baseline`, `--policy`, `--budget` and `--storage` to the caches of a bench."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from snapkv.cli.amounts import token_budgets
-from snapkv.cli.sweep import methods, specs
+from snapkv.cli.sweep import methods, read_in_every_way, specs
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Method
 from snapkv.lab.measure.contenders import Contender, compressed, full
@@ -20,7 +21,9 @@ def compared_caches(options: Any) -> list[Contender]:
     Raises:
         InvalidArgumentError: an unknown baseline, policy, parameter or storage.
     """
-    policies = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
+    policies = read_in_every_way(
+        methods([], options.policy or [DEFAULT], token_budgets(options.budget)), options.prefills
+    )
     return [
         *map(full, specs([options.baseline])),
         *_compressed(policies, specs([options.storage]), options.storage),
@@ -35,4 +38,5 @@ def _compressed(
             raise InvalidArgumentError(f"storage: expected dynamic, static or both, got {given!r}")
     for each in policies:
         for storage in storages:
-            yield compressed(f"{each.label} {storage}", each.policy, storage=storage)
+            made = compressed(f"{each.label} {storage}", each.policy, storage=storage)
+            yield replace(made, prefill=each.prefill)

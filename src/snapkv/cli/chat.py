@@ -31,7 +31,8 @@ def chat(
         str | None,
         typer.Option(
             help="Where evicted tokens wait for the next question: host, a folder, or none",
-            show_default="host, or none for methods that evict while generating",
+            show_default="host; none for methods that evict while generating, and with selective "
+            "or chunked prefill",
         ),
     ] = None,
     *,
@@ -59,7 +60,8 @@ def chat(
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
     is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
-    if is_auto and recall == "none" and not options.set_:
+    forgets = recall == "none" or (recall is None and not options.reading.holds_all)
+    if is_auto and forgets and not options.set_:
         options = replace(options, budget=DEFAULT_BUDGET)  # what is gone for good needs a number
     policy = build_policy(options)
 
@@ -76,6 +78,7 @@ def chat(
             document=text_files.join(read),
             recall=recall,
             protection=protection_of(options, system=None),
+            prefill=options.reading,
         ),
         load=lambda path: Conversation.load(path, loaded, settings, policy),
         inputs=[*(files or []), *([options.model] if options.model else [])],

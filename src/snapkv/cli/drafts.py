@@ -10,7 +10,7 @@ from snapkv.policies import Policy
 
 
 def require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
-    """Refuse several ways at once, and any behind documents that are read twice.
+    """Refuse several ways at once, and any behind documents that are not read at once.
 
     Raises:
         InvalidArgumentError: such options.
@@ -30,6 +30,11 @@ def require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
         raise InvalidArgumentError(
             f"drafts: expected none with {policy.name}, which has the documents read twice, got "
             f"{given[0]}; leave it out"
+        )
+    if given and options.prefill != "exact":
+        raise InvalidArgumentError(
+            f"drafts: expected none with --prefill {options.prefill}, since they are verified in "
+            f"one pass with the prompt, got {given[0]}; leave one of them out"
         )
 
 

@@ -7,7 +7,7 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.lm_eval import lm_eval
-from snapkv.cli.options import SweepOptions, WholeNumber, with_options
+from snapkv.cli.options import ReadingOptions, SweepOptions, WholeNumber, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.lab.evaluate.sample import Setting, Template
 from snapkv.lab.evaluate.task import Task
@@ -21,7 +21,7 @@ _QUESTIONS: dict[str, tuple[Setting, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(SweepOptions, WritingOptions):
+class EvalOptions(SweepOptions, ReadingOptions, WritingOptions):
     """What every task takes."""
 
     question: Annotated[

@@ -9,7 +9,7 @@ from types import FrameType
 
 STATUS = 130
 
-CONTINUED = ("eval", "study", "medusa")
+CONTINUED = ("eval", "study", "medusa", "library")
 """Commands that go on, when they are called again, where they were stopped."""
 
 

@@ -9,6 +9,7 @@ import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
 from rich.console import Console
 
+from snapkv.app import conversion
 from snapkv.app.models import LoadedModel, load
 from snapkv.cli import interrupts
 from snapkv.cli.options import ModelOptions
@@ -45,6 +46,10 @@ def begin(*, verbose: bool) -> None:
     Errors are ours to report. The progress of a download stays: it can take long.
     """
     interrupts.started()
+    converting = logging.getLogger(conversion.__name__)
+    if not converting.handlers:
+        converting.addHandler(_ToStandardError())
+        converting.setLevel(logging.INFO)
     if verbose:
         return
     warnings.simplefilter("ignore")
@@ -54,3 +59,10 @@ def begin(*, verbose: bool) -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
     if sys.stderr.isatty():
         enable_progress_bars()
+
+
+class _ToStandardError(logging.Handler):
+    """Our own notes, a line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"snapkv: {record.getMessage()}\n")

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
+from snapkv.app.prefills import Prefill
 from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.command_line import changed_command
 from snapkv.cli.options import RunOptions
@@ -56,13 +57,35 @@ def notes_on(
         full_start: the first so many tokens of the full cache's answer.
     """
     ours, *full = answers
-    notes: list[Note] = [*AutoKept.of(ours), Votes.of(ours, options, typed)]
+    notes: list[Note] = [ReadBy.of(options), *AutoKept.of(ours), Votes.of(ours, options, typed)]
     if options.compare:
         notes.append(Compared.of(answers, options, typed, tried))
     if options.check is not None:
         reference = full[0] if full else full_start(options.check)
         notes.append(Checked.of(ours, reference, options.check))
     return notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadBy:
+    """How the prompt was read, and what that means for the answer."""
+
+    prefill: Prefill
+    key: str = "prefill"
+    status: int = 0
+
+    @classmethod
+    def of(cls, options: RunOptions) -> "ReadBy":
+        """Read it off the options."""
+        return cls(prefill=options.reading)
+
+    def record(self) -> dict[str, Any]:
+        """Its name and parameters."""
+        return self.prefill.describe()
+
+    def lines(self) -> list[Text]:
+        """One line where it was not exact."""
+        return [Text(self.prefill.note)] if self.prefill.note else []
 
 
 @dataclass(frozen=True, kw_only=True)

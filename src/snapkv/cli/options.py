@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+from snapkv.app.prefills import Prefill
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.amounts import count, kernel, token_budget, token_budgets
 from snapkv.cli.fields import field_options, from_options, keyword
 from snapkv.cli.outputs import Output, require_outputs
+from snapkv.cli.prefill import read_prefill, read_prefills
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -94,8 +96,8 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(ModelOptions):
-    """One method, and how it answers."""
+class PolicyOptions(ModelOptions):
+    """One method."""
 
     policy: Annotated[
         str, panels.policy(help="Method; `snapkv policies` lists them; default: snapkv with fading")
@@ -128,16 +130,6 @@ class MethodOptions(ModelOptions):
         list[str] | None,
         panels.policy("--set", metavar="NAME=VALUE", help="Any other parameter of the method"),
     ] = None
-
-    answer_start: Annotated[
-        str, panels.answer(help="Text that the answer begins with; the model continues it")
-    ] = ""
-    max_new_tokens: Annotated[int, panels.answer(help="Where an answer is cut off")] = (
-        GenerationSettings.max_new_tokens
-    )
-    temperature: Annotated[float, panels.answer(help="0 takes the likeliest token each time")] = (
-        GenerationSettings.temperature
-    )
     seed: Annotated[
         int | None,
         panels.answer(help="Of the sampling, and of a method that draws at random"),
@@ -168,6 +160,21 @@ class MethodOptions(ModelOptions):
         if isinstance(tokens, int):
             window = self.window_size or (SMALL_WINDOW if is_default else DEFAULT_WINDOW)
             require_budget(tokens, None, window, sink_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(PolicyOptions):
+    """One method, and how it answers."""
+
+    answer_start: Annotated[
+        str, panels.answer(help="Text that the answer begins with; the model continues it")
+    ] = ""
+    max_new_tokens: Annotated[int, panels.answer(help="Where an answer is cut off")] = (
+        GenerationSettings.max_new_tokens
+    )
+    temperature: Annotated[float, panels.answer(help="0 takes the likeliest token each time")] = (
+        GenerationSettings.temperature
+    )
 
     def settings(self) -> GenerationSettings:
         """How to generate.
@@ -201,6 +208,13 @@ class RunOptions(MethodOptions):
             show_default="in ask and chat, where it fits",
         ),
     ] = None
+    prefill: Annotated[
+        str,
+        panels.answer(
+            help="How the prompt is read: exact, selective, gemfilter, layer-by-layer, chunked; "
+            "with parameters as in selective:layer=15,keep_ratio=0.2"
+        ),
+    ] = "exact"
     medusa: Annotated[
         str | None, panels.drafts(metavar="HEADS", help="Medusa heads: demo, a folder or a hub id")
     ] = None
@@ -238,8 +252,9 @@ class RunOptions(MethodOptions):
     )
 
     def __post_init__(self) -> None:
-        """Refuse a check of tokens that are drawn, or of more than there will be."""
+        """Refuse no way of reading, a check of tokens that are drawn, or of more than come."""
         super().__post_init__()
+        _ = self.reading
         if self.check is None:
             return
         if self.temperature:
@@ -252,6 +267,11 @@ class RunOptions(MethodOptions):
                 f"check: expected at most max_new_tokens={self.max_new_tokens}, got {self.check}; "
                 "check fewer, or raise max_new_tokens"
             )
+
+    @property
+    def reading(self) -> Prefill:
+        """How the prompt is read."""
+        return read_prefill(self.prefill)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +292,34 @@ class ComparedOptions(ModelOptions):
     def __post_init__(self) -> None:
         """Check the budgets; the methods check the rest."""
         token_budgets(self.budget)
+
+    @property
+    def prefills(self) -> list[tuple[str, Prefill]]:
+        """How prompts are read, each way under the text that it was given by."""
+        return read_prefills(["exact"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions(ComparedOptions):
+    """The methods that are compared, and the ways to read prompts."""
+
+    prefill: Annotated[
+        list[str] | None,
+        panels.sweep(
+            help="How prompts are read: exact, selective:layer=15, ...; again for more",
+            show_default="exact",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Check the ways of reading, too."""
+        super().__post_init__()
+        _ = self.prefills
+
+    @property
+    def prefills(self) -> list[tuple[str, Prefill]]:
+        """As the option names them."""
+        return read_prefills(self.prefill or ["exact"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import typer
 
 model = partial(typer.Option, rich_help_panel="Model")
 material = partial(typer.Option, rich_help_panel="What to read")
+library = partial(typer.Option, rich_help_panel="Library")
 policy = partial(typer.Option, rich_help_panel="What to keep")
 answer = partial(typer.Option, rich_help_panel="Answer")
 sweep = partial(typer.Option, rich_help_panel="What to compare")
@@ -25,6 +26,13 @@ Documents = Annotated[
     list[str],
     typer.Argument(
         metavar="FILE...", help="Text, source code, HTML, PDF, a folder, or - for stdin"
+    ),
+]
+SomeDocuments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE...]",
+        help="Text, source code, HTML, PDF, a folder, or - for stdin; or else --library",
     ),
 ]
 Question = Annotated[str, typer.Option("--question", "-q", help="What to answer")]

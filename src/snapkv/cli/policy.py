@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from snapkv.cli.amounts import count, kernel, token_budget
-from snapkv.cli.options import MethodOptions
+from snapkv.cli.options import PolicyOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, Policy, SnapKV
 from snapkv.policies.default import default_parameters
@@ -24,7 +24,7 @@ OWN_FLAGS = (
 """Parameters of methods that have an option of their own; others are given with ``--set``."""
 
 
-def build_policy(options: MethodOptions) -> Policy:
+def build_policy(options: PolicyOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
     Where they name none, the votes choose the budget, too.

@@ -11,8 +11,11 @@ from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import OWN_FLAGS, accepted, build_policy
 from snapkv.policies import Policy
 
-FULL: Change = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
+FULL: dict[str, Any] = {"policy": "full", **dict.fromkeys((*OWN_FLAGS, "set_"))}
 """The full cache itself, which has none of the parameters of a method."""
+
+EXACTLY: dict[str, Any] = {"prefill": None}
+"""Reading the prompt exactly, as all that is tried does."""
 
 FADING: Change = {"pooling": "fading", "kernel_size": None, "decay": None}
 WIDE: Change = {"pooling": "max", "kernel_size": "13", "decay": None}
@@ -51,7 +54,9 @@ def remedy_for(options: RunOptions, answer: Answer, full: Answer, tried: Try) ->
     if found.untold:
         return Remedy(change=None, keeps=False, note=f"not computed: {found.untold}")
     if found.keeper is None:
-        return Remedy(change=FULL, keeps=False, note="nothing smaller that was tried keeps it")
+        return Remedy(
+            change=FULL | EXACTLY, keeps=False, note="nothing smaller that was tried keeps it"
+        )
     return Remedy(change=changes[found.keeper], keeps=True)
 
 
@@ -60,6 +65,13 @@ def changes_by_price(options: RunOptions, answer: Answer) -> Iterator[Change]:
 
     Recall is none of them: what it brings back, it brings back for a later question.
     """
+    exactly = {} if options.reading.holds_all else EXACTLY
+    if exactly:
+        yield exactly
+    yield from ({**exactly, **change} for change in _changes(options, answer))
+
+
+def _changes(options: RunOptions, answer: Answer) -> Iterator[Change]:
     known = accepted(options.policy, {})
     poolings = list(_other_poolings(answer.policy)) if "pooling" in known else []
     yield from poolings

@@ -3,17 +3,19 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from snapkv import __version__
 from snapkv.app.answering import Answer, TextSink, answer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.remedies import first_that_keeps
@@ -24,6 +26,7 @@ from snapkv.cli.loading import load_model
 from snapkv.cli.notes import Note, notes_on
 from snapkv.cli.options import RunOptions
 from snapkv.cli.progress import reading_progress
+from snapkv.cli.remedies import Try
 from snapkv.cli.standard_output import write, write_json
 from snapkv.cli.tables import answers_table
 from snapkv.policies import FullCache, Policy
@@ -62,19 +65,69 @@ def answer_and_show(
     drafts = draft_method(options, loaded)
     prompt = make_prompt(loaded.tokenizer)
 
-    asked = _Asked(loaded, prompt, settings, protection)
+    asked = _AskedPrompt(loaded, prompt, settings, protection, options.reading)
+    show_answers(asked, options, policy, drafts, request, typed)
+
+
+class Asked(Protocol):
+    """What was asked, of whichever method answers."""
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model that answers."""
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """How to generate."""
+
+    def answered(
+        self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
+    ) -> Answer:
+        """The answer of a method, with its progress shown."""
+
+    def full(self, tokens: int | None = None) -> Answer:
+        """The full cache's answer, or the first so many tokens of it."""
+
+    def trying(self, answer: Answer) -> Try:
+        """What tries policies on the prompt, where an answer differs from the full cache's."""
+
+
+def show_answers(
+    asked: Asked,
+    options: RunOptions,
+    policy: Policy,
+    drafts: DraftMethod | None,
+    request: dict[str, Any],
+    typed: Sequence[str],
+    *,
+    sources: Callable[[], Sequence[Text]] = tuple,
+) -> None:
+    """Answer once or, to compare, twice; then show what was asked for.
+
+    Args:
+        asked: the question, and the model.
+        options: what to show.
+        policy: the method.
+        drafts: where drafts come from; None for none.
+        request: what the JSON object says about where the prompt came from.
+        typed: the command line, for the one to type next.
+        sources: gives lines between an answer and what it took, once there is an answer.
+
+    Raises:
+        typer.Exit: a check found that the answer is not the full cache's.
+    """
     if options.compare:
-        _warm_up(loaded.model)
-        answers = [asked.answered(policy, drafts), asked.answered(FullCache(), None)]
+        _warm_up(asked.loaded.model)
+        answers = [asked.answered(policy, drafts), asked.full()]
     else:
         answers = [asked.answered(policy, drafts, None if options.json else write)]
     if not options.json:
-        _show(answers)
-    protect = answers[0].protected
-    tried = functools.partial(first_that_keeps, loaded, prompt, settings, protect=protect)
-    notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full_start)
+        _show(answers, sources())
+    tried = asked.trying(answers[0])
+    notes = notes_on(answers, options, typed, tried=tried, full_start=asked.full)
     if options.json:
-        about = {"model": loaded.description(), **request, "settings": asdict(settings)}
+        about = {"model": asked.loaded.description(), **request}
+        about["settings"] = asdict(asked.settings)
         write_json(versions() | about | _record(answers, notes))
     else:
         say([line for note in notes for line in note.lines()], to_errors=not options.compare)
@@ -83,13 +136,14 @@ def answer_and_show(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What was asked, of whichever method answers."""
+class _AskedPrompt:
+    """A prompt that every method reads."""
 
     loaded: LoadedModel
     prompt: Prompt
     settings: GenerationSettings
     protection: Protection
+    prefill: Prefill
 
     def answered(
         self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
@@ -103,13 +157,19 @@ class _Asked:
                 self.settings,
                 drafts=drafts,
                 protection=self.protection,
+                prefill=self.prefill,
                 **progress,
             )
 
-    def full_start(self, tokens: int) -> Answer:
-        """The first so many tokens of the full cache's answer."""
-        start = replace(self, settings=replace(self.settings, max_new_tokens=tokens))
+    def full(self, tokens: int | None = None) -> Answer:
+        limit = self.settings.max_new_tokens if tokens is None else tokens
+        settings = replace(self.settings, max_new_tokens=limit)
+        start = replace(self, settings=settings, prefill=Exact())
         return start.answered(FullCache(), None)
+
+    def trying(self, answer: Answer) -> Try:
+        asked = self.loaded, self.prompt, self.settings
+        return functools.partial(first_that_keeps, *asked, protect=answer.protected)
 
 
 def _record(answers: Sequence[Answer], notes: Sequence[Note]) -> dict[str, Any]:
@@ -117,12 +177,14 @@ def _record(answers: Sequence[Answer], notes: Sequence[Note]) -> dict[str, Any]:
     return {"runs": list(map(asdict, answers))} | {note.key: note.record() for note in notes}
 
 
-def _show(answers: Sequence[Answer]) -> None:
+def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
     """Two answers side by side on standard output, or below one that is there what it took."""
     if len(answers) > 1:
         show(answers_table(answers, with_text=True))
+        say(sources)
     else:
         write("\n")
+        say(sources, to_errors=True)
         Console(stderr=True).print(answers_table(answers, with_text=False))
 
 

@@ -85,7 +85,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         found | {"warnings": [*findings.warnings, *findings.notices]},
         lambda: study_table(study.table(findings.rows)),
         as_json=options.json,
-        place=f"rows: {findings.folder}",
+        place=f"rows: {findings.folder}\n{findings.closing}".rstrip(),
     )
     if findings.unwritten is not None:  # behind what took so long
         raise findings.unwritten

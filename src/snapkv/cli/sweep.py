@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from snapkv.app.prefills import Prefill
 from snapkv.cli.amounts import token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
@@ -18,11 +20,20 @@ def compared_methods(options: SweepOptions) -> list[Method]:
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
     """
-    return methods(
-        ["full"] if options.baseline is None else options.baseline,
-        options.policy or [DEFAULT],
-        token_budgets(options.budget),
-    )
+    baselines = methods(["full"] if options.baseline is None else options.baseline, [], [])
+    compared = methods([], options.policy or [DEFAULT], token_budgets(options.budget))
+    return [*baselines, *read_in_every_way(compared, options.prefills)]
+
+
+def read_in_every_way(
+    compared: Sequence[Method], prefills: Sequence[tuple[str, Prefill]]
+) -> list[Method]:
+    """Every method with every way of reading, which its label names where it is not exact."""
+    return [
+        replace(method, label=method.label + ("" if text == "exact" else f" {text}"), prefill=way)
+        for method in compared
+        for text, way in prefills
+    ]
 
 
 def methods(

@@ -11,6 +11,9 @@ from snapkv.cli.grid import Grid
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.report.score_tables import method_table
 from snapkv.lab.study.base import Table
+from snapkv.library.about import About
+from snapkv.library.library import Outcome
+from snapkv.library.records import Record
 from snapkv.plan import CacheNeeds, Footprint, Plan
 from snapkv.plan.weights import is_counted
 from snapkv.validation import format_bytes
@@ -36,6 +39,7 @@ def _costs(answer: Answer) -> dict[str, str]:
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
+        "whole answer": f"{answer.total_ms / 1000:.1f} s",
     }
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
@@ -43,6 +47,43 @@ def _costs(answer: Answer) -> dict[str, str]:
         if "full_cache_bytes" in drafts:
             costs["verified by"] = f"a full cache of {format_bytes(drafts['full_cache_bytes'])}"
     return costs
+
+
+def outcomes_table(outcomes: Sequence[Outcome]) -> Grid:
+    """A row per document that was added, or dropped."""
+    rows = []
+    for each in outcomes:
+        is_there = each.what not in ("failed", "dropped")
+        rows.append(
+            (
+                each.name,
+                each.what,
+                f"{each.tokens:,}" if is_there else "-",
+                format_bytes(each.bytes) if is_there else "-",
+                f"{each.seconds:.1f}" if each.seconds else "-",
+            )
+        )
+    return Grid(headings=("document", "", "tokens", "on disk", "seconds"), rows=tuple(rows), left=2)
+
+
+def documents_table(about: About, records: Sequence[Record]) -> Grid:
+    """A row per document of a library."""
+    rows = [
+        (
+            record.name,
+            f"{record.tokens:,}",
+            format_bytes(record.bytes),
+            f"{len(record.chunks):,}",
+            record.source or "-",
+        )
+        for record in records
+    ]
+    bits = "" if about.bits is None else f", in {about.bits}"
+    return Grid(
+        headings=("document", "tokens", "on disk", "passages", "from"),
+        rows=tuple(rows),
+        caption=f"read by {about.who}, kept by {about.policy_in_words}{bits}",
+    )
 
 
 def results_table(results: Results) -> Grid:

@@ -24,19 +24,25 @@ _SETTINGS = (
 )
 
 
-def identity_of(model: PreTrainedModel) -> dict[str, Any]:
+def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[str, Any]:
     """What tells a model from others, ready for JSON.
 
     The weights are told by name, shape and sixteen values of each: any training changes some of
     them, and reading all of a large model would take longer than reading most prompts.
+
+    Args:
+        model: the model.
+        in_any_dtype: leave its dtype out, and round the values to bfloat16, so that a model is the
+            same whether it was loaded in float32 or in bfloat16.
     """
     config = model.config.get_text_config(decoder=True)
     settings = {name: getattr(config, name, None) for name in _SETTINGS}
+    dtype = {} if in_any_dtype else {"dtype": str(model.dtype).removeprefix("torch.")}
     return {
         "class": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        **dtype,
         "settings": repr(sorted(settings.items())),
-        "weights": _weights(model),
+        "weights": _weights(model, torch.bfloat16 if in_any_dtype else None),
     }
 
 
@@ -63,18 +69,24 @@ def require_identity(model: PreTrainedModel, saved: Any) -> None:
 
 
 @torch.no_grad()
-def _weights(model: PreTrainedModel) -> str:
-    """SHA-256 over all parameters' names and shapes and some of their bytes."""
+def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
+    """SHA-256 over all parameters' names and shapes and some of their values' bytes.
+
+    Args:
+        model: whose they are.
+        dtype: what values are rounded to; None leaves them as they are.
+    """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(_sample(parameter.detach()).numpy().tobytes())
+        digest.update(_sample(parameter.detach(), dtype).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sample(parameter: Tensor) -> Tensor:
+def _sample(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Some values, evenly spread, as bytes on the host."""
     last = max(parameter.numel() - 1, 0)
     count = min(_SAMPLES, parameter.numel())
     places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)
-    return parameter.reshape(-1)[places].cpu().contiguous().view(torch.uint8)
+    values = parameter.reshape(-1)[places].cpu().to(dtype or parameter.dtype)
+    return values.contiguous().view(torch.uint8)

@@ -28,11 +28,11 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
 from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+from snapkv.prefill.early_layer import default_early_layer
 from snapkv.validation import SMALL_WINDOW, require_int
 
 DEFAULT_KEEP_RATIO = 0.15
-LEAST_TOKENS = 256
-"""So many tokens go on beside the window even where they are more than the share."""
+DEFAULT_LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _TokensThatGoOn(SnapKV):
     name: ClassVar[str] = "selective"
 
     _: KW_ONLY
-    least_tokens: int = LEAST_TOKENS
+    least_tokens: int = DEFAULT_LEAST_TOKENS
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The mean over the heads: (B, 1, P) float32."""
@@ -65,6 +65,28 @@ class _TokensThatGoOn(SnapKV):
             return self.select(replace(layer, queries=layer.queries[:, :, -self.window_size :]))
 
 
+def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
+    return _TokensThatGoOn(
+        keep_ratio=keep_ratio,
+        window_size=SMALL_WINDOW,
+        pooling="fading",
+        least_tokens=least_tokens,
+    )
+
+
+def tokens_that_go_on(
+    layer: PromptLayer, *, keep_ratio: float, least_tokens: int
+) -> Selection | None:
+    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all.
+
+    Args:
+        layer: its states, with the queries of the prompt's last 16 tokens at least.
+        keep_ratio: as for `selective`.
+        least_tokens: as for `selective`.
+    """
+    return _voting(keep_ratio, least_tokens).choose(layer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
     """From which layer on which tokens are read.
@@ -81,20 +103,19 @@ class _Rule:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, layer: int | None, keep_ratio: float, **options: Any
+        cls, model: PreTrainedModel, layer: int | None, keep_ratio: float, least_tokens: int
     ) -> "_Rule":
+        require_int("least_tokens", least_tokens, minimum=0)
         count = len(decoder_layers(model))
         if layer is not None:
             require_int("layer", layer, minimum=1)
-        first = count // 2 if layer is None else layer
+        first = default_early_layer(model) if layer is None else layer
         if not 1 <= first < count:
             raise InvalidArgumentError(
                 f"layer: expected 1 to {count - 1}, a layer of the model's {count} behind the "
                 f"first, got {first}; about half of them serves most models"
             )
-        policy = _TokensThatGoOn(
-            keep_ratio=keep_ratio, window_size=SMALL_WINDOW, pooling="fading", **options
-        )
+        policy = _voting(keep_ratio, least_tokens)
         return cls(model=model, first_layer=first, policy=policy)
 
     def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
@@ -157,7 +178,11 @@ def _require_policy(policy: Policy) -> None:
 
 @contextlib.contextmanager
 def selective(
-    model: PreTrainedModel, *, layer: int | None = None, keep_ratio: float = DEFAULT_KEEP_RATIO
+    model: PreTrainedModel,
+    *,
+    layer: int | None = None,
+    keep_ratio: float = DEFAULT_KEEP_RATIO,
+    least_tokens: int = DEFAULT_LEAST_TOKENS,
 ) -> Iterator[None]:
     """Within this block prompts in a `CompressedCache` are read by all layers only in part.
 
@@ -171,10 +196,11 @@ def selective(
 
     Args:
         model: a decoder-only transformers model whose layers all attend to the whole prompt.
-        layer: how many layers read every token; half of them by default. Fewer are faster, and
-            lose more: `snapkv study early-layer` finds the first that loses little.
-        keep_ratio: the share of the prompt before the window that goes on, in (0, 1]; at least 256
-            tokens do, and all that are protected.
+        layer: how many layers read every token. By default as many as `snapkv study early-layer`
+            has found for this model, else half of them. Fewer are faster, and lose more.
+        keep_ratio: the share of the prompt before its last 16 tokens that goes on, in (0, 1]; the
+            last 16 vote, and go on as well, and so do all tokens that are protected.
+        least_tokens: so many go on where the share is fewer.
 
     Raises:
         InvalidArgumentError: a value out of range; from within the block, a prompt in pieces or
@@ -182,7 +208,7 @@ def selective(
             see all tokens.
         UnsupportedModelError: the model's layers cannot be found, or are of several kinds.
     """
-    rule = _Rule.of(model, layer, keep_ratio)
+    rule = _Rule.of(model, layer, keep_ratio, least_tokens)
     decoder = model.get_decoder()
     forwards: dict[nn.Module, Callable[..., Any]] = {
         part: functools.partial(_read_layer, part.forward, index)
@@ -230,7 +256,11 @@ class _Enough(Exception):  # noqa: N818 - no error: the layers before have read 
 
 @contextlib.contextmanager
 def gemfilter(
-    model: PreTrainedModel, *, layer: int | None = None, keep_ratio: float = DEFAULT_KEEP_RATIO
+    model: PreTrainedModel,
+    *,
+    layer: int | None = None,
+    keep_ratio: float = DEFAULT_KEEP_RATIO,
+    least_tokens: int = DEFAULT_LEAST_TOKENS,
 ) -> Iterator[None]:
     """As `selective`, but the tokens that go on are read again, by all layers from the first.
 
@@ -240,14 +270,15 @@ def gemfilter(
 
     Args:
         model: as for `selective`.
-        layer: how many layers read every token; half of them by default.
+        layer: how many layers read every token; by default as for `selective`.
         keep_ratio: as for `selective`.
+        least_tokens: as for `selective`.
 
     Raises:
         InvalidArgumentError: as for `selective`; also a padded batch.
         UnsupportedModelError: as for `selective`, or the model's forward is wrapped already.
     """
-    rule = _Rule.of(model, layer, keep_ratio)
+    rule = _Rule.of(model, layer, keep_ratio, least_tokens)
     parts = decoder_layers(model)
     decoder = model.get_decoder()
     forwards: dict[nn.Module, Callable[..., Any]] = {

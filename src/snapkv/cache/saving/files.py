@@ -99,10 +99,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
             if _identity(path.stat()) != checked:
                 raise _damaged(path, "it was replaced while it was read")
     except FileNotFoundError as error:
-        raise CacheFileError(
-            f"path: expected a cache that was saved before, got no file at {str(path)!r}; save one "
-            "with cache.save(path)"
-        ) from error
+        raise _missing(path) from error
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         if isinstance(error, CacheFileError):
             raise
@@ -112,6 +109,32 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
         got = metadata.get("format")
         raise _damaged(path, f"its format is {got!r}, not {_FORMAT}{_VERSION} or before")
     return tensors, notes, known[metadata["format"]]
+
+
+def seal_of(path: Path, *, checked: bool = True) -> str:
+    """The digest in the header of a file that `write_sealed` has written.
+
+    Args:
+        path: the file.
+        checked: whether to read all of it and to refuse it where a byte has changed since.
+
+    Raises:
+        CacheFileError: no such file, not such a file, or a changed one.
+    """
+    try:
+        with path.open("rb") as file:
+            return _require_seal(file, path) if checked else _find_seal(file, path)[0]
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except OSError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _missing(path: Path) -> CacheFileError:
+    return CacheFileError(
+        f"path: expected a cache that was saved before, got no file at {str(path)!r}; save one "
+        "with cache.save(path)"
+    )
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -136,11 +159,12 @@ def _seal(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _require_seal(file: BinaryIO, path: Path) -> None:
-    """Refuse a file whose bytes are not those that were sealed."""
+def _require_seal(file: BinaryIO, path: Path) -> str:
+    """The seal of a file; one whose bytes are not those that were sealed is refused."""
     sealed, start = _find_seal(file, path)
     if _digest(file, start) != sealed:
         raise _damaged(path, "its bytes are not those that were saved")
+    return sealed
 
 
 def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from snapkv.app.answering import Answer, answer
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
@@ -25,10 +26,16 @@ from snapkv.policies import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy under the name that tables give it."""
+    """A policy, and a way to read, under the name that tables give them."""
 
     label: str
     policy: Policy
+    prefill: Prefill = field(default_factory=Exact)
+
+    def describe(self) -> Record:
+        """The policy's name and parameters, and how it reads where that is not exact."""
+        reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
+        return self.policy.describe() | reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +136,18 @@ class Run:
             "method": method.label,
             "question": question,
             "cell": sample.cell,
-            "policy": method.policy.describe(),
+            "policy": method.describe(),
             "references": list(sample.references),
         }
         prompt = sample.prompt(self.loaded.tokenizer, self.template, question)
         try:
             given = answer(
-                self.loaded, prompt, method.policy, sample.settings, protection=sample.protection
+                self.loaded,
+                prompt,
+                method.policy,
+                sample.settings,
+                protection=sample.protection,
+                prefill=method.prefill,
             )
             return record | {"status": "ok"} | _outcome(self.task, sample, given)
         except PromptTooLongError:
@@ -183,7 +195,7 @@ def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
     """Raise where an answer of one of the methods was made by something else of its name."""
-    policies = {method.label: method.policy.describe() for method in methods}
+    policies = {method.label: method.describe() for method in methods}
     for record in records:
         asked = policies.get(record["method"], record["policy"])
         if record["policy"] != json.loads(json.dumps(asked)):

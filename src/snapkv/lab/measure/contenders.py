@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
+from snapkv.app.prefills import Exact, Prefill
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
@@ -55,11 +56,13 @@ class Contender:
         label: its name.
         make: an empty cache for a model and that many prompt tokens.
         policy: what a compressed cache keeps; None for caches that are not ours.
+        prefill: how it reads prompts.
     """
 
     label: str
     make: Callable[[PreTrainedModel, int], Cache]
     policy: Policy | None = None
+    prefill: Prefill = field(default_factory=Exact)
 
     def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Callable[[], float]:
         """Reads a prompt, (B, T) int64, into a new cache; ms.
@@ -95,7 +98,7 @@ class Contender:
     @torch.no_grad()
     def _read(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Cache:
         explained = out_of_memory_explained(lambda: self.label)
-        with self.at_work(model), explained, pieces(model):
+        with self.at_work(model), explained, pieces(model), self.prefill.within(model):
             cache = self.make(model, ids.shape[1])
             model(ids, past_key_values=cache, logits_to_keep=1)
         return cache

@@ -1,6 +1,7 @@
 """The paper's observations, on any model. Importing them loads neither torch nor data."""
 
 from snapkv.lab.study.base import Study
+from snapkv.lab.study.early_layer import EarlyLayer
 from snapkv.lab.study.hit_rate import HitRate
 from snapkv.lab.study.induction import Induction
 from snapkv.lab.study.instructions import Instructions
@@ -10,11 +11,12 @@ from snapkv.lab.study.sensitivity import Sensitivity
 
 STUDIES: dict[str, type[Study]] = {
     study.name: study
-    for study in (HitRate, Overlap, Instructions, Position, Sensitivity, Induction)
+    for study in (HitRate, Overlap, Instructions, Position, Sensitivity, Induction, EarlyLayer)
 }
 """Every study by the name it has on the command line."""
 
 __all__ = [
+    "EarlyLayer",
     "HitRate",
     "Induction",
     "Instructions",

@@ -32,6 +32,7 @@ class Findings:
         rows: the means over documents or samples.
         warnings: what of the user's files was not read, a line each.
         notices: what was done otherwise than asked for, a sentence each.
+        closing: what follows from them and was done with it; empty where nothing was.
         unwritten: why the folder has no summary of them; None where it has.
     """
 
@@ -40,6 +41,7 @@ class Findings:
     rows: list[Record]
     warnings: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    closing: str = ""
     unwritten: OutputError | None = None
 
 

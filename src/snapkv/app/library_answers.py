@@ -1,0 +1,155 @@
+"""Answers from documents that a library has read."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from snapkv.app.answering import Answer, TextSink, answer_ids, require_positions
+from snapkv.app.models import LoadedModel
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import DocumentError
+from snapkv.hf.cache import CompressedCache
+from snapkv.library.frame import question_ids
+from snapkv.library.library import RECOMPUTE, Hit, Library
+from snapkv.policies import FullCache, Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryQuestion:
+    """A question about the documents of a library that fit it best.
+
+    Attributes:
+        loaded: the model that has read them.
+        library: where they are.
+        text: what is asked.
+        hits: the documents, the best first.
+        settings: how to generate.
+        recompute: the fraction of their tokens that is computed anew.
+        answer_start: text that the answer begins with.
+        search_ms: how long finding them took, which counts towards the first token.
+        left_out: documents that were found, and for which the model has no positions left.
+    """
+
+    loaded: LoadedModel
+    library: Library
+    text: str
+    hits: Sequence[Hit]
+    settings: GenerationSettings
+    recompute: float = RECOMPUTE
+    answer_start: str = ""
+    search_ms: float = 0.0
+    left_out: Sequence[Hit] = field(default_factory=list)
+
+    def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
+        """Answer from the caches that the library has.
+
+        Args:
+            policy: what to keep for the question.
+            on_text: called with every finished piece of the answer.
+
+        Raises:
+            SnapKVError: as `Library.inputs`, and where the device is full.
+        """
+        start = time.perf_counter()
+        inputs = self.library.inputs(
+            self.loaded.model,
+            self.loaded.tokenizer,
+            self.text,
+            self.hits,
+            policy=policy.with_tokenizer(self.loaded.tokenizer),
+            recompute=self.recompute,
+            answer_start=self.answer_start,
+        )
+        before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
+        found = self._answered(inputs["input_ids"], inputs["past_key_values"], on_text)
+        return replace(
+            found,
+            first_token_ms=before_ms + found.first_token_ms,
+            total_ms=before_ms + found.total_ms,
+        )
+
+    def answer_in_full(self, new_tokens: int | None = None) -> Answer:
+        """The answer where the same documents are read together, with the full cache.
+
+        Args:
+            new_tokens: where to cut it off; by default as `settings` say.
+        """
+        ids = self.library.token_ids(
+            self.loaded.model,
+            self.loaded.tokenizer,
+            self.text,
+            self.hits,
+            answer_start=self.answer_start,
+        )
+        cache = CompressedCache(self.loaded.model, FullCache())
+        limit = self.settings.max_new_tokens if new_tokens is None else new_tokens
+        return replace(self, settings=replace(self.settings, max_new_tokens=limit))._answered(
+            ids, cache
+        )
+
+    def _answered(
+        self, ids: Tensor, cache: CompressedCache, on_text: TextSink | None = None
+    ) -> Answer:
+        found, _ = answer_ids(
+            self.loaded,
+            ids,
+            cache,
+            self.settings,
+            answer_start=self.answer_start,
+            on_text=on_text,
+        )
+        return found
+
+
+def look_up(
+    loaded: LoadedModel,
+    library: Library,
+    question: str,
+    documents: int,
+    settings: GenerationSettings,
+    *,
+    recompute: float = RECOMPUTE,
+    answer_start: str = "",
+) -> LibraryQuestion:
+    """Find the documents for a question, as many as the model has positions for.
+
+    Raises:
+        DocumentError: no document has a word of it.
+        PromptTooLongError: not even the best one fits.
+        LibraryError: there is no library.
+    """
+    start = time.perf_counter()
+    hits = library.search(question, documents)
+    if not hits:
+        raise DocumentError(
+            f"question: expected words that stand in the documents of {str(library.path)!r}, got "
+            f"{question!r}, which has none; ask with other words (snapkv library list "
+            f"{library.path} names the documents), or name files instead of --library"
+        )
+    asked = len(question_ids(loaded.tokenizer, question, answer_start))
+    taken = len(library.required().prefix_ids) + asked
+    kept: list[Hit] = []
+    for hit in hits:
+        if _fits(loaded, taken + hit.tokens, settings):
+            kept.append(hit)
+            taken += hit.tokens
+    if not kept:
+        require_positions(loaded, taken + hits[0].tokens, settings)
+    return LibraryQuestion(
+        loaded=loaded,
+        library=library,
+        text=question,
+        hits=kept,
+        settings=settings,
+        recompute=recompute,
+        answer_start=answer_start,
+        search_ms=1000 * (time.perf_counter() - start),
+        left_out=[hit for hit in hits if hit not in kept],
+    )
+
+
+def _fits(loaded: LoadedModel, tokens: int, settings: GenerationSettings) -> bool:
+    positions = loaded.max_tokens
+    return positions is None or tokens + settings.max_new_tokens <= positions

@@ -1,0 +1,236 @@
+"""`snapkv library`: documents that a model reads once, for `snapkv ask --library`."""
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import typer
+
+from snapkv.cli import panels
+from snapkv.cli.options import PolicyOptions, with_options
+from snapkv.cli.outputs import Output
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_choice
+
+if TYPE_CHECKING:
+    from snapkv.library.library import Library
+
+FAILED = 1
+"""Exit status where a document was not read, or is damaged."""
+
+_BITS = ("int8", "int4", "fp8")
+_AS_IT_IS = ""
+
+Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryFolder(Output):
+    """Marks an option that names the folder of a library, which is added to."""
+
+    is_added_to: ClassVar[bool] = True
+
+    def is_own(self, path: Path) -> bool:
+        """Whether it is one of a library; of which version, the library itself will ask."""
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+            found: str = json.loads((path / self.files[0]).read_bytes())["format"]
+            return found.startswith("snapkv library ")
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddOptions(PolicyOptions):
+    """What `add` takes."""
+
+    to: Annotated[
+        str,
+        panels.output(help="Folder of the library, made if it is not there"),
+        LibraryFolder(files=("library.json",)),
+    ] = "snapkv-library"
+    policy: Annotated[
+        str,
+        panels.policy(
+            help="Method; `snapkv policies` lists them",
+            show_default="the library's own; full for a new one, which keeps everything",
+        ),
+    ] = _AS_IT_IS
+    keep_ratio: Annotated[
+        float | None,
+        panels.policy(
+            "--keep-ratio",
+            "--budget-ratio",
+            help="Instead of --budget, the fraction of a document to keep",
+        ),
+    ] = None
+    bits: Annotated[
+        str | None, panels.policy(help="Store it in int8, int4 or fp8", show_default="all bits")
+    ] = None
+    json: panels.AsJson = False
+
+    def __post_init__(self) -> None:
+        """Refuse parameters of no method, and bits that are none."""
+        super().__post_init__()
+        if self.bits is not None:
+            require_choice("bits", self.bits, _BITS)
+        if self.policy == _AS_IT_IS and self.has_parameters:
+            raise InvalidArgumentError(
+                "policy: expected a method for its parameters, got parameters alone; pass for "
+                "instance --policy adakv --set policy=kvzip"
+            )
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether any parameter of a method is given."""
+        own = (self.budget, self.keep_ratio, self.window_size, self.kernel_size, self.pooling)
+        return any(each is not None for each in (*own, self.decay, self.group_reduce, self.set_))
+
+
+app = typer.Typer(
+    name="library",
+    help="Documents that a model reads once; ask them with `snapkv ask --library`.",
+    no_args_is_help=True,
+)
+
+
+@app.command()
+@with_options(AddOptions)
+def add(sources: panels.Documents, *, options: AddOptions) -> None:
+    """Read documents that are new or have changed; drop those whose files are gone."""
+    from snapkv.app import library_files  # imports torch; wrong options are said before
+    from snapkv.cli.grid import give
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.policy import build_policy
+    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.tables import outcomes_table
+    from snapkv.library.library import Outcome
+
+    library = opened(options.to)
+    found = library_files.find(sources, library.documents, library.path)
+    tell(found.notices)
+    policy = None if options.policy == _AS_IT_IS else build_policy(options)
+    outcomes = [
+        Outcome(name=name, what="failed", reason=reason) for name, reason in found.failed.items()
+    ]
+    if found.texts:
+        loaded = load_model(like(library, options))
+        with answers_progress("reading") as advance:
+            outcomes += library.add(
+                loaded.model,
+                loaded.tokenizer,
+                found.texts,
+                policy,
+                bits=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
+                model_name=loaded.name,
+                on_progress=advance,
+            )
+    if found.gone:
+        gone = library.remove([record.where for record in found.gone])
+        outcomes += [Outcome(name=record.name, what="dropped") for record in gone]
+    record = {"library": str(library.path), "documents": [asdict(each) for each in outcomes]}
+    give(
+        record | {"warnings": found.notices},
+        lambda: outcomes_table(outcomes),
+        as_json=options.json,
+        place=f"library: {library.path}",
+    )
+    failed = [each for each in outcomes if each.what == "failed"]
+    tell([f"not read: {each.name}: {each.reason}" for each in failed])
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+@app.command(name="list")
+def list_(library: Place, json: panels.AsJson = False) -> None:
+    """List the documents: tokens, bytes, passages, and the files they come from."""
+    from snapkv.cli.grid import give
+    from snapkv.cli.tables import documents_table
+
+    found = opened(library)
+    about, records = found.required(), found.documents
+    rows = [
+        {name: value for name, value in asdict(record).items() if name != "text"}
+        for record in records
+    ]
+    shared = {"model": about.who, "policy": about.policy, "bits": about.bits}
+    give(
+        {"library": library} | shared | {"documents": rows},
+        lambda: documents_table(about, records),
+        as_json=json,
+    )
+
+
+@app.command()
+def check(library: Place, json: panels.AsJson = False) -> None:
+    """Read every byte of all files; exit status 1 names what is damaged."""
+    from snapkv.cli.standard_output import write, write_json
+
+    found = opened(library, quiet=True)
+    faults = found.verify()
+    documents = len(found.documents)
+    if json:
+        rows = [{**asdict(fault), "path": str(fault.path)} for fault in faults]
+        write_json({"library": library, "documents": documents, "damaged": rows})
+    elif not faults:
+        write(f"{documents:,} documents, all as they were written\n")
+    for fault in () if json else faults:
+        write(f"damaged: {fault.name} ({fault.path}): {fault.reason}\n")
+    if faults:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def remove(
+    library: Place,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names or files")],
+    json: panels.AsJson = False,
+) -> None:
+    """Forget documents; the files they come from stay."""
+    from snapkv.cli.standard_output import write, write_json
+
+    gone = [record.name for record in opened(library).remove(names)]
+    if json:
+        write_json({"library": library, "removed": gone})
+    else:
+        write("".join(f"removed: {name}\n" for name in gone))
+
+
+def opened(folder: str, *, quiet: bool = False) -> "Library":
+    """The library in a folder; what it notices goes to standard error.
+
+    Raises:
+        LibraryError: there is something else.
+    """
+    from snapkv.library.library import Library
+
+    if not folder.strip():
+        raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
+    return Library(Path(folder), on_notice=_ignore if quiet else _warn)
+
+
+def like(library: "Library", options: Any) -> Any:
+    """The model options; what they leave out is that of the model that has read the library."""
+    about = library.about
+    if about is None:
+        return options
+    return replace(
+        options,
+        model=options.model or about.model_name,
+        dtype=options.dtype or about.model["dtype"],
+    )
+
+
+def tell(lines: list[str]) -> None:
+    """Write lines to standard error."""
+    for line in lines:
+        sys.stderr.write(f"{line}\n")
+
+
+def _warn(line: str) -> None:
+    tell([f"snapkv: warning: {line}"])
+
+
+def _ignore(line: str) -> None:
+    del line

@@ -1,0 +1,293 @@
+"""A library's files: what is there is whole, whoever was killed while writing."""
+
+import contextlib
+import fcntl
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapkv.cache.saving.files import seal_of
+from snapkv.cache.saving.writing import naming, replace_file
+from snapkv.errors import CacheFileError, LibraryError, OutputError
+from snapkv.library.about import About
+from snapkv.library.passages import passages
+from snapkv.library.records import BEGINNING, Record, Text, digest_of
+
+_ABOUT, _LOCK, _DOCUMENTS, _CACHES = "library.json", "library.lock", "documents", "caches"
+_RECORD_NAME = re.compile(r"[0-9a-f]{24}\.json")
+_CACHE_NAME = re.compile(r"[0-9a-f]{24}-[0-9a-f]{16}-[0-9a-f]{8}\.safetensors")
+_PARTIAL_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
+
+Stamp = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is wrong with a document.
+
+    Attributes:
+        name: of the document, or where its record is damaged, of that file.
+        path: the file.
+        reason: what is wrong with it.
+    """
+
+    name: str
+    path: Path
+    reason: str
+
+
+class Folder:
+    """The files of a library.
+
+    ``library.json`` says how documents were read. Each document has a record in ``documents``, and
+    a file with its cache in ``caches``, under a name that nothing has had before. The record
+    is written when that file is complete, so a document is there if and only if its record is.
+    Readers need no lock: a file that is gone has a successor, which the record names.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, tuple[Stamp, Record | Fault]] = {}
+
+    def about(self) -> About | None:
+        """How documents were read; None where there is no library yet.
+
+        Raises:
+            LibraryError: the folder is something else.
+        """
+        file = self.path / _ABOUT
+        try:
+            return About.from_json(file.read_bytes(), str(file))
+        except FileNotFoundError:
+            self._require_free()
+            return None
+        except OSError as error:
+            raise LibraryError(
+                f"library: expected a folder that can be read, got {str(self.path)!r}: "
+                f"{error.strerror}; choose another place"
+            ) from error
+
+    def begin(self, about: About) -> None:
+        """Make it the folder of a library; who does so must be the only one who changes it."""
+        replace_file(self.path / _ABOUT, about.as_json())
+
+    def _require_free(self) -> None:
+        """Refuse a folder in which somebody else's files are."""
+        if not self.path.is_dir():
+            return
+        strangers = sorted(file.name for file in self.path.iterdir() if not self._is_own(file))
+        if strangers:
+            raise LibraryError(
+                f"library: expected a library, or a new or empty folder for one, got "
+                f"{str(self.path)!r} with {strangers[0]!r} in it; choose another place"
+            )
+
+    def _is_own(self, file: Path) -> bool:
+        """Whether an adder that was killed may have left the file before there was a library."""
+        if file.name == _LOCK:
+            return file.is_file() and not file.read_bytes()[:20].strip(b"0123456789\n")
+        return _is_partial_of(file.name, re.compile(re.escape(_ABOUT)))
+
+    # Readers.
+
+    def records(self) -> tuple[dict[str, Record], list[Fault]]:
+        """All documents by their keys, in the order of their names; and damaged records."""
+        known: dict[str, tuple[Stamp, Record | Fault]] = {}
+        for file in _files(self.path / _DOCUMENTS, _RECORD_NAME):
+            with contextlib.suppress(FileNotFoundError):  # it was removed a moment ago
+                stamp = _stamp(file)
+                before = self._known.get(file.stem)
+                is_fresh = before is not None and before[0] == stamp
+                known[file.stem] = before if before and is_fresh else (stamp, _read_record(file))
+        self._known = known
+        found = [entry for _, entry in known.values()]
+        whole = [entry for entry in found if isinstance(entry, Record)]
+        named = {record.key: record for record in sorted(whole, key=lambda each: each.name)}
+        return named, [entry for entry in found if isinstance(entry, Fault)]
+
+    def record(self, key: str) -> Record | None:
+        """The document of that key as it is now; None where it is gone, or damaged."""
+        return self.records()[0].get(key)
+
+    def cache_file(self, record: Record) -> Path:
+        """Where its cache is."""
+        return self.path / _CACHES / record.cache
+
+    def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
+        """What is wrong with a document's cache; None where nothing is.
+
+        Args:
+            record: the document.
+            checked: whether to read every byte, or only the header.
+        """
+        path = self.cache_file(record)
+        try:
+            if seal_of(path, checked=checked) == record.seal:
+                return None
+            reason = "it is another file than the one that was written"
+        except CacheFileError as error:
+            reason = str(error)
+        return Fault(name=record.name, path=path, reason=reason)
+
+    # Who changes it is alone.
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Within this block nobody else changes the library; the folder is made.
+
+        Raises:
+            LibraryError: another process does; it is named.
+            OutputError: the folder cannot be written.
+        """
+        path = self.path / _LOCK
+        with naming(path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+b", buffering=0)
+        with lock:
+            self._take(lock.fileno(), path)
+            with naming(path):
+                lock.truncate(0)
+                lock.write(b"%d\n" % os.getpid())
+            yield
+
+    def _take(self, descriptor: int, path: Path) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            who = path.read_text(errors="replace").strip()
+            raise LibraryError(
+                f"library: expected {str(self.path)!r} to be changed by one process at a time, got "
+                f"process {who or 'unknown'}, which changes it now; wait for it to end"
+            ) from error
+        except OSError as error:
+            with naming(path):
+                raise error
+
+    def write(self, text: Text, tokens: int, save: Callable[[Path], None]) -> Record:
+        """Add a document, or replace it.
+
+        Args:
+            text: the document.
+            tokens: how many it has.
+            save: writes its cache to the file that it is given.
+
+        Raises:
+            OutputError: a file cannot be written; what was there before still is.
+            LibraryError: a file of somebody else has the record's name.
+        """
+        sha256 = digest_of(text.text)
+        file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
+        place = self._record_file(text.key)
+        _require_own_record(place)
+        for folder in (file.parent, place.parent):
+            with naming(folder):
+                folder.mkdir(exist_ok=True)
+        try:
+            save(file)
+        except CacheFileError as error:
+            raise OutputError(f"output: {str(error).removeprefix('path: ')}") from error
+        record = Record(
+            name=text.name,
+            source=text.source,
+            size=len(text.text.encode("utf-8", "surrogatepass")),
+            sha256=sha256,
+            text=text.text,
+            chunks=tuple(passages(text.text)),
+            tokens=tokens,
+            bytes=file.stat().st_size,
+            cache=file.name,
+            seal=seal_of(file, checked=False),
+        )
+        replace_file(place, record.as_json())
+        self._remove_caches(text.key, kept=file.name)
+        return record
+
+    def remove(self, key: str) -> None:
+        """Forget a document; the record goes first, so that nobody looks for a cache that is gone.
+
+        Raises:
+            OutputError: the files cannot be removed.
+        """
+        place = self._record_file(key)
+        with naming(place):
+            place.unlink(missing_ok=True)
+        self._remove_caches(key)
+
+    def clean(self) -> None:
+        """Remove what adders have left that were killed; nothing that has no name of ours."""
+        records, damaged = self.records()
+        unsure = {fault.path.stem for fault in damaged}
+        used = {record.cache for record in records.values()}
+        for file in _files(self.path / _CACHES, _CACHE_NAME):
+            if file.name not in used and file.name.partition("-")[0] not in unsure:
+                _unlink(file)
+        for folder, name in (
+            (self.path, re.compile(re.escape(_ABOUT))),
+            (self.path / _DOCUMENTS, _RECORD_NAME),
+            (self.path / _CACHES, _CACHE_NAME),
+        ):
+            for file in _files(folder, _PARTIAL_NAME):
+                if _is_partial_of(file.name, name):
+                    _unlink(file)
+
+    def _record_file(self, key: str) -> Path:
+        return self.path / _DOCUMENTS / f"{key}.json"
+
+    def _remove_caches(self, key: str, kept: str = "") -> None:
+        for file in _files(self.path / _CACHES, _CACHE_NAME):
+            if file.name.startswith(f"{key}-") and file.name != kept:
+                _unlink(file)
+
+
+def _files(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """The files of a folder with such names, sorted; none where there is no folder."""
+    try:
+        return sorted(file for file in folder.iterdir() if name.fullmatch(file.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _unlink(file: Path) -> None:
+    """Remove a file that nobody needs; the next adder tries again where that fails."""
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
+def _is_partial_of(file: str, name: re.Pattern[str]) -> bool:
+    """Whether it is what `snapkv.cache.saving.writing` writes before a file has its name."""
+    found = _PARTIAL_NAME.fullmatch(file)
+    return found is not None and name.fullmatch(found["name"]) is not None
+
+
+def _stamp(file: Path) -> Stamp:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_record(file: Path) -> Record | Fault:
+    try:
+        record = Record.from_json(file.read_text("utf-8", "replace"))
+        if record.key == file.stem:
+            return record
+        reason = "it is the record of another document"
+    except FileNotFoundError:
+        raise
+    except (LibraryError, OSError) as error:
+        reason = str(error)
+    return Fault(name=file.name, path=file, reason=reason)
+
+
+def _require_own_record(file: Path) -> None:
+    """Refuse to replace a file that no library has written."""
+    if not os.path.lexists(file):
+        return
+    with naming(file):
+        beginning = file.read_bytes()[: len(BEGINNING)]
+    if beginning and beginning != BEGINNING.encode():
+        raise LibraryError(
+            f"library: expected a record of ours at {str(file)!r}, got somebody else's file, "
+            "which stays as it is; move it away"
+        )

@@ -1,0 +1,479 @@
+"""Documents that a model reads once, for questions at any later time."""
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.errors import (
+    CacheFileError,
+    InvalidArgumentError,
+    LibraryError,
+    OutOfMemoryError,
+    OutputError,
+)
+from snapkv.library.about import About
+from snapkv.library.blending import blend
+from snapkv.library.bm25 import WordIndex
+from snapkv.library.folder import Fault, Folder
+from snapkv.library.frame import question_ids
+from snapkv.library.parts import Part, joined_ids
+from snapkv.library.passages import Span, lines_of
+from snapkv.library.reader import Reader
+from snapkv.library.records import Record, Text, digest_of, unique_name
+from snapkv.policies import Policy
+from snapkv.storage.codes import Bits
+from snapkv.validation import nearest, require_int
+
+RECOMPUTE = 0.15
+"""The fraction of tokens that is computed anew by default, as in CacheBlend."""
+
+ProgressSink = Callable[[str, int, int], None]
+"""Takes the name of the document that comes next, how many are done, and of how many."""
+
+NoticeSink = Callable[[str], None]
+"""Takes a line about what was not as it should be."""
+
+
+What = Literal["read", "changed", "mended", "skipped", "failed", "dropped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a document that was added.
+
+    Attributes:
+        name: of the document.
+        what: "read" for a new one, "changed" where there was another text, "mended" where the file
+            with its cache was damaged, "skipped" where all is as it was, or "failed"; "dropped"
+            where its file is gone.
+        tokens: of the document; 0 where it failed.
+        bytes: of the file with its cache.
+        seconds: that reading and writing took.
+        reason: why it failed.
+    """
+
+    name: str
+    what: What
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hit:
+    """A document that was found.
+
+    Attributes:
+        key: what the library knows it by.
+        name: what answers call it.
+        score: BM25 of the passage that fits best.
+        span: where that passage stands in the text, in characters; half-open.
+        lines: the first and the last line of it, counted from 1.
+        passage: its text.
+        tokens: of the whole document.
+    """
+
+    key: str
+    name: str
+    score: float
+    span: Span
+    lines: Span
+    passage: str
+    tokens: int
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, stacklevel=3)
+
+
+class Library:
+    """Documents in a folder, each read once by the same model.
+
+        library = Library("contracts.library")
+        library.add(model, tokenizer, [("lease", lease_text), ("loan", loan_text)])
+        hits = library.search("Who may terminate the lease?")
+        inputs = library.inputs(model, tokenizer, "Who may terminate the lease?", hits)
+        model.generate(**inputs, max_new_tokens=64)
+
+    A document is there when its file is complete; whatever kills an `add`, the next one goes on
+    where it stopped. While one process adds, others may ask.
+
+    Args:
+        folder: where it is, or will be with the first document.
+        on_notice: gets a line about every damaged file that is met; a warning by default.
+
+    Raises:
+        LibraryError: there is something else at that place.
+    """
+
+    def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
+        self.path = Path(folder)
+        self._folder = Folder(self.path)
+        self._folder.about()
+        self._on_notice = on_notice
+        self._searched: tuple[Any, _Passages] | None = None
+
+    @property
+    def about(self) -> About | None:
+        """How its documents are read; None before the first `add`."""
+        return self._folder.about()
+
+    @property
+    def documents(self) -> list[Record]:
+        """All documents, in the order of their names."""
+        records, faults = self._folder.records()
+        for fault in faults:
+            self._on_notice(
+                f"library: {str(fault.path)!r} cannot be used, {fault.reason}; add its document "
+                "again"
+            )
+        return list(records.values())
+
+    def required(self) -> About:
+        """How its documents are read.
+
+        Raises:
+            LibraryError: there is no library yet.
+        """
+        about = self._folder.about()
+        if about is None:
+            raise LibraryError(
+                f"library: expected a library, got none at {str(self.path)!r}; make one with "
+                "snapkv library add FILES --to FOLDER"
+            )
+        return about
+
+    def add(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        documents: Iterable[Text | tuple[str, str]],
+        policy: Policy | None = None,
+        *,
+        bits: Bits | None = None,
+        model_name: str | None = None,
+        on_progress: ProgressSink | None = None,
+    ) -> list[Outcome]:
+        """Read documents; those that are there and have not changed are skipped.
+
+        A document that cannot be read is named in its outcome, and the others go on.
+
+        Args:
+            model: a decoder-only transformers model.
+            tokenizer: its tokenizer; where that has a chat template, documents are read behind
+                what the template writes first.
+            documents: `Text`, or names and texts. Under a name there is one text.
+            policy: what to keep of them, without any question being known; the library's own by
+                default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
+                read a document twice, and keep what rebuilding it takes.
+            bits: in how many keys and values are stored, "int8", "int4" or "fp8"; as the library
+                does by default, in a new one in all of them.
+            model_name: what to call the model where another one is refused.
+            on_progress: called before every document.
+
+        Returns:
+            What became of each, in their order.
+
+        Raises:
+            LibraryError: another model, tokenizer, policy or other bits than this library's; or
+                another process is adding to it.
+            InvalidArgumentError: an empty text, or two texts under one name.
+            UnsupportedModelError: the model cannot be compressed correctly.
+            OutputError: a file cannot be written; the documents before it are there.
+        """
+        texts = _each_once(documents)
+        with self._folder.changing():
+            reader = self._begun(model, tokenizer, policy, bits, model_name)
+            self._folder.clean()
+            outcomes = []
+            for done, text in enumerate(texts):
+                if on_progress:
+                    on_progress(text.name, done, len(texts))
+                outcomes.append(self._add(reader, text))
+        return outcomes
+
+    def remove(self, names: Iterable[str]) -> list[Record]:
+        """Forget documents, by their names or their files.
+
+        Raises:
+            LibraryError: there is none of a name; then nothing is removed. Or another process is
+                adding.
+            OutputError: the folder cannot be written.
+        """
+        self.required()
+        with self._folder.changing():
+            records, _ = self._folder.records()
+            found = {key: records[key] for name in names for key in _keys_of(name, records)}
+            for key in found:
+                self._folder.remove(key)
+        return list(found.values())
+
+    def verify(self) -> list[Fault]:
+        """What is damaged: every byte of all files is read.
+
+        Raises:
+            LibraryError: there is no library.
+        """
+        self.required()
+        records, faults = self._folder.records()
+        checked = (self._folder.fault_of(record, checked=True) for record in records.values())
+        return [*faults, *(fault for fault in checked if fault is not None)]
+
+    def search(self, question: str, documents: int = 3) -> list[Hit]:
+        """The documents whose passages fit a question best, by their words (BM25).
+
+        Args:
+            question: what is asked.
+            documents: how many to find at most.
+
+        Returns:
+            The best first, each with its best passage; none where no word of it is in any.
+
+        Raises:
+            LibraryError: there is no library.
+            MissingDependencyError: a package that retrieval needs is not installed.
+        """
+        require_int("documents", documents, minimum=1)
+        self.required()
+        records = {record.key: record for record in self.documents}
+        version = tuple((key, record.sha256) for key, record in records.items())
+        if self._searched is None or self._searched[0] != version:
+            self._searched = version, _Passages(records.values())
+        return self._searched[1].best(question, documents)
+
+    def inputs(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        question: str,
+        hits: Sequence[Hit],
+        *,
+        policy: Policy | None = None,
+        recompute: float = RECOMPUTE,
+        answer_start: str = "",
+    ) -> dict[str, Any]:
+        """What `model.generate` takes to answer a question about documents of this library.
+
+        A document whose file is damaged is read again from its text, and mended where the folder
+        can be written.
+
+        Args:
+            model: the model that has read them.
+            tokenizer: its tokenizer.
+            question: what is asked.
+            hits: which documents, see `search`; they stand in the prompt in this order.
+            policy: what to keep of them for the question; `snapkv.default_policy()` by default.
+            recompute: the fraction of tokens to compute anew, see `blending.blend`.
+            answer_start: text that the answer begins with.
+
+        Returns:
+            `input_ids` and `attention_mask`, (1, T) int64, and `past_key_values`, a cache that has
+            seen all but the question.
+
+        Raises:
+            LibraryError: another model or tokenizer, no hits, or a document that is gone.
+            UnsupportedModelError: the model's keys cannot be moved.
+        """
+        parts = self.parts(model, tokenizer, hits)
+        cache = blend(model, parts, policy, recompute=recompute)
+        asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
+        ids = torch.cat([joined_ids(parts), asked.to(model.device)], dim=1)
+        mask = torch.ones_like(ids)
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": cache}
+
+    def token_ids(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        question: str,
+        hits: Sequence[Hit],
+        *,
+        answer_start: str = "",
+    ) -> Tensor:
+        """The `input_ids` of `inputs` without any cache, to have the documents read in full.
+
+        Arguments and errors as in `inputs`.
+        """
+        reader = self._reader(model, tokenizer, self.required())
+        records, _ = self._folder.records()
+        read = [reader.own_ids(records[hit.key]) for hit in hits if hit.key in records]
+        asked = question_ids(tokenizer, question, answer_start)
+        ids = [reader.about.prefix_ids, *read, asked]
+        return torch.tensor([[token for part in ids for token in part]], device=model.device)
+
+    def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
+        """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
+        if not hits:
+            raise LibraryError(
+                "hits: expected at least one document, got none; ask with words that stand in "
+                "the library's documents"
+            )
+        reader = self._reader(model, tokenizer, self.required())
+        return [self._part(reader, hit) for hit in hits]
+
+    def _begun(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        policy: Policy | None,
+        bits: Bits | None,
+        model_name: str | None,
+    ) -> Reader:
+        """What reads the way this library wants; a new one says how from now on."""
+        about = self._folder.about()
+        if about is not None:
+            about.require_same_keeping(policy, bits)
+            return self._reader(model, tokenizer, about, model_name)
+        about = About.of(model, tokenizer, policy, bits, model_name)
+        reader = Reader(
+            model=model, tokenizer=tokenizer, about=about, policy=about.made_policy(tokenizer)
+        )
+        reader.empty_cache()  # refuses what cannot be read before anything is written
+        self._folder.begin(about)
+        return reader
+
+    def _reader(
+        self, model: PreTrainedModel, tokenizer: Any, about: About, model_name: str | None = None
+    ) -> Reader:
+        about.require_same(About.of(model, tokenizer, None, None, model_name))
+        policy = about.made_policy(tokenizer)
+        return Reader(model=model, tokenizer=tokenizer, about=about, policy=policy)
+
+    def _add(self, reader: Reader, text: Text) -> Outcome:
+        records, _ = self._folder.records()
+        known = records.get(text.key)
+        what: What = "read"
+        if known is not None and known.sha256 != digest_of(text.text):
+            what = "changed"
+        elif known is not None:
+            if self._folder.fault_of(known, checked=False) is None:
+                return _outcome("skipped", known)
+            what = "mended"
+        start = time.perf_counter()
+        named = Text(
+            name=unique_name(text, list(records.values())), text=text.text, source=text.source
+        )
+        try:
+            record = self._written(reader, named, reader.read(named))
+        except (InvalidArgumentError, OutOfMemoryError) as error:
+            return Outcome(name=text.name, what="failed", reason=str(error))
+        return _outcome(what, record, time.perf_counter() - start)
+
+    def _written(self, reader: Reader, text: Text, part: Part) -> Record:
+        save = functools.partial(reader.save, part)
+        tokens = part.input_ids.shape[1] - part.prefix_tokens
+        return self._folder.write(text, tokens, save)
+
+    def _part(self, reader: Reader, hit: Hit) -> Part:
+        """A document with its cache; where an adder has replaced it, the new one."""
+        record = self._folder.record(hit.key)
+        while record is not None:
+            fault = self._folder.fault_of(record, checked=False)
+            if fault is None:
+                path = self._folder.cache_file(record)
+                try:
+                    return reader.load(path)
+                except CacheFileError as error:
+                    fault = Fault(name=record.name, path=path, reason=str(error))
+            now = self._folder.record(hit.key)
+            if now == record:
+                return self._mended(reader, record, fault)
+            record = now
+        raise LibraryError(
+            f"library: expected the document {hit.name!r} to be there, got none, since it was "
+            "removed or its record damaged meanwhile; search again"
+        )
+
+    def _mended(self, reader: Reader, record: Record, fault: Fault) -> Part:
+        """Read a document again whose file is damaged, and write it where that is possible."""
+        self._on_notice(
+            f"library: {record.name!r} is read again, its cache is damaged: {fault.reason}"
+        )
+        text = Text(name=record.name, text=record.text, source=record.source)
+        part = reader.read(text)
+        try:
+            with self._folder.changing():
+                if self._folder.record(record.key) == record:
+                    self._written(reader, text, part)
+        except (LibraryError, OutputError) as error:
+            self._on_notice(f"library: {record.name!r} is not mended: {error}")
+        return part
+
+
+class _Passages:
+    """An index of all passages of some documents."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._places = [(record, span) for record in records for span in record.chunks]
+        texts = [f"{record.name} {record.text[slice(*span)]}" for record, span in self._places]
+        self._index = WordIndex(texts) if texts else None
+
+    def best(self, question: str, documents: int) -> list[Hit]:
+        """The best passage of each of the best documents."""
+        found: dict[str, Hit] = {}
+        for place, score in self._index.ranked(question) if self._index else ():
+            if score <= 0 or len(found) == documents:
+                break
+            record, span = self._places[place]
+            if record.key not in found:
+                found[record.key] = _hit(record, span, score)
+        return list(found.values())
+
+
+def _hit(record: Record, span: Span, score: float) -> Hit:
+    return Hit(
+        key=record.key,
+        name=record.name,
+        score=score,
+        span=span,
+        lines=lines_of(record.text, span),
+        passage=record.text[slice(*span)],
+        tokens=record.tokens,
+    )
+
+
+def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
+    return Outcome(
+        name=record.name, what=what, tokens=record.tokens, bytes=record.bytes, seconds=seconds
+    )
+
+
+def _each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
+    """The texts; one that is given twice counts once."""
+    found: dict[str, Text] = {}
+    for each in documents:
+        text = each if isinstance(each, Text) else Text(name=each[0], text=each[1])
+        if found.setdefault(text.key, text).text != text.text:
+            raise InvalidArgumentError(
+                f"documents: expected one text under a name, got two under {text.name!r}; give one "
+                "of them another name"
+            )
+    return list(found.values())
+
+
+def _keys_of(name: str, records: dict[str, Record]) -> list[str]:
+    """The key of the document of that name, or that file.
+
+    Raises:
+        LibraryError: there is none.
+    """
+    asked = (name, str(Path(name).absolute()))
+    found = [
+        key for key, record in records.items() if record.name == name or record.source in asked
+    ]
+    if not found:
+        names = [record.name for record in records.values()]
+        raise LibraryError(
+            f"name: expected a document of the library, got {name!r}, which is none"
+            f"{nearest(name, names)}"
+        )
+    return found

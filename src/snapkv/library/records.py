@@ -1,0 +1,133 @@
+"""What a library knows of a document: its text, its passages, and which file holds its cache."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
+from snapkv.library.passages import Span
+
+FORMAT = "snapkv document 1"
+BEGINNING = f'{{"format": "{FORMAT.rstrip("1")}'
+"""With which every record begins, of this format or a later one."""
+
+_KEY_DIGITS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A document to add.
+
+    Attributes:
+        name: what answers call it.
+        text: all of it; not empty.
+        source: the file it comes from, as an absolute path; None for a text that was given. Adding
+            the same source again, or without one the same name, replaces the document.
+    """
+
+    name: str
+    text: str
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a document.
+
+        Raises:
+            InvalidTypeError: not texts. InvalidArgumentError: an empty one.
+        """
+        for argument in ("name", "text"):
+            value = getattr(self, argument)
+            if not isinstance(value, str):
+                raise InvalidTypeError(
+                    f"{argument}: expected a text, got {type(value).__name__}; pass a str"
+                )
+            if not value.strip():
+                raise InvalidArgumentError(
+                    f"{argument}: expected a text, got an empty one in {self.name!r}; leave the "
+                    "document out"
+                )
+
+    @property
+    def key(self) -> str:
+        """What files of this document are named by."""
+        told = f"text\0{self.name}" if self.source is None else f"file\0{self.source}"
+        return digest_of(told)[:_KEY_DIGITS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A document of a library.
+
+    Attributes:
+        name: as in answers.
+        source: the file it was read from; None for a text that was given.
+        size: bytes of the text in UTF-8.
+        sha256: of them.
+        text: all of it.
+        chunks: its passages for retrieval, half-open spans of characters.
+        tokens: how many the model has read, the library's prefix not counted.
+        bytes: of the file with its cache.
+        cache: the name of that file.
+        seal: the digest that the file must have.
+    """
+
+    name: str
+    source: str | None
+    size: int
+    sha256: str
+    text: str
+    chunks: tuple[Span, ...]
+    tokens: int
+    bytes: int
+    cache: str
+    seal: str
+
+    @property
+    def key(self) -> str:
+        """What its files are named by."""
+        return Text(name=self.name, text=self.text, source=self.source).key
+
+    @property
+    def where(self) -> str:
+        """Its source, or else its name."""
+        return self.source or self.name
+
+    def as_json(self) -> str:
+        """The file's content, with a digest of itself."""
+        body = asdict(self)
+        return json.dumps({"format": FORMAT, "sha256": _digest_of(body), "document": body})
+
+    @classmethod
+    def from_json(cls, content: str) -> Self:
+        """The record that `as_json` has written.
+
+        Raises:
+            LibraryError: it is not one, or has changed since.
+        """
+        try:
+            whole = json.loads(content)
+            body, found, sealed = whole["document"], whole["format"], whole["sha256"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise LibraryError(f"it is no record of a document ({error!r})") from error
+        if found != FORMAT:
+            raise LibraryError(f"its format is {found!r}, not {FORMAT!r}")
+        if _digest_of(body) != sealed or set(body) != {field.name for field in fields(cls)}:
+            raise LibraryError("it is not what was written")
+        return cls(**{**body, "chunks": tuple((start, stop) for start, stop in body["chunks"])})
+
+
+def digest_of(text: str) -> str:
+    """SHA-256 of a text in UTF-8, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def unique_name(text: Text, taken: Sequence[Record]) -> str:
+    """The name of a text, or where another document has it, that of its file."""
+    others = {record.name for record in taken if record.key != text.key}
+    return text.source if text.name in others and text.source else text.name
+
+
+def _digest_of(body: Any) -> str:
+    return digest_of(json.dumps(body, sort_keys=True))

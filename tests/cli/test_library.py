@@ -1,0 +1,316 @@
+"""`snapkv library` and `ask --library`: add, ask, check, remove, and what goes wrong."""
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+
+from snapkv.cache.saving import files
+from tests.lab.evaluate.tiny import tiny_loaded
+from tests.library.conftest import TEXTS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def tiny(monkeypatch, demo):
+    loaded = tiny_loaded(demo.tokenizer, positions=1024)
+    monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
+    return loaded
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with three documents below `papers`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "papers").mkdir()
+    for name, text in TEXTS.items():
+        (tmp_path / "papers" / f"{name}.txt").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def added(snapkv, tiny, here):
+    done = snapkv("library", "add", "papers", "--to", "lib")
+    assert done.status == 0, done.err
+    return here
+
+
+def whats(done):
+    return {each["name"]: each["what"] for each in json.loads(done.out)["documents"]}
+
+
+def test_every_document_has_a_line_and_is_listed(snapkv, added):
+    again = snapkv("library", "add", "papers", "--to", "lib")
+    assert again.out.count("skipped") == 3
+    assert "library: lib" in again.err
+    listed = snapkv("library", "list", "lib")
+    assert all(f"papers/{name}.txt" in listed.out for name in TEXTS)
+    assert "full()" in listed.out
+    rows = json.loads(snapkv("library", "list", "lib", "--json").out)["documents"]
+    assert [row["name"] for row in rows] == sorted(f"papers/{name}.txt" for name in TEXTS)
+    assert all(row["tokens"] > 0 and row["source"].endswith(row["name"]) for row in rows)
+
+
+def test_what_has_changed_is_read_again_and_what_is_gone_is_dropped(snapkv, added):
+    (added / "papers/lease.txt").write_text("There is no lease any more.")
+    (added / "papers/loan.txt").unlink()
+    (added / "papers/new.txt").write_text("Something new.")
+    done = snapkv("library", "add", "papers", "--to", "lib", "--json")
+    assert done.status == 0
+    assert whats(done) == {
+        "papers/garden.txt": "skipped",
+        "papers/lease.txt": "changed",
+        "papers/new.txt": "read",
+        "papers/loan.txt": "dropped",
+    }
+    assert "3 documents, all" in snapkv("library", "check", "lib").out
+
+
+def test_a_file_that_is_gone_is_dropped_when_it_is_added_again_and_others_stay(snapkv, added):
+    (added / "papers/loan.txt").unlink()
+    (added / "papers/lease.txt").unlink()
+    done = snapkv("library", "add", "papers/loan.txt", "--to", "lib", "--json")
+    assert (done.status, whats(done)) == (0, {"papers/loan.txt": "dropped"})
+    rows = json.loads(snapkv("library", "list", "lib", "--json").out)["documents"]
+    assert [row["name"] for row in rows] == ["papers/garden.txt", "papers/lease.txt"]
+
+
+def test_a_folder_with_the_library_in_it_adds_no_part_of_the_library(snapkv, tiny, here):
+    for whats_there in ("read", "skipped"):
+        done = snapkv("library", "add", ".", "--json")
+        assert set(whats(done).values()) == {whats_there}
+        assert len(whats(done)) == 3
+    assert (here / "snapkv-library/library.json").exists()
+
+
+def test_what_cannot_be_read_is_named_at_the_end_and_the_others_are_there(snapkv, tiny, here):
+    (here / "papers/long.txt").write_text("word " * 2000)
+    (here / "empty.txt").write_text("")
+    done = snapkv("library", "add", "empty.txt", "papers", "absent.txt", "--to", "lib")
+    assert done.status == 1
+    assert "not read: empty.txt: file: expected text, got nothing" in done.err
+    assert "not read: absent.txt: file: expected an existing file" in done.err
+    assert "not read: papers/long.txt: document: expected fewer tokens" in done.err
+    assert done.out.count("failed") == 3
+    assert "3 documents, all" in snapkv("library", "check", "lib").out
+
+
+def test_an_answer_names_its_sources(snapkv, added):
+    ask = ("ask", "--library", "lib", "-q", "What does the bank lend?", "--max-new-tokens", 3)
+    done = snapkv(*ask, "--documents", 1)
+    assert done.status == 0
+    assert done.out.strip()
+    assert "source: papers/loan.txt, lines 1-2\n" in done.err
+    assert "prompt tokens" in done.err
+    record = json.loads(snapkv(*ask, "--json").out)
+    assert record["sources"][0]["name"] == "papers/loan.txt"
+    assert record["sources"][0]["passage"] == TEXTS["loan"]
+    assert record["runs"][0]["new_tokens"] == 3
+    assert (record["recompute"], record["warnings"]) == (0.15, [])
+
+
+@pytest.mark.parametrize("question", ["What does the bank lend?", "Roses, the bank, the lease?"])
+def test_everything_computed_anew_and_kept_is_what_reading_in_full_gives(snapkv, added, question):
+    ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 8, "--policy", "full")
+    done = snapkv(*ask, "--recompute", 1, "--check", 8)
+    assert done.status == 0, done.err
+    assert "check: the first 8 tokens are the full cache's" in done.err
+    compared = snapkv(*ask, "--recompute", 1, "--compare")
+    assert "same answer" in compared.out
+    assert "source: " in compared.out
+
+
+def test_where_the_answer_differs_the_next_thing_to_try_is_said(snapkv, added):
+    done = snapkv(
+        *("ask", "--library", "lib", "-q", "Roses, the bank, the lease?", "--compare"),
+        *("--max-new-tokens", 8, "--recompute", 0, "--policy", "snapkv", "--budget", 40),
+    )
+    assert done.status == 0
+    assert "raise --recompute" in done.out or "same answer" in done.out
+
+
+def test_documents_for_which_there_are_no_positions_are_left_out_by_name(snapkv, tiny, here):
+    (here / "papers/loan.txt").write_text(TEXTS["loan"] + " word" * 700)
+    (here / "papers/lease.txt").write_text("A bank. " + " word" * 700)
+    snapkv("library", "add", "papers", "--to", "lib")
+    done = snapkv("ask", "--library", "lib", "-q", "bank?", "--max-new-tokens", 3)
+    assert done.status == 0
+    assert done.err.count("source: ") == 1
+    assert "left out, since the model has no positions" in done.err
+    none = snapkv("ask", "--library", "lib", "-q", "bank?", "--max-new-tokens", 1000)
+    assert none.status == 2
+    assert "within the model's 1,024 positions" in none.err
+
+
+def test_a_question_without_a_word_of_any_document_says_what_to_do(snapkv, added):
+    done = snapkv("ask", "--library", "lib", "-q", "zebra?")
+    assert done.status == 2
+    assert "snapkv library list lib" in done.err
+    assert done.err.count("snapkv: error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("papers", "--library", "lib"), "files: expected FILES or --library, got both"),
+        ((), "files: expected FILES or --library, got neither"),
+        (("papers", "--documents", 2), "documents: expected --library beside it"),
+        (("papers", "--recompute", 0.5), "recompute: expected --library beside it"),
+        (("--library", "lib", "--recompute", 1.5), r"recompute: expected a number in [0, 1]"),
+        (("--library", "lib", "--medusa", "demo"), "medusa: expected none with --library"),
+        (("--library", "lib", "--self-speculate"), "self_speculate: expected none"),
+        (("--library", "lib", "--protect", "x"), "protect: expected none with --library"),
+        (("--library", "lib", "--policy", "kvzip"), "have documents compressed by it"),
+        (("--library", "none"), "library: expected a library, got none at 'none'"),
+        (("--library", "papers"), "library: expected a library, or a new or empty folder"),
+    ],
+)
+def test_what_does_not_go_with_a_library_is_refused(snapkv, here, options, message):
+    done = snapkv("ask", *options, "-q", "Why?")
+    assert done.status == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--bits", "int3"), "bits: expected one of"),
+        (("--keep-ratio", 0.5), "policy: expected a method for its parameters"),
+        (("--to", "papers"), "library: expected a library, or a new or empty folder"),
+        (("--to", " "), "to: expected a name"),
+        (("--policy", "knapsack"), "policy: expected one of"),
+    ],
+)
+def test_what_no_library_can_be_made_of_is_refused(snapkv, tiny, here, options, message):
+    done = snapkv("library", "add", "papers", *options)
+    assert done.status == 2
+    assert message in done.err
+    assert sorted(path.name for path in here.iterdir()) == ["papers"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--bits", "int8"),
+        ("--policy", "kvzip", "--budget-ratio", 0.5),
+        ("--policy", "adakv", "--set", "policy=kvzip", "--budget-ratio", 0.5, "--bits", "int8"),
+        ("--policy", "adakv", "--set", "policy=kvzip", "--keep-ratio", 0.5),
+        ("--policy", "snapkv", "--budget", 40),
+    ],
+    ids=" ".join(["{}"]).format,
+)
+def test_documents_are_compressed_as_the_options_say_and_asked(snapkv, tiny, here, options):
+    done = snapkv("library", "add", "papers", "--to", "lib", *options)
+    assert done.status == 0, done.err
+    assert snapkv("library", "add", "papers", "--to", "lib", *options).out.count("skipped") == 3
+    assert snapkv("library", "add", "papers", "--to", "lib").out.count("skipped") == 3
+    for recompute in (0, 0.15, 1):
+        asked = snapkv(
+            *("ask", "--library", "lib", "-q", "What does the bank lend in May?"),
+            *("--max-new-tokens", 3, "--recompute", recompute),
+        )
+        assert asked.status == 0, asked.err
+    refused = snapkv("library", "add", "papers", "--to", "lib", "--policy", "tova")
+    assert refused.status == 2
+    assert "policy: expected what this library's documents were read with" in refused.err
+
+
+def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):
+    file = sorted((added / "lib/caches").iterdir())[0]
+    file.write_bytes(file.read_bytes()[:-9])
+    checked = snapkv("library", "check", "lib")
+    assert checked.status == 1
+    assert str(file.relative_to(added)) in checked.out
+    record = json.loads(snapkv("library", "check", "lib", "--json").out)
+    assert [each["path"] for each in record["damaged"]] == [str(file.relative_to(added))]
+    question = "Tomatoes, the bank, the lease?"
+    ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 2)
+    assert "is read again, its cache is damaged" in snapkv(*ask).err
+    assert "damaged" not in snapkv(*ask).err
+    assert snapkv("library", "check", "lib").status == 0
+
+
+def test_names_are_removed_and_others_refused(snapkv, added):
+    done = snapkv("library", "remove", "lib", "papers/loan.txt", added / "papers/lease.txt")
+    assert done.out == "removed: papers/loan.txt\nremoved: papers/lease.txt\n"
+    done = snapkv("library", "remove", "lib", "papers/garten.txt")
+    assert done.status == 2
+    assert "did you mean papers/garden.txt?" in done.err
+    assert (added / "papers/loan.txt").exists()
+
+
+def test_another_model_is_refused_with_both_names(snapkv, added, demo, monkeypatch):
+    monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: demo)
+    for command in (("library", "add", "papers", "--to", "lib"), ("ask", "--library", "lib")):
+        question = ("-q", "bank") if command[0] == "ask" else ()
+        done = snapkv(*command, *question, "--model", "demo")
+        assert done.status == 2
+        assert "model: expected tiny (LlamaForCausalLM, float32)" in done.err
+        assert "got demo (LlamaForCausalLM, float32)" in done.err or command[0] == "ask"
+
+
+def test_the_librarys_own_model_and_dtype_are_loaded_where_none_is_named(
+    snapkv, added, monkeypatch, tiny
+):
+    calls = []
+
+    def load(**options):
+        calls.append(options)
+        return tiny
+
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
+    snapkv("ask", "--library", "lib", "-q", "bank", "--max-new-tokens", 1)
+    snapkv("ask", "--library", "lib", "-q", "bank", "--max-new-tokens", 1, "--model", "other")
+    assert calls == [
+        {"name": "tiny", "dtype": "float32"},
+        {"name": "other", "dtype": "float32"},
+    ]
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_line_and_the_documents_before_it_are_there(
+    snapkv, tiny, here, monkeypatch
+):
+    real, calls = files.save_file, []
+
+    def save_file(*arguments):
+        calls.append(arguments)
+        return no_room() if len(calls) == 3 else real(*arguments)
+
+    monkeypatch.setattr(files, "save_file", save_file)
+    done = snapkv("library", "add", "papers", "--to", "lib")
+    assert done.status == 1
+    assert "snapkv: error: output: expected to write" in done.err
+    assert "No space left" in done.err
+    assert done.err.count("\n") == 1
+    assert "2 documents, all" in snapkv("library", "check", "lib").out
+    again = snapkv("library", "add", "papers", "--to", "lib")
+    assert (again.out.count("skipped"), again.out.count("read")) == (2, 1)
+    assert not [path for path in (here / "lib").rglob("*.partial")]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(snapkv, tiny, here, monkeypatch):
+    (here / "lib").mkdir()
+    (here / "lib/library.lock").symlink_to("/proc/absent")
+    done = snapkv("library", "add", "papers", "--to", "lib")
+    assert done.status in (1, 2)
+    assert done.err.count("\n") == 1
+    assert "Traceback" not in done.err
+
+
+def test_the_demo_model_answers_from_its_library(snapkv, demo_only, here):
+    (here / "papers/keys.txt").write_text("The key of the shed is under the blue stone.")
+    assert snapkv("library", "add", "papers", "--to", "lib").status == 0
+    ask = ("ask", "--library", "lib", "-q", "Where is the key of the shed? Answer shortly.")
+    done = snapkv(*ask, "--max-new-tokens", 16)
+    assert done.status == 0
+    assert "under the blue stone" in done.out
+    assert "source: papers/keys.txt, lines 1-1" in done.err
+    assert torch.is_grad_enabled()

@@ -1,0 +1,30 @@
+"""A tiny model with the demo's tokenizer, and documents short enough for it."""
+
+import pytest
+
+from snapkv import Library
+from tests.lab.evaluate.tiny import tiny_loaded
+
+TEXTS = {
+    "lease": "The tenant may terminate the lease with three months' notice.\nRent is due in May.",
+    "loan": "The bank lends forty thousand crowns.\nInterest is four percent a year.",
+    "garden": "Roses are cut in March.\nTomatoes want sun, and water in the morning.",
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+@pytest.fixture
+def notices():
+    return []
+
+
+@pytest.fixture
+def library(tmp_path, tiny, notices):
+    """Three documents, kept whole."""
+    made = Library(tmp_path / "library", on_notice=notices.append)
+    made.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    return made

@@ -1,0 +1,283 @@
+"""Documents are read once; what is asked finds them, whole or not at all."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from snapkv import AdaKV, FullCache, KVzip, Library, LibraryError, SnapKV
+from snapkv.app.models import LoadedModel
+from tests.families import tiny_model
+from tests.lab.evaluate.tiny import tiny_loaded
+from tests.library.conftest import TEXTS
+
+
+def whats(outcomes):
+    return [outcome.what for outcome in outcomes]
+
+
+def caches(library):
+    return sorted((library.path / "caches").iterdir())
+
+
+def damage(path, at=-40):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def answered(loaded: LoadedModel, inputs):
+    with torch.no_grad():
+        return loaded.model.generate(**inputs, max_new_tokens=4, do_sample=False)
+
+
+def test_what_is_added_is_there_with_its_text_and_its_size(library):
+    records = library.documents
+    assert [record.name for record in records] == sorted(TEXTS)
+    for record in records:
+        assert record.text == TEXTS[record.name]
+        assert record.size == len(record.text)
+        assert record.chunks == ((0, len(record.text)),)
+        assert record.bytes == (library.path / "caches" / record.cache).stat().st_size
+    assert library.verify() == []
+
+
+def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
+    texts = TEXTS | {"lease": "There is no lease.", "new": "A new text."}
+    before = caches(library)
+    seen = []
+    outcomes = library.add(
+        tiny.model, tiny.tokenizer, texts.items(), on_progress=lambda *each: seen.append(each)
+    )
+    assert whats(outcomes) == ["changed", "skipped", "skipped", "read"]
+    assert seen == [(name, place, 4) for place, name in enumerate(texts)]
+    assert len(set(caches(library)) & set(before)) == 2
+    assert len(caches(library)) == 4
+    assert {record.name: record.text for record in library.documents} == texts
+
+
+def test_the_words_of_a_question_find_documents_with_their_best_passage(tmp_path, tiny):
+    library = Library(tmp_path / "l")
+    filler = "\n".join("Nothing of note is said here." for _ in range(50))
+    texts = {"a": f"{filler}\nZebras graze.\n{filler}", "b": "One zebra.", "c": "No animals."}
+    tiny = tiny_loaded(tiny.tokenizer, positions=4096)
+    library.add(tiny.model, tiny.tokenizer, texts.items())
+    hits = library.search("zebras?", 5)
+    assert [hit.name for hit in hits] == ["b", "a"]
+    assert hits[0].score > hits[1].score > 0
+    assert hits[1].lines[0] <= 51 <= hits[1].lines[1]
+    assert hits[1].passage == texts["a"][slice(*hits[1].span)]
+    assert len(library.search("zebras?", 1)) == 1
+    assert library.search("the of", 1) == library.search("lion") == []
+
+
+def test_one_document_is_answered_as_if_it_had_been_read_with_the_question(library, tiny):
+    hits = library.search("What does the bank lend?", 1)
+    inputs = library.inputs(
+        tiny.model,
+        tiny.tokenizer,
+        "What does the bank lend?",
+        hits,
+        policy=FullCache(),
+        recompute=0,
+    )
+    text = tiny.tokenizer.apply_chat_template(
+        [
+            {
+                "role": "user",
+                "content": f"===== loan =====\n{TEXTS['loan']}\n\nWhat does the bank lend?",
+            }
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert tiny.tokenizer.decode(inputs["input_ids"][0]) == text
+    plain = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    assert inputs["past_key_values"].get_seq_length() < plain["input_ids"].shape[1]
+    assert torch.equal(answered(tiny, inputs), answered(tiny, plain))
+
+
+def test_documents_stand_in_the_order_in_which_they_were_found(library, tiny):
+    hits = library.search("May the bank water roses in the morning?")
+    inputs = library.inputs(tiny.model, tiny.tokenizer, "Why?", hits, policy=SnapKV(64))
+    text = tiny.tokenizer.decode(inputs["input_ids"][0])
+    places = [text.index(f"===== {hit.name} =====") for hit in hits]
+    assert places == sorted(places)
+    assert text.count("<|im_start|>user") == 1
+
+
+def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, demo, tiny):
+    tokenizer = copy.deepcopy(demo.tokenizer)
+    tokenizer.chat_template = None
+    library = Library(tmp_path / "l")
+    library.add(tiny.model, tokenizer, TEXTS.items())
+    hits = library.search("rent", 2)
+    ids = library.inputs(tiny.model, tokenizer, "Rent?", hits, answer_start="It")["input_ids"]
+    assert tokenizer.decode(ids[0]).endswith("\n\nQuestion: Rent?\nAnswer: It")
+
+
+@pytest.mark.parametrize("bits", [None, "int8", "int4"])
+@pytest.mark.parametrize("policy", [None, SnapKV(40), AdaKV(KVzip(keep_ratio=0.5))], ids=repr)
+def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bits):
+    library = Library(tmp_path / "l")
+    library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
+    whole = Library(tmp_path / "whole")
+    whole.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    smaller = sum(record.bytes for record in library.documents) < sum(
+        record.bytes for record in whole.documents
+    )
+    assert smaller == (policy is not None or bits is not None)
+    parts = library.parts(tiny.model, tiny.tokenizer, library.search("lease", 1))
+    report = parts[0].cache.report()
+    assert (report.kept_tokens < report.seen_tokens) == (policy is not None)
+    # the next adder need not say it again
+    assert whats(library.add(tiny.model, tiny.tokenizer, [("x", "new")])) == ["read"]
+
+
+def test_another_policy_or_other_bits_are_refused_with_both(library, tiny):
+    with pytest.raises(LibraryError, match=r"policy: .*full\(\).*snapkv\(budget=40"):
+        library.add(tiny.model, tiny.tokenizer, TEXTS.items(), SnapKV(40))
+    with pytest.raises(LibraryError, match=r"bits: .*None, got int8"):
+        library.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="int8")
+
+
+def test_another_model_is_refused_with_both_names(library, tiny, demo):
+    other = tiny_model("llama")
+    for call in (
+        lambda: library.add(other, tiny.tokenizer, TEXTS.items(), model_name="other"),
+        lambda: library.inputs(demo.model, tiny.tokenizer, "rent?", library.search("rent")),
+    ):
+        with pytest.raises(LibraryError, match=r"model: expected LlamaForCausalLM.*got .*Llama"):
+            call()
+
+
+def test_another_dtype_is_refused_with_both(library, tiny):
+    other = tiny_loaded(tiny.tokenizer).model.to(torch.bfloat16)
+    with pytest.raises(LibraryError, match=r"float32\).*got .*bfloat16\)"):
+        library.inputs(other, tiny.tokenizer, "rent?", library.search("rent"))
+
+
+def test_another_tokenizer_or_template_is_refused(library, tiny):
+    other = copy.deepcopy(tiny.tokenizer)
+    other.chat_template = None
+    with pytest.raises(LibraryError, match="tokenizer: expected the tokenizer and chat template"):
+        library.inputs(tiny.model, other, "rent?", library.search("rent"))
+
+
+def test_a_document_beyond_the_positions_fails_by_name_and_others_go_on(library, tiny):
+    outcomes = library.add(tiny.model, tiny.tokenizer, [("long", "word " * 600), ("x", "short")])
+    assert whats(outcomes) == ["failed", "read"]
+    assert "512 positions" in outcomes[0].reason
+    assert "'long'" in outcomes[0].reason
+
+
+def test_removed_documents_are_gone_with_their_files(library):
+    assert [record.name for record in library.remove(["loan"])] == ["loan"]
+    assert len(caches(library)) == len(library.documents) == 2
+    with pytest.raises(LibraryError, match=r"got 'leese'.*did you mean lease\?"):
+        library.remove(["garden", "leese"])
+    assert len(library.documents) == 2
+
+
+@pytest.mark.parametrize("at", [-40, 3, 60, 400])
+def test_a_damaged_cache_is_named_read_again_and_mended(library, tiny, notices, at):
+    hits = library.search("rent", 1)
+    right = answered(tiny, library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits, recompute=0))
+    record = next(record for record in library.documents if record.name == "lease")
+    damage(library.path / "caches" / record.cache, at)
+    assert [fault.name for fault in library.verify()] == ["lease"]
+    inputs = library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits, recompute=0)
+    assert torch.equal(answered(tiny, inputs), right)
+    assert len(notices) == 1
+    assert "'lease' is read again, its cache is damaged" in notices[0]
+    assert library.verify() == []
+    assert len(caches(library)) == 3
+
+
+def test_a_missing_cache_is_read_again_by_the_next_add(library, tiny):
+    (library.path / "caches" / library.documents[0].cache).unlink()
+    outcomes = library.add(tiny.model, tiny.tokenizer, TEXTS.items())
+    assert sorted(whats(outcomes)) == ["mended", "skipped", "skipped"]
+    assert library.verify() == []
+
+
+def test_another_documents_cache_is_not_taken_for_it(library, tiny, notices):
+    one, other, _ = (library.path / "caches" / record.cache for record in library.documents)
+    one.write_bytes(other.read_bytes())
+    assert [fault.name for fault in library.verify()] == [library.documents[0].name]
+    hits = library.search("roses", 1)
+    inputs = library.inputs(tiny.model, tiny.tokenizer, "Roses?", hits)
+    assert "Tomatoes" in tiny.tokenizer.decode(inputs["input_ids"][0])
+    assert len(notices) == 1
+
+
+def test_a_damaged_record_is_named_and_added_again(library, tiny, notices):
+    file = sorted((library.path / "documents").iterdir())[0]
+    damage(file)
+    assert [fault.path for fault in library.verify()] == [file]
+    assert len(library.documents) == 2
+    assert str(file) in notices[0]
+    assert sorted(whats(library.add(tiny.model, tiny.tokenizer, TEXTS.items()))) == [
+        "read",
+        "skipped",
+        "skipped",
+    ]
+    assert library.verify() == []
+
+
+def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
+    record = library.documents[0]
+    key = record.key
+    own = [
+        library.path / f".library.json.{'a' * 32}.partial",
+        library.path / "documents" / f".{key}.json.{'b' * 32}.partial",
+        library.path / "caches" / f".{record.cache}.{'c' * 32}.partial",
+        library.path / "caches" / f"{key}-{'0' * 16}-{'1' * 8}.safetensors",
+    ]
+    foreign = [
+        library.path / "notes.txt",
+        library.path / "documents" / "mine.json",
+        library.path / "caches" / "mine.safetensors",
+        library.path / "caches" / ".mine.partial",
+    ]
+    for file in own + foreign:
+        file.write_bytes(b"mine")
+    library.add(tiny.model, tiny.tokenizer, [("x", "new")])
+    assert not any(file.exists() for file in own)
+    assert all(file.read_bytes() == b"mine" for file in foreign)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "library.json", "library.lock"])
+def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(LibraryError, match="library: expected"):
+        Library(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_record_of_somebody_else_is_not_replaced(library, tiny):
+    library.remove(["loan"])
+    loan = [("loan", TEXTS["loan"])]
+    library.add(tiny.model, tiny.tokenizer, loan)
+    key = next(record.key for record in library.documents if record.name == "loan")
+    file = library.path / "documents" / f"{key}.json"
+    file.write_text("mine")
+    (outcome,) = library.add(tiny.model, tiny.tokenizer, loan)
+    assert outcome.what == "failed"
+    assert "stays as it is" in outcome.reason
+    assert file.read_text() == "mine"
+
+
+def test_a_library_of_a_later_version_is_refused(library):
+    file = library.path / "library.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 2"}))
+    with pytest.raises(LibraryError, match="got 'snapkv library 2'"):
+        Library(library.path)
+
+
+def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):
+    with pytest.raises(ValueError, match="text: expected a text, got an empty one in 'x'"):
+        library.add(tiny.model, tiny.tokenizer, [("x", " \n")])
+    with pytest.raises(ValueError, match="got two under 'x'"):
+        library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])

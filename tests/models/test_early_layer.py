@@ -1,0 +1,117 @@
+"""The layer that was found for a model: kept from run to run, and never taken for another's."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, InvalidArgumentError, OutputError, SnapKV
+from snapkv.prefill import early_layer, gemfilter, selective
+from snapkv.prefill.early_layer import (
+    default_early_layer,
+    known_early_layer,
+    remember_early_layer,
+)
+from tests.families import tiny_model
+
+LAYERS = 4  # of every tiny model
+
+
+@pytest.fixture
+def model():
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def test_half_the_depth_until_a_layer_is_remembered(model, early_layers):
+    assert known_early_layer(model) is None
+    assert default_early_layer(model) == LAYERS // 2
+    path = remember_early_layer(model, 3, {"loss": 0.01})
+    assert known_early_layer(model) == default_early_layer(model) == 3
+    assert remember_early_layer(model, 1) == path, "a later search replaces it"
+    assert known_early_layer(model) == 1
+    assert [file.name for file in early_layers.iterdir()] == [path.name]
+    assert json.loads(path.read_text())["measured"] == {}
+
+
+def test_a_model_is_the_same_in_another_dtype_and_after_a_pass_but_not_with_other_weights(model):
+    remember_early_layer(model, 3)
+    model(torch.arange(30)[None], past_key_values=CompressedCache(model, SnapKV(20, window_size=8)))
+    assert known_early_layer(model) == 3
+    assert known_early_layer(model.to(torch.bfloat16)) == 3
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert known_early_layer(model) is None
+
+
+@pytest.mark.parametrize("block", [selective, gemfilter])
+def test_it_is_where_reading_selectively_begins(model, block):
+    """The tokens that go on, by how many layers have read all of them."""
+
+    def kept(**options):
+        cache = CompressedCache(model, SnapKV(30, window_size=8))
+        ids = torch.randint(90, (1, 120), generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode(), block(model, keep_ratio=0.3, least_tokens=0, **options):
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        return [cache.kept_positions(layer).tolist() for layer in range(LAYERS)]
+
+    assert kept() == kept(layer=LAYERS // 2)
+    remember_early_layer(model, 3)
+    assert kept() == kept(layer=3)
+    assert kept() != kept(layer=LAYERS // 2)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\x00",
+        b"[]",
+        b"{}",
+        b'{"layer": 3}',
+        b'{"layer": 3, "model": {"class": "Other"}}',
+        *(json.dumps({"layer": layer, "model": ...}, default=str).encode() for layer in (0, 4)),
+        *(
+            json.dumps({"layer": layer, "model": ...}, default=str).encode()
+            for layer in (2.0, True)
+        ),
+    ],
+)
+def test_what_does_not_say_it_is_no_knowledge_and_named_once(model, content, caplog):
+    path = remember_early_layer(model, 3)
+    own = json.dumps(json.loads(path.read_text())["model"])
+    path.write_bytes(content.replace(b'"Ellipsis"', own.encode()))
+    with caplog.at_level(logging.WARNING, "snapkv.prefill"):
+        assert [known_early_layer(model) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    remember_early_layer(model, 3)
+    assert known_early_layer(model) == 3
+
+
+def test_a_file_that_cannot_be_read_is_no_knowledge(model, caplog):
+    path = remember_early_layer(model, 3)
+    path.unlink()
+    path.mkdir()
+    assert known_early_layer(model) is None
+    assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS])
+def test_no_layer_of_the_model_is_refused(model, layer, early_layers):
+    with pytest.raises(InvalidArgumentError, match="layer: expected"):
+        remember_early_layer(model, layer)
+    assert not early_layers.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named_in_one_line(model, early_layers):
+    early_layers.write_text("in the way")
+    with pytest.raises(OutputError, match="early-layers-"):
+        remember_early_layer(model, 3)
+
+
+def test_the_folder_is_in_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.undo()  # the place that other tests are given
+    monkeypatch.setenv("SNAPKV_CACHE_DIR", str(tmp_path))
+    assert early_layer.early_layers_folder() == tmp_path / "early-layers"

@@ -1,0 +1,343 @@
+"""Selective reading, against a full reading whose upper layers are not shown the other tokens."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from snapkv import (
+    H2O,
+    TOVA,
+    AdaKV,
+    CompressedCache,
+    CriticalKV,
+    ExpectedAttention,
+    FullCache,
+    InvalidArgumentError,
+    InvalidTypeError,
+    PyramidKV,
+    Scissorhands,
+    SnapKV,
+    StreamingLLM,
+    UnsupportedModelError,
+)
+from snapkv.prefill import gemfilter, layer_by_layer, selective
+from snapkv.prefill.selective import _TokensThatGoOn
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
+
+HYBRID = ("cohere2", "gemma2", "gemma3_text", "gpt_oss")
+WHOLE = tuple(family for family in FAMILIES if family not in HYBRID)
+CASES = [(family, name) for family in WHOLE for name in IMPLEMENTATIONS[family]]
+OPTIONS = {"layer": 2, "keep_ratio": 0.25, "least_tokens": 4}
+TOKENS, NEW = 120, 4
+
+POLICIES = {
+    "full": FullCache(),
+    "snapkv": SnapKV(24, window_size=8),
+    "ratio": SnapKV(keep_ratio=0.3, window_size=8),
+    "auto": SnapKV("auto", window_size=8, pooling="fading"),
+    "adakv": AdaKV(SnapKV(24, window_size=8)),
+    "pyramid": PyramidKV(24, window_size=8),
+    "h2o": H2O(24),
+    "tova": TOVA(24),
+    "streaming": StreamingLLM(24, positions="original"),
+    "scissorhands": Scissorhands(24, history=16, recent=6),
+    "criticalkv": CriticalKV(SnapKV(24, window_size=8)),
+}
+CASES_OF_ROWS = [(name, "append") for name in POLICIES] + [("snapkv", "compress")]
+
+
+def left_padded(lengths, seed=0):
+    longest = max(lengths)
+    ids, mask = random_ids(len(lengths), longest, seed), torch.ones(len(lengths), longest).long()
+    for row, tokens in enumerate(lengths):
+        mask[row, : longest - tokens] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def read(model, cache, ids, mask=None, **options):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, past_key_values=cache, **options).logits[:, -1]
+
+
+def slow_model(family):
+    """One of its own, whose layers are told apart from those that are read selectively."""
+    return copy.deepcopy(tiny_model(family, "eager"))
+
+
+def chosen_positions(model, ids):
+    """(n,) what goes on from layer 2: what its cache holds where nothing is dropped."""
+    cache = CompressedCache(model, FullCache())
+    with selective(model, **OPTIONS):
+        read(model, cache, ids)
+    return cache.kept_positions(2)[0, 0]
+
+
+@contextlib.contextmanager
+def hidden_from(layers, columns):
+    """These layers' attention does not see these columns of the text, whatever its mask."""
+
+    def without(forward, hidden_states, *args, **kwargs):
+        mask = kwargs["attention_mask"]
+        assert mask.ndim == 4
+        hidden = columns[columns < mask.shape[-1]]
+        mask = mask.index_fill(-1, hidden, torch.finfo(mask.dtype).min)
+        return forward(hidden_states, *args, **kwargs | {"attention_mask": mask})
+
+    for layer in layers:
+        vars(layer)["forward"] = functools.partial(without, layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+def test_equals_a_reading_whose_upper_layers_do_not_see_the_rest(family, implementation):
+    model, slow = tiny_model(family, implementation), slow_model(family)
+    ids, new = random_ids(1, TOKENS, seed=3), random_ids(1, NEW, seed=4)
+    chosen = chosen_positions(model, ids)
+    assert len(chosen) == 26 + 16  # floor((120 - 16) / 4), and the window
+    missing = torch.tensor(sorted(set(range(TOKENS)) - set(chosen.tolist())))
+    cache, reference = CompressedCache(model, FullCache()), DynamicCache()
+    with hidden_from(slow.model.layers[2:], missing), selective(model, **OPTIONS):
+        for piece in (ids, *new.split(1, dim=1)):
+            expected = read(slow, reference, piece)
+            torch.testing.assert_close(read(model, cache, piece), expected, atol=2e-4, rtol=1e-3)
+    assert cache.get_seq_length() == TOKENS + NEW
+    assert [cache.kept_positions(layer).shape[-1] for layer in range(4)] == [124, 124, 46, 46]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "phi3"])
+def test_a_later_turn_reads_what_reached_each_layer(family):
+    model, slow = tiny_model(family), slow_model(family)
+    ids, turn = random_ids(1, TOKENS, seed=5), random_ids(1, 9, seed=6)
+    missing = torch.tensor(sorted(set(range(TOKENS)) - set(chosen_positions(model, ids).tolist())))
+    cache, reference = CompressedCache(model, FullCache()), DynamicCache()
+    with hidden_from(slow.model.layers[2:], missing), selective(model, **OPTIONS):
+        read(slow, reference, ids)
+        read(model, cache, ids)
+        cache.expect_prompt(TOKENS + 9)
+        expected = read(slow, reference, turn)
+        torch.testing.assert_close(read(model, cache, turn), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("name", "turns"), CASES_OF_ROWS)
+def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns, implementation):
+    policy = POLICIES[name]
+    model, lengths = tiny_model("llama", implementation), (120, 37, 90, 18, 21)
+    ids, mask = left_padded(lengths, seed=7)
+    questions = random_ids(len(lengths), 5, seed=8)
+    with selective(model, **OPTIONS):
+        cache = CompressedCache(model, policy, turns=turns)
+        output = answered(model, cache, ids, mask)
+        first = positions(cache)
+        after = torch.cat([output, questions], dim=1)
+        again = answered(model, cache, after, torch.cat([mask, torch.ones(5, 9).long()], dim=1))
+        for row, tokens in enumerate(lengths):
+            alone = CompressedCache(model, policy, turns=turns)
+            own = answered(model, alone, ids[row : row + 1, -tokens:])
+            assert own[0, tokens:].tolist() == output[row, ids.shape[1] :].tolist()
+            assert_same_positions(first, alone, row)
+            own = torch.cat([own, questions[row : row + 1]], dim=1)
+            own = answered(model, alone, own)
+            assert own[0, -NEW:].tolist() == again[row, -NEW:].tolist()
+            assert_same_positions(positions(cache), alone, row)
+
+
+def answered(model, cache, ids, mask=None):
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False
+    )
+
+
+def positions(cache):
+    return [cache.kept_positions(layer) for layer in cache.compressed_layers]
+
+
+def assert_same_positions(batch, alone, row):
+    for ours, own in zip(batch, positions(alone), strict=True):
+        for head, one in zip(ours[row], own[0], strict=True):
+            assert head[head >= 0].tolist() == one[one >= 0].tolist()
+
+
+def test_what_goes_on_by_hand():
+    """Two heads; the mean of their votes is highest at 3, whose run fades on, then at 8."""
+    policy = _TokensThatGoOn(
+        keep_ratio=0.3, window_size=2, pooling="fading", decay=0.5, sink_tokens=0, least_tokens=0
+    )
+    layer = prompt_of(torch.tensor([[3, 3, 8], [3, 8, 5]]), tokens=12)
+    # Votes, mean of heads, summed over two queries: 3 has 3/3, 8 has 2/3, 5 has 1/3 of the weight.
+    # Of ten before the window go floor(0.3 * 10): 3, 8 and, with half the votes of 3, 4.
+    selection = policy.choose(layer)
+    assert selection.keep_indices.tolist() == [[[3, 4, 8, 10, 11]]]
+
+
+def prompt_of(looks_at, tokens):
+    """A layer of two heads whose last two queries look at three tokens in equal parts."""
+    from snapkv import ops
+    from snapkv.policies import PromptLayer
+
+    keys = torch.eye(tokens)[None, None].repeat(1, 2, 1, 1)
+    queries = torch.zeros(1, 2, 2, tokens)
+    for head, places in enumerate(looks_at.tolist()):
+        for place in places:
+            queries[0, head, :, place] += 40.0
+    weight = queries.clone()
+    for head, places in enumerate(looks_at.tolist()):
+        for place in set(places):
+            share = places.count(place) / len(places)
+            weight[0, head, :, place] = 60.0 + torch.tensor(share).log()
+    return PromptLayer(
+        queries=weight,
+        keys=keys,
+        values=keys,
+        score_options=ops.ScoreOptions(scaling=1.0),
+        layer_idx=1,
+    )
+
+
+@pytest.mark.parametrize("options", [{"least_tokens": 200}, {"keep_ratio": 1.0}])
+def test_where_all_tokens_go_on_reading_is_exact(options):
+    model, ids = tiny_model("qwen3"), random_ids(2, TOKENS)
+    cache, expected = (CompressedCache(model, POLICIES["snapkv"]) for _ in range(2))
+    exact = read(model, expected, ids)
+    for reading in (selective, gemfilter):
+        cache.reset()
+        with reading(model, **(OPTIONS | options)):
+            assert torch.equal(read(model, cache, ids), exact)
+        for layer in range(4):
+            assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
+    model, ids = tiny_model(family), random_ids(1, TOKENS, seed=9)
+    chosen, new = chosen_positions(model, ids), random_ids(1, NEW, seed=10)
+    cache, plain = CompressedCache(model, FullCache()), DynamicCache()
+    expected = read(model, plain, ids[:, chosen], position_ids=chosen[None])
+    with gemfilter(model, **OPTIONS):
+        torch.testing.assert_close(read(model, cache, ids), expected, atol=1e-4, rtol=1e-4)
+        assert all(
+            cache.kept_positions(layer)[0, 0].tolist() == chosen.tolist() for layer in range(4)
+        )
+        for step, token in enumerate(new.split(1, dim=1)):
+            expected = read(model, plain, token, position_ids=torch.tensor([[TOKENS + step]]))
+            torch.testing.assert_close(read(model, cache, token), expected, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("reading", [selective, gemfilter])
+def test_protected_tokens_go_on(reading):
+    model, ids = tiny_model("llama"), random_ids(1, TOKENS, seed=11)
+    cache = CompressedCache(model, SnapKV(64, window_size=8), protect=[(30, 70)])
+    with reading(model, layer=2, keep_ratio=0.05, least_tokens=0):
+        read(model, cache, ids)
+    for layer in range(4):
+        assert set(range(30, 70)) <= set(cache.kept_positions(layer)[0, 0].tolist())
+
+
+def test_saved_copied_and_cropped_afterwards(tmp_path):
+    model, ids, new = tiny_model("llama"), random_ids(1, TOKENS), random_ids(1, 3, seed=12)
+    cache = CompressedCache(model, POLICIES["snapkv"])
+    with selective(model, **OPTIONS):
+        read(model, cache, ids)
+    cache.save(tmp_path / "cache")
+    expected = read(model, copy.deepcopy(cache), new)
+    assert torch.equal(read(model, CompressedCache.load(tmp_path / "cache", model), new), expected)
+    read(model, cache, new)
+    cache.crop(-3)
+    torch.testing.assert_close(read(model, cache, new), expected)
+    cache.reset()
+    exact = CompressedCache(model, POLICIES["snapkv"])
+    assert torch.equal(read(model, cache, ids), read(model, exact, ids))
+
+
+def test_the_model_is_as_before_afterwards_and_after_an_error():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    cache = CompressedCache(model, POLICIES["snapkv"])
+    for reading in (selective, gemfilter):
+        with reading(model, **OPTIONS):
+            plain = model(ids).logits  # without a compressed cache: as ever
+        with pytest.raises(RuntimeError, match="stop"), reading(model, **OPTIONS):
+            raise RuntimeError("stop")
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert torch.equal(model(ids).logits, plain)
+        with (
+            pytest.raises(UnsupportedModelError, match="wrapped already"),
+            reading(model),
+            layer_by_layer(model),
+        ):
+            pass
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layer": 0}, InvalidArgumentError, "layer: expected"),
+        ({"layer": 4}, InvalidArgumentError, "expected 1 to 3"),
+        ({"layer": 1.5}, InvalidTypeError, "layer"),
+        ({"keep_ratio": 0.0}, InvalidArgumentError, "keep_ratio"),
+        ({"keep_ratio": 1.5}, InvalidArgumentError, "keep_ratio"),
+        ({"least_tokens": -1}, InvalidArgumentError, "least_tokens"),
+    ],
+)
+def test_bad_options_are_refused_before_any_work(options, error, message):
+    model = tiny_model("llama")
+    for reading in (selective, gemfilter):
+        with pytest.raises(error, match=message), reading(model, **options):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recall": "host"}, "recall: expected none"),
+        ({"storage": "static"}, "storage: expected none"),
+        ({"fair": {"all": (0, 60)}}, "fair: expected none"),
+        ({"policy": ExpectedAttention(40)}, "policy: expected one that goes by attention alone"),
+    ],
+)
+def test_caches_that_need_every_token_are_refused(options, message):
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    options = {"policy": POLICIES["snapkv"]} | options
+    cache = CompressedCache(model, **options)
+    for reading in (selective, gemfilter):
+        with pytest.raises(InvalidArgumentError, match=message), reading(model, **OPTIONS):
+            read(model, cache, ids)
+        assert cache.get_seq_length() == 0
+
+
+def test_pieces_drafts_and_pads_that_cannot_be_are_refused():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    for reading in (selective, gemfilter):
+        cache = CompressedCache(model, POLICIES["snapkv"])
+        cache.expect_prompt(100)
+        with pytest.raises(InvalidArgumentError, match="whole prompt"), reading(model, **OPTIONS):
+            read(model, cache, ids)
+        with pytest.raises(InvalidArgumentError, match="whole prompt"), reading(model, **OPTIONS):
+            model.generate(
+                ids,
+                past_key_values=CompressedCache(model, POLICIES["snapkv"]),
+                prompt_lookup_num_tokens=3,
+                max_new_tokens=NEW,
+            )
+    ids, mask = left_padded((60, 30))
+    with pytest.raises(InvalidArgumentError, match="padding"), gemfilter(model, **OPTIONS):
+        read(model, CompressedCache(model, POLICIES["snapkv"]), ids, mask)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_layers_of_another_kind_are_refused(family):
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
+    cache = CompressedCache(model, POLICIES["snapkv"])
+    with pytest.raises(UnsupportedModelError, match="sliding window"), selective(model):
+        read(model, cache, random_ids(1, 60))
+    assert cache.get_seq_length() == 0
