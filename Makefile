@@ -16,11 +16,8 @@ export GOMP_SPINCOUNT ?= 0
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(INSTALLED) ## Ask a real long document, from the compressed and from the full cache
-	$(BIN)/snapkv ask "$$($(BIN)/python -c 'import gzip; print(gzip.__file__)')" \
-	    --question "Which RFC requires the FNAME field to be Latin-1?" \
-	    --answer-start "The FNAME field is required to be Latin-1 by RFC" \
-	    --budget 512 --max-new-tokens 8 --compare
+demo: $(INSTALLED) ## Ask a real long document, from the compressed and from the full cache, then again
+	$(BIN)/snapkv demo
 
 # Two processes of one thread each: the small models of the tests leave a second thread idle.
 test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes

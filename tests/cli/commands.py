@@ -11,6 +11,9 @@ from snapkv.cli.options import WholeNumber
 
 GIVEN = {
     "files": ("{document}",),
+    "sources": ("{document}",),
+    "library": ("no-library",),
+    "names": ("notes",),
     "question": ("--question", "Why?"),
     "data": ("--data", "{document}"),
     "context": ("--context", "8k"),
@@ -48,6 +51,8 @@ class Command:
     def call(self, *more: str, document: Any) -> list[str]:
         needed = [GIVEN[option.name] for option in self.options if option.required]
         texts = [text.format(document=document) for part in needed for text in part]
+        if self.words == ("ask",):  # which takes them, or a library
+            texts += [str(document)]
         if self.words == ("eval", "lm-eval"):  # which says by itself that it needs some
             texts += ["--tasks", "squadv2"]
         return [*self.words, *texts, *map(str, more)]

@@ -38,7 +38,10 @@ def states_read_in_place(model, parts):
             model(part.input_ids, position_ids=places, past_key_values=cache)
         begin = part.prefix_tokens if number else 0
         layers.append([(at.keys[0, :, begin:], at.values[0, :, begin:]) for at in cache.layers])
-    return [tuple(torch.cat(states, dim=1) for states in zip(*held)) for held in zip(*layers)]
+    return [
+        tuple(torch.cat(states, dim=1) for states in zip(*held, strict=True))
+        for held in zip(*layers, strict=True)
+    ]
 
 
 def held_by_heads(parts, layer_idx):

@@ -2,10 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from snapkv import AdaKV, CompressedCache, SnapKV
+from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
 from snapkv.library import blend, joined_ids
-from tests.families import random_ids, tiny_model
+from snapkv.library.joining import JoinedLayer, join
+from snapkv.library.recomputing import most_changed, recompute
+from snapkv.storage.dense import DenseStore
+from tests.families import random_ids, tiny_config, tiny_model
 from tests.library import reference
 from tests.library.reference import read_part
 
@@ -58,3 +64,161 @@ def test_chosen_tokens_are_read_over_all_others(family, implementation):
     _, expected = reference.blended(model, parts, ids, 9)
     cache = blend(model, parts, SnapKV(20, window_size=4), recompute=0.3)
     assert_holds(cache, model, parts, expected)
+
+
+def few(budget=8):
+    return SnapKV(budget, window_size=2)
+
+
+def uneven(budget=8):
+    return AdaKV(few(budget))
+
+
+HELD = {
+    "even": [few(8), few(8), few(6)],
+    "uneven": [uneven(8), uneven(8), uneven(6)],
+    "mixed": [None, uneven(8), few(6)],
+    "later": [None, few(8), few(6)],
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("prefix_tokens", [0, 3])
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_heads_hold_what_their_parts_held(family, kind, prefix_tokens, implementation):
+    model = tiny_model(family, implementation)
+    parts = documents(model, (12, 16, 9), prefix_tokens, HELD[kind])
+    ids = joined_ids(parts)
+    reused = reference.states_read_in_place(model, parts)
+    cache = blend(model, parts, recompute=0)
+    assert_holds(cache, model, parts, reused)
+    _, expected = reference.blended(model, parts, ids, int(0.4 * ids.shape[1]))
+    cache = blend(model, parts, recompute=0.4)
+    assert_holds(cache, model, parts, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fraction_of_one_is_a_full_reading(family):
+    model = tiny_model(family, "sdpa")
+    parts, question = documents(model, (9, 14, 6)), random_ids(1, 7, seed=50)
+    ids = torch.cat([joined_ids(parts), question], dim=1)
+    plain = CompressedCache(model, SnapKV(20, window_size=4))
+    wanted = model.generate(ids, past_key_values=plain, max_new_tokens=6, do_sample=False)
+    cache = blend(model, parts, SnapKV(20, window_size=4), recompute=1)
+    given = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(given, wanted)
+    for layer in cache.compressed_layers:
+        assert torch.equal(cache.kept_positions(layer), plain.kept_positions(layer))
+
+
+@pytest.mark.parametrize("share", [0, 0.3])
+def test_other_shapes_of_models(share):
+    """As many heads of keys as of queries, a partial rotation and other names of arguments."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
+    neox = AutoConfig.for_model("gpt_neox", vocab_size=128, intermediate_size=96, **sizes)
+    for config in (tiny_config("llama", num_key_value_heads=8), neox):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        parts = documents(model, (9, 14, 6), 3, [None, uneven(8), few(6)])
+        expected = reference.states_read_in_place(model, parts)
+        if share:
+            _, expected = reference.blended(model, parts, joined_ids(parts), int(0.3 * 32))
+        cache = blend(model, parts, recompute=share)
+        assert_holds(cache, model, parts, expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_models_of_few_layers_come_out_exact(layers):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=layers)).eval()
+    parts = documents(model, (9, 14, 6))
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(joined_ids(parts), past_key_values=plain)
+    cache = blend(model, parts, FullCache(), recompute=0.1)
+    assert_holds(cache, model, parts, [(each.keys[0], each.values[0]) for each in plain.layers])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_tokens_chosen_are_a_full_reading_up_to_rounding(family, implementation):
+    model = tiny_model(family, implementation)
+    parts = documents(model, (9, 14, 6))
+    ids = joined_ids(parts)
+    joined = recompute(model, ids, join(model, parts), ids.shape[1])
+    read = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=read)
+    for own, wanted in zip(joined, read.layers, strict=True):
+        assert torch.allclose(own.key_states, wanted.keys, atol=1e-4, rtol=1e-4)
+        assert torch.allclose(own.value_states, wanted.values, atol=1e-4, rtol=1e-4)
+
+
+def test_a_key_is_turned_by_the_difference():
+    """Of a pair of dimensions with frequency 1, a key (1, 0) moved by 2 is (cos 2, sin 2)."""
+    model = tiny_model("llama")
+    half = model.config.hidden_size // model.config.num_attention_heads // 2
+    parts = documents(model, (5, 4), prefix_tokens=1)
+    store = parts[1].cache.layers[0].store
+    keys = torch.zeros_like(store.keys)
+    keys[..., 0] = 1.0
+    parts[1].cache.layers[0].store = DenseStore().fill(keys, store.values, store.num_kv_heads)
+    turned = join(model, parts)[0].key_states[:, :, 6:]
+    angle = torch.tensor(5.0)  # the second document stood at 1, and stands at 6
+    assert torch.allclose(turned[..., 0], angle.cos().expand(turned.shape[:3]), atol=1e-5)
+    assert torch.allclose(turned[..., half], angle.sin().expand(turned.shape[:3]), atol=1e-5)
+    others = [dim for dim in range(2 * half) if dim not in (0, half)]
+    assert not turned[..., others].any()
+
+
+def layer_of(places, keys, tokens):
+    places = torch.tensor(places)[None]
+    states = torch.tensor(keys)[None, ..., None]
+    return JoinedLayer(key_states=states, value_states=0 * states, places=places, tokens=tokens)
+
+
+def test_a_token_deviates_by_the_squares_over_the_heads_that_hold_it():
+    held = layer_of([[0, 2, 3], [-1, 0, 3]], [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]], tokens=4)
+    new = torch.tensor([[1.0, 0.0, 4.0, 3.0], [7.0, 0.0, 0.0, 3.0]])[None, ..., None]
+    values = torch.zeros_like(new)
+    values[0, 1, 3] = 2.0
+    # 0: 0 + 2 * 2; 1: held by none; 2: 2 * 2 by one head; 3: 0 + 3 * 3 by keys, 2 * 2 by values
+    assert held.deviation(new, values).tolist() == [4.0, 0.0, 4.0, 13.0]
+
+
+def test_of_equal_deviations_the_first_tokens_go_on():
+    deviation = torch.tensor([0.0, 4.0, 1.0, 4.0, 4.0])
+    assert most_changed(deviation, 1).tolist() == [1]
+    assert most_changed(deviation, 2).tolist() == [1, 3]
+    assert most_changed(deviation, 4).tolist() == [1, 2, 3, 4]
+    assert most_changed(deviation, 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_new_states_take_the_slots_of_the_heads_that_hold_their_tokens():
+    held = layer_of([[0, 2, 3], [-1, 0, 3]], [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]], tokens=4)
+    assert held.slots_of(torch.tensor([1, 2, 3])).tolist() == [[-1, 1, 2], [-1, -1, 2]]
+    new = torch.tensor([[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]])[None, ..., None]
+    replaced = held.with_states(torch.tensor([1, 2, 3]), new, new)
+    assert replaced.key_states[0, ..., 0].tolist() == [[1.0, 20.0, 30.0], [9.0, 5.0, 60.0]]
+    assert held.key_states[0, ..., 0].tolist() == [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_documents_are_joined_as_the_reference_joins_them(data):
+    model = tiny_model("llama", data.draw(st.sampled_from(["sdpa", "eager"])))
+    count = data.draw(st.integers(2, 4))
+    prefix_tokens = data.draw(st.integers(0, 3))
+    lengths = data.draw(st.lists(st.integers(1, 14), min_size=count, max_size=count))
+    policy = st.sampled_from([None, few(3), few(6), uneven(6)])
+    policies = data.draw(st.lists(policy, min_size=count, max_size=count))
+    parts = documents(model, lengths, prefix_tokens, policies)
+    ids = joined_ids(parts)
+    share = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.999]))
+    chosen = int(share * ids.shape[1])
+    if chosen:
+        _, expected = reference.blended(model, parts, ids, chosen)
+    else:
+        expected = reference.states_read_in_place(model, parts)
+    cache = blend(model, parts, FullCache(), recompute=share)
+    assert_holds(cache, model, parts, expected, tolerance=1e-4)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from snapkv import FullCache, KVzip, Library, LibraryError, SnapKV
+from snapkv import AdaKV, FullCache, KVzip, Library, LibraryError, SnapKV
 from snapkv.app.models import LoadedModel
 from tests.families import tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded
@@ -117,17 +117,17 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
     assert tokenizer.decode(ids[0]).endswith("\n\nQuestion: Rent?\nAnswer: It")
 
 
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-@pytest.mark.parametrize("policy", [None, SnapKV(40), KVzip(keep_ratio=0.5)], ids=repr)
-def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, quantize):
+@pytest.mark.parametrize("bits", [None, "int8", "int4"])
+@pytest.mark.parametrize("policy", [None, SnapKV(40), AdaKV(KVzip(keep_ratio=0.5))], ids=repr)
+def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bits):
     library = Library(tmp_path / "l")
-    library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, quantize=quantize)
+    library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
     whole = Library(tmp_path / "whole")
     whole.add(tiny.model, tiny.tokenizer, TEXTS.items())
     smaller = sum(record.bytes for record in library.documents) < sum(
         record.bytes for record in whole.documents
     )
-    assert smaller == (policy is not None or quantize is not None)
+    assert smaller == (policy is not None or bits is not None)
     parts = library.parts(tiny.model, tiny.tokenizer, library.search("lease", 1))
     report = parts[0].cache.report()
     assert (report.kept_tokens < report.seen_tokens) == (policy is not None)
@@ -138,8 +138,8 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, qu
 def test_another_policy_or_other_bits_are_refused_with_both(library, tiny):
     with pytest.raises(LibraryError, match=r"policy: .*full\(\).*snapkv\(budget=40"):
         library.add(tiny.model, tiny.tokenizer, TEXTS.items(), SnapKV(40))
-    with pytest.raises(LibraryError, match=r"quantize: .*None, got int8"):
-        library.add(tiny.model, tiny.tokenizer, TEXTS.items(), quantize="int8")
+    with pytest.raises(LibraryError, match=r"bits: .*None, got int8"):
+        library.add(tiny.model, tiny.tokenizer, TEXTS.items(), bits="int8")
 
 
 def test_another_model_is_refused_with_both_names(library, tiny, demo):

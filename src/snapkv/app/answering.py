@@ -48,6 +48,7 @@ class Answer:
         token_ms: per token after the first, the median, or the mean where some came together; None
             where there is only one.
         cache: what the cache saw and held when the answer was complete.
+        total_ms: from handing over the prompt to the last token.
         protected: positions that stayed whatever the scores, as half-open spans.
         drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
         token_ids: the tokens that were generated.
@@ -61,6 +62,7 @@ class Answer:
     first_token_ms: float
     token_ms: float | None
     cache: CacheReport
+    total_ms: float = 0.0
     protected: list[list[int]] = field(default_factory=list)
     drafts: dict[str, Any] | None = None
     token_ids: tuple[int, ...] = ()
@@ -161,6 +163,7 @@ def answer_ids(
         new_tokens=len(new_ids),
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
+        total_ms=watch.total_ms,
         cache=cache.report(),
         token_ids=tuple(new_ids),
         protected=cache.options["protect"] or [],
@@ -367,6 +370,10 @@ class _Stopwatch(TextStreamer):
     @property
     def first_token_ms(self) -> float:
         return (self._arrivals[0] - self._start) * 1000
+
+    @property
+    def total_ms(self) -> float:
+        return (self._arrivals[-1] - self._start) * 1000
 
     @property
     def token_ms(self) -> float | None:

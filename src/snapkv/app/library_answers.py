@@ -64,7 +64,11 @@ class LibraryQuestion:
         )
         before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
         found = self._answered(inputs["input_ids"], inputs["past_key_values"], on_text)
-        return replace(found, first_token_ms=before_ms + found.first_token_ms)
+        return replace(
+            found,
+            first_token_ms=before_ms + found.first_token_ms,
+            total_ms=before_ms + found.total_ms,
+        )
 
     def answer_in_full(self, new_tokens: int | None = None) -> Answer:
         """The answer where the same documents are read together, with the full cache.

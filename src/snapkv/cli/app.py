@@ -12,6 +12,7 @@ from snapkv import __version__
 from snapkv.cli import bench, evaluate, interrupts, library, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
+from snapkv.cli.demo import demo
 from snapkv.cli.generate import generate
 from snapkv.cli.inspect import inspect
 from snapkv.cli.plan import plan
@@ -32,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ask, generate, chat, inspect, plan, policies):
+for command in (demo, ask, generate, chat, inspect, plan, policies):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.add_typer(library.app)

@@ -1,15 +1,17 @@
 """`snapkv library`: documents that a model reads once, for `snapkv ask --library`."""
 
+import contextlib
+import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from snapkv.cli import panels
 from snapkv.cli.options import PolicyOptions, with_options
-from snapkv.cli.outputs import RunFolder
+from snapkv.cli.outputs import Output
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_choice
 
@@ -26,13 +28,27 @@ Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="Its folder")]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LibraryFolder(Output):
+    """Marks an option that names the folder of a library, which is added to."""
+
+    is_added_to: ClassVar[bool] = True
+
+    def is_own(self, path: Path) -> bool:
+        """Whether it is one of a library; of which version, the library itself will ask."""
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+            found: str = json.loads((path / self.files[0]).read_bytes())["format"]
+            return found.startswith("snapkv library ")
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
 class AddOptions(PolicyOptions):
     """What `add` takes."""
 
     to: Annotated[
         str,
         panels.output(help="Folder of the library, made if it is not there"),
-        RunFolder(files=("library.json",), record="library.json", key="format"),
+        LibraryFolder(files=("library.json",)),
     ] = "snapkv-library"
     policy: Annotated[
         str,
@@ -106,7 +122,7 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
                 loaded.tokenizer,
                 found.texts,
                 policy,
-                quantize=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
+                bits=options.bits,  # type: ignore[arg-type] # one of them, see `AddOptions`
                 model_name=loaded.name,
                 on_progress=advance,
             )
@@ -138,7 +154,7 @@ def list_(library: Place, json: panels.AsJson = False) -> None:
         {name: value for name, value in asdict(record).items() if name != "text"}
         for record in records
     ]
-    shared = {"model": about.who, "policy": about.policy, "bits": about.quantize}
+    shared = {"model": about.who, "policy": about.policy, "bits": about.bits}
     give(
         {"library": library} | shared | {"documents": rows},
         lambda: documents_table(about, records),

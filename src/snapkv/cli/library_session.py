@@ -24,6 +24,7 @@ from snapkv.cli.session import show_answers
 from snapkv.kvzip import require_one_reading
 from snapkv.library.library import RECOMPUTE, Hit, Library
 from snapkv.policies import FullCache, Policy
+from snapkv.validation import DEFAULT
 
 _DOCUMENTS = 3
 
@@ -44,7 +45,9 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     require_one_reading(policy, "have documents compressed by it where they are added")
     warnings: list[str] = []
     library = Library(Path(str(options.library)), on_notice=warnings.append)
-    library.required()
+    is_compressed = library.required().policy["name"] != FullCache.name
+    if is_compressed and _is_unsaid(options):
+        policy = FullCache()
     loaded = load_model(like(library, options))
     found = look_up(
         loaded,
@@ -69,6 +72,12 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     asked = _AskedLibrary(found)
     lines = functools.partial(_lines, found.hits, warnings)
     show_answers(asked, options, policy, None, request, typed, sources=lines)
+
+
+def _is_unsaid(options: AskOptions) -> bool:
+    """Whether no method is named, nor how much it keeps: what was compressed then stays."""
+    is_default = options.policy == DEFAULT and not options.set_
+    return is_default and options.budget is None and options.keep_ratio is None
 
 
 @dataclass(frozen=True)

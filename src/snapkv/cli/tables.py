@@ -39,6 +39,7 @@ def _costs(answer: Answer) -> dict[str, str]:
         "full cache": format_bytes(cache.full_bytes),
         "first token": f"{answer.first_token_ms / 1000:.1f} s",
         "per token": "-" if answer.token_ms is None else f"{answer.token_ms:.0f} ms",
+        "whole answer": f"{answer.total_ms / 1000:.1f} s",
     }
     if drafts := answer.drafts:
         length, passes = drafts["acceptance_length"], drafts["passes"]
@@ -77,7 +78,7 @@ def documents_table(about: About, records: Sequence[Record]) -> Grid:
         )
         for record in records
     ]
-    bits = "" if about.quantize is None else f", in {about.quantize}"
+    bits = "" if about.bits is None else f", in {about.bits}"
     return Grid(
         headings=("document", "tokens", "on disk", "passages", "from"),
         rows=tuple(rows),

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.cache.saving.format1 import in_parts
+from snapkv.cache.saving.packing import pack, unpack
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.policies import POLICIES, Policy
+from snapkv.storage.codes import Bits
 
 Kind = TypeVar("Kind")
 
@@ -21,8 +23,17 @@ _BESIDE = "beside."
 _OPTIONS = ("storage", "room_tokens", "turns", "refresh_every", "quantize", "protect", "fair")
 
 
-def write(cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[str, Tensor]) -> None:
-    """Write a `CompressedCache` that was made with these options, and tensors beside it."""
+def write(
+    cache: Any,
+    options: Mapping[str, Any],
+    path: Path,
+    beside: Mapping[str, Tensor],
+    bits: Bits | None = None,
+) -> None:
+    """Write a `CompressedCache` that was made with these options, and tensors beside it.
+
+    Keys and values are written in so few bits, and are in the model's dtype when they are loaded.
+    """
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
     notes = {
         "model": identity_of(cache.model),
@@ -37,6 +48,8 @@ def write(cache: Any, options: Mapping[str, Any], path: Path, beside: Mapping[st
             for index, layer in enumerate(cache.layers)
         ],
     }
+    if bits is not None:
+        tensors, notes["packed"] = pack(tensors, bits)
     write_sealed(path, tensors, notes)
 
 
@@ -53,6 +66,7 @@ def read(
     tensors, notes, version = read_sealed(path)
     try:
         notes = in_parts(notes, tensors) if version == 1 else notes
+        tensors = unpack(tensors, notes.get("packed", {}))
         cache = _rebuilt(kind, tensors, notes, model, policy, recall, recall_bytes)
     except SnapKVError:
         raise

@@ -26,7 +26,7 @@ class About:
         tokenizer: what tells the tokenizer and its chat template from others.
         prefix_ids: the tokens before every document.
         policy: what was kept of them, as the policy describes itself.
-        quantize: in how many bits; None for the model's own dtype.
+        bits: in how many bits; None for the model's own dtype.
     """
 
     model: dict[str, Any]
@@ -34,7 +34,7 @@ class About:
     tokenizer: str
     prefix_ids: tuple[int, ...]
     policy: dict[str, Any]
-    quantize: Bits | None
+    bits: Bits | None
 
     @classmethod
     def of(
@@ -42,7 +42,7 @@ class About:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        quantize: Bits | None,
+        bits: Bits | None,
         model_name: str | None,
     ) -> Self:
         """What a new library would say."""
@@ -52,7 +52,7 @@ class About:
             tokenizer=fingerprint(tokenizer),
             prefix_ids=tuple(prefix_ids(tokenizer)),
             policy=json.loads(json.dumps((policy or FullCache()).describe())),
-            quantize=quantize,
+            bits=bits,
         )
 
     def as_json(self) -> str:
@@ -111,7 +111,7 @@ class About:
                 "the documents to another library"
             )
 
-    def require_same_keeping(self, policy: Policy | None, quantize: Bits | None) -> None:
+    def require_same_keeping(self, policy: Policy | None, bits: Bits | None) -> None:
         """Refuse another policy than the library's, or other bits; None asks for the library's.
 
         Raises:
@@ -120,7 +120,7 @@ class About:
         asked = None if policy is None else json.loads(json.dumps(policy.describe()))
         for name, own, other in (
             ("policy", self.policy, asked),
-            ("quantize", self.quantize, quantize),
+            ("bits", self.bits, bits),
         ):
             if other is not None and other != own:
                 raise LibraryError(

@@ -159,7 +159,7 @@ class Library:
         documents: Iterable[Text | tuple[str, str]],
         policy: Policy | None = None,
         *,
-        quantize: Bits | None = None,
+        bits: Bits | None = None,
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
@@ -175,7 +175,8 @@ class Library:
             policy: what to keep of them, without any question being known; the library's own by
                 default, in a new library everything. `KVzip`, and `AdaKV` around it, have the model
                 read a document twice, and keep what rebuilding it takes.
-            quantize: in how many bits, as in `CompressedCache`; as the library does by default.
+            bits: in how many keys and values are stored, "int8", "int4" or "fp8"; as the library
+                does by default, in a new one in all of them.
             model_name: what to call the model where another one is refused.
             on_progress: called before every document.
 
@@ -191,7 +192,7 @@ class Library:
         """
         texts = _each_once(documents)
         with self._folder.changing():
-            reader = self._begun(model, tokenizer, policy, quantize, model_name)
+            reader = self._begun(model, tokenizer, policy, bits, model_name)
             self._folder.clean()
             outcomes = []
             for done, text in enumerate(texts):
@@ -324,15 +325,15 @@ class Library:
         model: PreTrainedModel,
         tokenizer: Any,
         policy: Policy | None,
-        quantize: Bits | None,
+        bits: Bits | None,
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""
         about = self._folder.about()
         if about is not None:
-            about.require_same_keeping(policy, quantize)
+            about.require_same_keeping(policy, bits)
             return self._reader(model, tokenizer, about, model_name)
-        about = About.of(model, tokenizer, policy, quantize, model_name)
+        about = About.of(model, tokenizer, policy, bits, model_name)
         reader = Reader(
             model=model, tokenizer=tokenizer, about=about, policy=about.made_policy(tokenizer)
         )
@@ -362,13 +363,13 @@ class Library:
             name=unique_name(text, list(records.values())), text=text.text, source=text.source
         )
         try:
-            record = self._written(named, reader.read(named))
+            record = self._written(reader, named, reader.read(named))
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
         return _outcome(what, record, time.perf_counter() - start)
 
-    def _written(self, text: Text, part: Part) -> Record:
-        save = functools.partial(part.cache.save, beside={"input_ids": part.input_ids})
+    def _written(self, reader: Reader, text: Text, part: Part) -> Record:
+        save = functools.partial(reader.save, part)
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save)
 
@@ -402,7 +403,7 @@ class Library:
         try:
             with self._folder.changing():
                 if self._folder.record(record.key) == record:
-                    self._written(text, part)
+                    self._written(reader, text, part)
         except (LibraryError, OutputError) as error:
             self._on_notice(f"library: {record.name!r} is not mended: {error}")
         return part

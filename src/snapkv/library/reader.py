@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.errors import PromptTooLongError
+from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import INSTRUCTION, read_twice
 from snapkv.library.about import About
@@ -36,13 +37,12 @@ class Reader:
     policy: Policy
 
     def empty_cache(self) -> CompressedCache:
-        """A cache for one document; the prefix before it stays whatever the scores.
+        """A cache for one document.
 
         Raises:
             UnsupportedModelError: the model cannot be compressed correctly.
-            InvalidArgumentError: policy and bits do not go together.
         """
-        return CompressedCache(self.model, self.policy, quantize=self.about.quantize)
+        return CompressedCache(self.model, self.policy)
 
     def read(self, text: Text) -> Part:
         """Read a document behind the prefix; a policy that needs it gets a second reading.
@@ -58,6 +58,15 @@ class Reader:
         with out_of_memory_explained(advice):
             self._fill(cache, ids)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
+
+    def save(self, part: Part, path: Path) -> None:
+        """Write a document to a file, in the library's bits.
+
+        Raises:
+            CacheFileError: the file cannot be written.
+        """
+        cache, beside = part.cache, {"input_ids": part.input_ids}
+        saved.write(cache, cache.options, path, beside, self.about.bits)
 
     def load(self, path: Path) -> Part:
         """A document out of its file.

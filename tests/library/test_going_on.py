@@ -1,0 +1,191 @@
+"""What is joined goes on as any cache: questions, turns, files, copies, tokens taken back."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from snapkv import AdaKV, CompressedCache, FullCache, KeyDiff, SnapKV
+from snapkv.library import blend, joined_ids
+from snapkv.storage.ragged import RaggedStore
+from tests.families import random_ids, tiny_model
+from tests.library import reference
+from tests.library.test_blending import documents, few, uneven
+
+HELD = {"whole": None, "even": few, "uneven": uneven}
+
+
+def parts_of(model, kind, lengths=(12, 16, 9), prefix_tokens=0, **options):
+    policies = None if kind == "whole" else [HELD[kind]() for _ in lengths]
+    return documents(model, lengths, prefix_tokens, policies, **options)
+
+
+def asked(tokens=5, seed=70):
+    return random_ids(1, tokens, seed=seed)
+
+
+def logits_over(model, cache, question):
+    """Of a question over what a cache holds: masked attention over all tokens, layer by layer."""
+    seen, tokens = cache.get_seq_length(), question.shape[1]
+    plain, handles = DynamicCache(config=model.config), []
+    own = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    for index, layer in enumerate(model.get_decoder().layers):
+        keys, values, held = reference.states_held(cache, index, seen)
+        plain.update(keys.nan_to_num()[None], values.nan_to_num()[None], index)
+        mask = torch.cat([held[:, None].expand(-1, tokens, -1), own.expand(len(held), -1, -1)], -1)
+        groups = model.config.num_attention_heads // len(held)
+        mask = mask.repeat_interleave(groups, dim=0)[None]
+
+        def give(_, args, kwargs, mask=mask):
+            return args, {**kwargs, "attention_mask": mask}
+
+        handles.append(layer.register_forward_pre_hook(give, with_kwargs=True))
+    with torch.no_grad():
+        logits = model(question, past_key_values=plain).logits
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def logits_of(model, cache, question):
+    with torch.no_grad():
+        return model(question, past_key_values=cache).logits
+
+
+def assert_close(own, wanted):
+    assert torch.allclose(own, wanted, atol=1e-3 * float(wanted.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("share", [0, 0.3])
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("family", ["llama", "glm4"])
+def test_a_question_is_read_over_what_is_held(family, kind, share):
+    model = tiny_model(family, "sdpa")
+    cache = blend(model, parts_of(model, kind), FullCache(), recompute=share)
+    wanted = logits_over(model, cache, asked())
+    assert_close(logits_of(model, cache, asked()), wanted)
+    assert isinstance(cache.layers[0].store, RaggedStore) == (kind == "uneven")
+
+
+@pytest.mark.parametrize("around", [lambda policy: policy, AdaKV], ids=["snapkv", "adakv"])
+@pytest.mark.parametrize("kind", ["whole", "even"])
+def test_the_question_votes_and_the_policy_compresses(kind, around):
+    model, budget, question = tiny_model("llama"), 14, asked(6)
+    parts = parts_of(model, kind)
+    cache = blend(model, parts, around(SnapKV(budget, window_size=6)), recompute=0.2)
+    held = [cache.kept_positions(index)[0] for index in cache.compressed_layers]
+    ids = torch.cat([joined_ids(parts), question], dim=1)
+    model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+    seen = ids.shape[1]
+    for index, before in enumerate(held):
+        kept = cache.kept_positions(index)[0]
+        assert int((kept >= 0).sum()) == len(kept) * budget
+        assert (kept[:, -6:] == torch.arange(seen - 6, seen)).all()
+        for head, positions in enumerate(kept):
+            assert set(positions[:-6].tolist()) <= {*before[head].tolist(), -1}
+
+
+OPTIONS = (
+    {},
+    {"turns": "compress"},
+    {"recall": "host"},
+    {"quantize": "int8"},
+    {"storage": "static", "room_tokens": 64},
+    {"protect": [(0, 3)]},
+    {"fair": {"first": (0, 9), "second": (9, 20)}},
+)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(16, window_size=4), KeyDiff(16, window_size=4)])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "none")
+@pytest.mark.parametrize("lengths", [(24,), (9, 15)])
+def test_two_turns_are_as_behind_a_prompt_that_was_read_together(lengths, options, policy):
+    """One document is reused as it is; several are read in full."""
+    if "turns" in options and "rotation" in policy.needs:
+        pytest.skip("refused by the cache")
+    model = tiny_model("qwen3")
+    parts = parts_of(model, "whole", lengths)
+    share = 0.5 if len(lengths) == 1 else 1
+    answers = []
+    for cache in (
+        blend(model, parts, policy, recompute=share, **options),
+        CompressedCache(model, policy, **options),
+    ):
+        ids = torch.cat([joined_ids(parts), asked(7)], dim=1)
+        for turn in (71, 72):
+            ids = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=4,
+                do_sample=False,
+            )
+            ids = torch.cat([ids, asked(5, turn)], dim=1)
+        kept = [cache.kept_positions(index) for index in cache.compressed_layers]
+        answers.append((ids, kept))
+    (ids, kept), (wanted_ids, wanted) = answers
+    assert torch.equal(ids, wanted_ids)
+    assert all(map(torch.equal, kept, wanted))
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_files_and_copies_go_on_alike(kind, tmp_path):
+    model = tiny_model("llama")
+    parts = parts_of(model, kind, prefix_tokens=2)
+    ids = torch.cat([joined_ids(parts), asked()], dim=1)
+
+    def answer(cache):
+        return model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+
+    cache = blend(model, parts, SnapKV(30, window_size=4))
+    cache.save(tmp_path / "joined", beside={"input_ids": joined_ids(parts)})
+    others = [CompressedCache.load(tmp_path / "joined", model), copy.copy(cache)]
+    others.append(copy.deepcopy(cache))
+    wanted = answer(cache)
+    for other in others:
+        assert torch.equal(answer(other), wanted)
+    assert cache.report().seen_tokens == others[0].report().seen_tokens
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_question_can_be_taken_back(kind):
+    model, policy = tiny_model("llama"), SnapKV(64, window_size=4)
+    parts = parts_of(model, kind)
+    cache = blend(model, parts, policy)
+    fresh = copy.copy(cache)
+    logits_of(model, cache, asked(6))
+    cache.crop(-6)
+    assert cache.get_seq_length() == joined_ids(parts).shape[1]
+    assert torch.equal(logits_of(model, cache, asked(5)), logits_of(model, fresh, asked(5)))
+
+
+def test_the_parts_stay_as_they_were():
+    model = tiny_model("llama")
+    for kind in HELD:
+        parts = parts_of(model, kind, prefix_tokens=2)
+        before = [
+            [state.clone() for state in each.cache.layers[2].store.padded()] for each in parts
+        ]
+        first = blend(model, parts, recompute=0.3)
+        second = blend(model, parts, recompute=0.3)
+        assert torch.equal(logits_of(model, first, asked()), logits_of(model, second, asked()))
+        for part, states in zip(parts, before, strict=True):
+            assert all(map(torch.equal, part.cache.layers[2].store.padded(), states))
+
+
+@pytest.mark.parametrize("bits", ["int8", "fp8", "int4"])
+def test_parts_in_few_bits_are_taken_for_what_they_stand_for(bits):
+    model = tiny_model("llama")
+    parts = parts_of(model, "even", quantize=bits)
+    whole = parts_of(model, "even")
+    tolerance = {"int8": 0.02, "fp8": 0.08, "int4": 0.3}[bits]
+    for share in (0, 0.4):
+        cache, wanted = (
+            blend(model, each, FullCache(), recompute=share) for each in (parts, whole)
+        )
+        states = [reference.states_held(wanted, index, 37)[:2] for index in range(4)]
+        for index, expected in enumerate(states):
+            *own, held = reference.states_held(cache, index, 37)
+            for state, exact in zip(own, expected, strict=True):
+                assert (state[held] - exact[held]).abs().max() < tolerance * exact[held].abs().max()
