@@ -14,6 +14,7 @@ from benchmarks import (
     quality,
     ragged,
     readme,
+    selective,
     serving,
     speed,
     studies,
@@ -33,6 +34,7 @@ PAGES = {
     "first_day": first_day,
     "flat": flat,
     "medusa": medusa,
+    "selective": selective,
     "serving": serving,
 }
 

@@ -122,7 +122,7 @@ def test_models_of_several_kinds_of_layers_are_refused(demo):
     loaded = replace(demo, model=tiny_model("gemma3_text"))
     copy = copying.Copy(prompt=list(range(3, 103)), answer=[5, 6], start=40)
     with pytest.raises(UnsupportedModelError, match="sliding"):
-        SMALL.answered(loaded, copy, 2)
+        SMALL.answered(loaded, copy, SMALL.selective(2))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """How many layers have to read every token, before the others may read only some."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from snapkv.app.prefills import Exact, Prefill, Selective
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.store import Progress, Record, Store
 from snapkv.lab.study.base import Findings, Study, Table
@@ -163,31 +163,29 @@ class EarlyLayer(Study):
         places = set(chosen.keep_indices[0, 0].tolist())
         return fmean(place in places for place in copy.places.tolist())
 
-    def answered(self, loaded: "LoadedModel", copy: "Copy", layer: int | None) -> Record:
-        """What reading the prompt exactly or from a layer on, and the number, gives and takes."""
+    def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Record:
+        """What reading the prompt that way, and the number behind it, gives and takes."""
         import torch
 
         from snapkv.lab.evaluate.likelihood import log_likelihood
         from snapkv.lab.measure.timing import spent_on
         from snapkv.policies import default_policy
-        from snapkv.prefill import selective
 
         device = loaded.model.device
         prompt, answer = (torch.tensor([ids], device=device) for ids in (copy.prompt, copy.answer))
-        options: Record = {"keep_ratio": self.keep_ratio, "least_tokens": 0}
         found: list[tuple[float, bool]] = []
 
         def read() -> None:
             found.append(log_likelihood(loaded, prompt, answer, default_policy(self.budget)))
 
-        with (
-            contextlib.nullcontext()
-            if layer is None
-            else selective(loaded.model, layer=layer, **options)
-        ):
+        with way.within(loaded.model):
             spent = spent_on(read)
         ((chance, right),) = found
         return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}
+
+    def selective(self, layer: int) -> Selective:
+        """Reading from that layer on with fewer tokens."""
+        return Selective(layer=layer, keep_ratio=self.keep_ratio, least_tokens=0)
 
     def _tried(self, records: Sequence[Record], count: int) -> list[int]:
         """The layers to read from, in order."""
@@ -305,7 +303,9 @@ class _Search:
 
         for number, copy in self._missing(copies, _VOTES):
             if not number:
-                self.study.answered(self.loaded, copy, 1)  # warms up, refuses what cannot work
+                self.study.answered(
+                    self.loaded, copy, self.study.selective(1)
+                )  # warms up, or refuses
             look = functools.partial(self.study.share_that_goes_on, copy)
             ids = torch.tensor([copy.prompt])
             seen = observed(self.loaded, ids, SMALL_WINDOW, look).seen
@@ -316,7 +316,10 @@ class _Search:
         """Read every prompt exactly and from a layer on, the one first and then the other."""
         question = f"layer {layer}"
         for number, copy in self._missing(copies, question):
-            ways = {"exact": None, "selective": layer}
+            ways: dict[str, Prefill] = {
+                "exact": Exact(),
+                "selective": self.study.selective(layer),
+            }
             if number % 2:
                 ways = dict(reversed(ways.items()))
             found = {
