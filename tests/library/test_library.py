@@ -118,9 +118,7 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
 
 
 @pytest.mark.parametrize("bits", [None, "int8", "int4"])
-@pytest.mark.parametrize(
-    "policy", [None, SnapKV(40), AdaKV(KVzip(keep_ratio=0.5))], ids=repr
-)
+@pytest.mark.parametrize("policy", [None, SnapKV(40), AdaKV(KVzip(keep_ratio=0.5))], ids=repr)
 def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bits):
     library = Library(tmp_path / "l")
     library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
