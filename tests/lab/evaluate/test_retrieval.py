@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
+from snapkv import packages
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
-from snapkv.lab.evaluate import packages
 from snapkv.lab.evaluate.corpora import Passage, load_corpus
 from snapkv.lab.evaluate.reranking import Reranker
 from snapkv.lab.evaluate.retrieval import Index, corpus_index
