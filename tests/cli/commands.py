@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 from snapkv.cli.app import app
-from snapkv.cli.options import WholeNumber
+from snapkv.cli.whole_numbers import WholeNumber
 
 GIVEN = {
     "files": ("{document}",),

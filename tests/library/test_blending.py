@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -198,12 +198,22 @@ def test_new_states_take_the_slots_of_the_heads_that_hold_their_tokens():
     held = layer_of([[0, 2, 3], [-1, 0, 3]], [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]], tokens=4)
     assert held.slots_of(torch.tensor([1, 2, 3])).tolist() == [[-1, 1, 2], [-1, -1, 2]]
     new = torch.tensor([[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]])[None, ..., None]
-    replaced = held.with_states(torch.tensor([1, 2, 3]), new, new)
-    assert replaced.key_states[0, ..., 0].tolist() == [[1.0, 20.0, 30.0], [9.0, 5.0, 60.0]]
-    assert held.key_states[0, ..., 0].tolist() == [[1.0, 2.0, 3.0], [9.0, 5.0, 6.0]]
+    held.put(torch.tensor([1, 2, 3]), new, new)
+    assert held.key_states[0, ..., 0].tolist() == [[1.0, 20.0, 30.0], [9.0, 5.0, 60.0]]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.fixture(autouse=True, params=[64, 3], ids=["at once", "in pieces"])
+def _pieces(request, monkeypatch):
+    """Of more tokens than this the chosen ones are read one piece behind the other."""
+    monkeypatch.setattr("snapkv.library.recomputing._PIECE_TOKENS", request.param)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 def test_any_documents_are_joined_as_the_reference_joins_them(data):
     model = tiny_model("llama", data.draw(st.sampled_from(["sdpa", "eager"])))

@@ -12,7 +12,8 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.library.frame import question_ids
-from snapkv.library.library import RECOMPUTE, Hit, Library
+from snapkv.library.library import RECOMPUTE, Library
+from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 
 

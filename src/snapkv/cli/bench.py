@@ -14,8 +14,9 @@ import typer
 from snapkv.cache.saving.writing import append_line, open_for_lines
 from snapkv.cli import panels
 from snapkv.cli.fields import integers
-from snapkv.cli.options import ComparedOptions, ReadingOptions, WholeNumber, with_options
+from snapkv.cli.options import ComparedOptions, ReadingOptions, with_options
 from snapkv.cli.outputs import Output, RowsFile, WritingOptions
+from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_each_at_least
 

@@ -59,11 +59,7 @@ def chat(
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
-    is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
-    forgets = recall == "none" or (recall is None and not options.reading.holds_all)
-    if is_auto and forgets and not options.set_:
-        options = replace(options, budget=DEFAULT_BUDGET)  # what is gone for good needs a number
-    policy = build_policy(options)
+    policy = build_policy(_with_number(options, recall))
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
@@ -85,6 +81,15 @@ def chat(
         as_json=options.json,
         warnings=warnings,
     ).run()
+
+
+def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
+    """The options with a budget in tokens where what a turn does not need is gone for good."""
+    is_auto = options.policy == DEFAULT and options.budget is None and options.keep_ratio is None
+    forgets = recall == "none" or (recall is None and not options.reading.holds_all)
+    if is_auto and forgets and not options.set_:
+        return replace(options, budget=DEFAULT_BUDGET)
+    return options
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.options import ModelOptions, TokenBudget, WholeNumber, with_options
+from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.whole_numbers import TokenBudget, WholeNumber
 from snapkv.validation import AUTO, format_bytes
 
 FIRST = (

@@ -7,8 +7,9 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.lm_eval import lm_eval
-from snapkv.cli.options import ReadingOptions, SweepOptions, WholeNumber, with_options
+from snapkv.cli.options import ReadingOptions, SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
+from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.lab.evaluate.sample import Setting, Template
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import TASKS

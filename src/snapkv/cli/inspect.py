@@ -10,9 +10,10 @@ from snapkv.app import text_files
 from snapkv.app.prompts import question_prompt
 from snapkv.cache.saving.writing import replace_file
 from snapkv.cli import panels
-from snapkv.cli.options import MethodOptions, WholeNumber, with_options
+from snapkv.cli.options import MethodOptions, with_options
 from snapkv.cli.outputs import Output, WritingOptions
 from snapkv.cli.standard_output import write
+from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutputError
 
 

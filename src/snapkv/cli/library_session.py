@@ -14,7 +14,7 @@ from snapkv.app.library_answers import LibraryQuestion, look_up
 from snapkv.app.models import LoadedModel
 from snapkv.app.remedies import Tried
 from snapkv.app.settings import GenerationSettings
-from snapkv.cli.ask import AskOptions
+from snapkv.cli.ask_options import AskOptions
 from snapkv.cli.library import like
 from snapkv.cli.loading import load_model
 from snapkv.cli.policy import build_policy
@@ -22,7 +22,8 @@ from snapkv.cli.progress import reading_progress
 from snapkv.cli.remedies import Try
 from snapkv.cli.session import show_answers
 from snapkv.kvzip import require_one_reading
-from snapkv.library.library import RECOMPUTE, Hit, Library
+from snapkv.library.library import RECOMPUTE, Library
+from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.validation import DEFAULT
 

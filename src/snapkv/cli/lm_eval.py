@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from snapkv.cli import panels
-from snapkv.cli.options import SweepOptions, WholeNumber, with_options
+from snapkv.cli.options import SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, results_folder
+from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
 
 

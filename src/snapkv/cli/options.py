@@ -10,10 +10,11 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from snapkv.app.prefills import Prefill
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
-from snapkv.cli.amounts import count, kernel, token_budget, token_budgets
+from snapkv.cli.amounts import kernel, token_budgets
 from snapkv.cli.fields import field_options, from_options, keyword
 from snapkv.cli.outputs import Output, require_outputs
 from snapkv.cli.prefill import read_prefill, read_prefills
+from snapkv.cli.whole_numbers import POSITIVE, TokenBudget, WholeNumber
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -22,49 +23,12 @@ from snapkv.validation import (
     FADING_SINKS,
     GROUP_REDUCTIONS,
     SMALL_WINDOW,
-    require_at_least,
     require_budget,
     require_choice,
-    require_int,
     require_pooling,
 )
 
 Mark = TypeVar("Mark")
-
-
-@dataclass(frozen=True)
-class WholeNumber:
-    """Marks an option that takes a whole number as people write it, such as 4k.
-
-    Every such option has one in the end; who declares it sets what is checked before the command.
-
-    Attributes:
-        least: the smallest number; None leaves that to the command.
-        is_counted: whether so many things are made, read or repeated, which is never beyond reason.
-    """
-
-    least: int | None = None
-    is_counted: bool = True
-
-    def read(self, name: str, text: str) -> int:
-        """The number that the text stands for; an InvalidArgumentError if it is none or small."""
-        number = count(name, text)
-        if self.least is not None:
-            check = require_at_least if self.is_counted else require_int
-            check(name, number, self.least)
-        return number
-
-
-POSITIVE = WholeNumber(1, is_counted=False)
-
-
-class TokenBudget(WholeNumber):
-    """Marks an option that takes a number of tokens, or auto."""
-
-    def read(self, name: str, text: str) -> Any:
-        """What a policy takes as its budget."""
-        del name
-        return token_budget(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.amounts import byte_count, count
-from snapkv.cli.options import POSITIVE, with_options
+from snapkv.cli.options import with_options
+from snapkv.cli.whole_numbers import POSITIVE
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_int
 

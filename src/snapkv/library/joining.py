@@ -7,7 +7,7 @@ stay as they are.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,16 +62,16 @@ class JoinedLayer:
         found[:, -1] = -1
         return found[:, chosen]
 
-    def with_states(self, chosen: Tensor, keys: Tensor, values: Tensor) -> "JoinedLayer":
-        """With the keys and values of (n,) tokens, (1, H, n, D), in every head that holds them."""
+    def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Hold other keys and values of (n,) tokens, (1, H, n, D), in heads that hold the tokens.
+
+        In place: these tensors are nobody else's.
+        """
         slots = self.slots_of(chosen)
         heads, tokens = (slots >= 0).nonzero(as_tuple=True)
         where = (torch.zeros_like(heads), heads, slots[heads, tokens])
-        return replace(
-            self,
-            key_states=self.key_states.index_put(where, keys[0, heads, tokens]),
-            value_states=self.value_states.index_put(where, values[0, heads, tokens]),
-        )
+        self.key_states.index_put_(where, keys[0, heads, tokens])
+        self.value_states.index_put_(where, values[0, heads, tokens])
 
     def deviation(self, keys: Tensor, values: Tensor) -> Tensor:
         """How far what is held lies from the keys and values of all N tokens, (1, H, N, D).

@@ -21,16 +21,15 @@ from snapkv.errors import (
 )
 from snapkv.library.about import About
 from snapkv.library.blending import blend
-from snapkv.library.bm25 import WordIndex
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.frame import question_ids
 from snapkv.library.parts import Part, joined_ids
-from snapkv.library.passages import Span, lines_of
 from snapkv.library.reader import Reader
-from snapkv.library.records import Record, Text, digest_of, unique_name
+from snapkv.library.records import Record, Text, digest_of, each_once, keys_of, unique_name
+from snapkv.library.searching import Hit, Passages
 from snapkv.policies import Policy
 from snapkv.storage.codes import Bits
-from snapkv.validation import nearest, require_int
+from snapkv.validation import require_int
 
 RECOMPUTE = 0.15
 """The fraction of tokens that is computed anew by default, as in CacheBlend."""
@@ -68,29 +67,6 @@ class Outcome:
     reason: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hit:
-    """A document that was found.
-
-    Attributes:
-        key: what the library knows it by.
-        name: what answers call it.
-        score: BM25 of the passage that fits best.
-        span: where that passage stands in the text, in characters; half-open.
-        lines: the first and the last line of it, counted from 1.
-        passage: its text.
-        tokens: of the whole document.
-    """
-
-    key: str
-    name: str
-    score: float
-    span: Span
-    lines: Span
-    passage: str
-    tokens: int
-
-
 def _warn(line: str) -> None:
     warnings.warn(line, stacklevel=3)
 
@@ -120,7 +96,7 @@ class Library:
         self._folder = Folder(self.path)
         self._folder.about()
         self._on_notice = on_notice
-        self._searched: tuple[Any, _Passages] | None = None
+        self._searched: tuple[Any, Passages] | None = None
 
     @property
     def about(self) -> About | None:
@@ -190,7 +166,7 @@ class Library:
             UnsupportedModelError: the model cannot be compressed correctly.
             OutputError: a file cannot be written; the documents before it are there.
         """
-        texts = _each_once(documents)
+        texts = each_once(documents)
         with self._folder.changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
             self._folder.clean()
@@ -212,7 +188,7 @@ class Library:
         self.required()
         with self._folder.changing():
             records, _ = self._folder.records()
-            found = {key: records[key] for name in names for key in _keys_of(name, records)}
+            found = {key: records[key] for name in names for key in keys_of(name, records)}
             for key in found:
                 self._folder.remove(key)
         return list(found.values())
@@ -247,7 +223,7 @@ class Library:
         records = {record.key: record for record in self.documents}
         version = tuple((key, record.sha256) for key, record in records.items())
         if self._searched is None or self._searched[0] != version:
-            self._searched = version, _Passages(records.values())
+            self._searched = version, Passages(records.values())
         return self._searched[1].best(question, documents)
 
     def inputs(
@@ -409,71 +385,7 @@ class Library:
         return part
 
 
-class _Passages:
-    """An index of all passages of some documents."""
-
-    def __init__(self, records: Iterable[Record]) -> None:
-        self._places = [(record, span) for record in records for span in record.chunks]
-        texts = [f"{record.name} {record.text[slice(*span)]}" for record, span in self._places]
-        self._index = WordIndex(texts) if texts else None
-
-    def best(self, question: str, documents: int) -> list[Hit]:
-        """The best passage of each of the best documents."""
-        found: dict[str, Hit] = {}
-        for place, score in self._index.ranked(question) if self._index else ():
-            if score <= 0 or len(found) == documents:
-                break
-            record, span = self._places[place]
-            if record.key not in found:
-                found[record.key] = _hit(record, span, score)
-        return list(found.values())
-
-
-def _hit(record: Record, span: Span, score: float) -> Hit:
-    return Hit(
-        key=record.key,
-        name=record.name,
-        score=score,
-        span=span,
-        lines=lines_of(record.text, span),
-        passage=record.text[slice(*span)],
-        tokens=record.tokens,
-    )
-
-
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
     return Outcome(
         name=record.name, what=what, tokens=record.tokens, bytes=record.bytes, seconds=seconds
     )
-
-
-def _each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
-    """The texts; one that is given twice counts once."""
-    found: dict[str, Text] = {}
-    for each in documents:
-        text = each if isinstance(each, Text) else Text(name=each[0], text=each[1])
-        if found.setdefault(text.key, text).text != text.text:
-            raise InvalidArgumentError(
-                f"documents: expected one text under a name, got two under {text.name!r}; give one "
-                "of them another name"
-            )
-    return list(found.values())
-
-
-def _keys_of(name: str, records: dict[str, Record]) -> list[str]:
-    """The key of the document of that name, or that file.
-
-    Raises:
-        LibraryError: there is none.
-    """
-    asked = (name, str(Path(name).absolute()))
-    found = [
-        key for key, record in records.items() if record.name == name or record.source in asked
-    ]
-    if not found:
-        names = [record.name for record in records.values()]
-        raise LibraryError(
-            f"name: expected a document of the library, got {name!r}, which is none"
-            f"{nearest(name, names)}"
-        )
-    return found

@@ -10,6 +10,7 @@ The first two layers come out exact: their keys and values are those of all toke
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,6 +26,9 @@ from snapkv.library.joining import JoinedLayer
 from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
 
 IMPLEMENTATIONS = ("sdpa", "eager")
+
+_PIECE_TOKENS = 256
+"""Of more tokens the chosen ones are read in pieces, none of which looks at what is behind it."""
 
 States = tuple[Tensor, Tensor]
 """Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
@@ -54,12 +58,12 @@ def require_recomputable(model: PreTrainedModel) -> str:
 def recompute(
     model: PreTrainedModel, input_ids: Tensor, layers: Sequence[JoinedLayer], count: int
 ) -> list[JoinedLayer]:
-    """The layers with the keys and values of the tokens that change most read anew.
+    """Read anew the keys and values of the tokens that change most, and hold them in place.
 
     Args:
         model: whose layers these are.
         input_ids: (1, N) int64, on the model's device.
-        layers: one for each of the model's.
+        layers: one for each of the model's, whose states are nobody else's; they are changed.
         count: how many tokens go on behind the first layer, at least 1; of equal ones the first.
 
     Raises:
@@ -98,7 +102,8 @@ class _SecondReading(Cache):
         self._count, self._implementation = count, require_recomputable(model)
         self._query_heads = model.config.get_text_config(decoder=True).num_attention_heads
         self._second: States | None = None
-        self._whole_mask: Tensor | None = None
+        self._start = self._stop = 0  # of the chosen tokens, those that a layer reads now
+        self._unheld: list[States] = []
 
     # What a layer attends to.
 
@@ -116,12 +121,11 @@ class _SecondReading(Cache):
             return states
         if layer_idx == 1:
             return self._read_second(states)
-        assert self.chosen is not None
-        self._hold(layer_idx, self.chosen, states)
+        self._hold(layer_idx, self._reading, states)
         return self._seen(layer_idx, states)
 
     def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> None:
-        self.joined[layer_idx] = self.joined[layer_idx].with_states(tokens, *states)
+        self.joined[layer_idx].put(tokens, *states)
         if layer_idx == len(self.joined) - 1:
             raise _Enough
 
@@ -132,21 +136,40 @@ class _SecondReading(Cache):
             self.chosen = most_changed(self.joined[1].deviation(*states), self._count)
             self._hold(1, self._every_token, states)
             raise _Enough
-        return self._second
+        keys, values = self._second
+        return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
 
     def _seen(self, layer_idx: int, states: States) -> States:
         """What is held, and behind it of the chosen tokens what some head does not hold."""
-        held = self.joined[layer_idx]
-        keys, values = held.key_states, held.value_states
+        held, end = self.joined[layer_idx], self._end(layer_idx)
+        keys, values = held.key_states[:, :, :end], held.value_states[:, :, :end]
         if self._missing(held) is None:
             return keys, values
-        return torch.cat([keys, states[0]], dim=2), torch.cat([values, states[1]], dim=2)
+        self._unheld.append(states)
+        new_keys, new_values = zip(*self._unheld, strict=True)
+        return torch.cat([keys, *new_keys], dim=2), torch.cat([values, *new_values], dim=2)
 
     def _missing(self, held: JoinedLayer) -> Tensor | None:
-        """(H, n) bool: which chosen tokens each head does not hold; None where all hold all."""
+        """(H, m) bool: which chosen tokens so far each head does not hold; None where it does."""
         assert self.chosen is not None
+        if held.is_whole:
+            return None
         missing = held.slots_of(self.chosen) < 0
-        return None if held.is_whole or not bool(missing.any()) else missing
+        return missing[:, : self._stop] if bool(missing.any()) else None
+
+    def _end(self, layer_idx: int) -> int:
+        """Behind which slot of a layer nothing is visible to the tokens that are read now."""
+        last = int(self._reading[-1])
+        held = self.joined[layer_idx]
+        if layer_idx == 1 or held.is_whole:
+            return last + 1
+        return int((held.places <= last).sum(dim=-1).max())
+
+    @property
+    def _reading(self) -> Tensor:
+        """(m,) the chosen tokens that a layer reads now."""
+        assert self.chosen is not None
+        return self.chosen[self._start : self._stop]
 
     @property
     def _every_token(self) -> Tensor:
@@ -170,32 +193,45 @@ class _SecondReading(Cache):
                 forward(hidden_states, **kwargs)
         if self.chosen is None or len(self.joined) == 2:
             raise _Enough
-        places = self.chosen[None]
         if hidden_states.shape[1] == tokens:
-            hidden_states = at_places(hidden_states, places)
-        others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-        reached = {name: at_places(value, places) for name, value in others.items()}
-        mask = self._mask(layer_idx, hidden_states.dtype)
-        return forward(hidden_states, attention_mask=mask, **reached)
+            hidden_states = at_places(hidden_states, self.chosen[None])
+        kwargs.pop("attention_mask", None)
+        return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
 
-    def _mask(self, layer_idx: int, dtype: torch.dtype) -> Tensor:
-        """(1, 1 or Hq, n, S): who sees whom in a layer, as the model's attention takes it."""
-        held = self.joined[layer_idx]
-        if layer_idx > 1 and not held.is_whole:
-            return self._as_taken(self._visible(held), dtype)
-        if self._whole_mask is None:
-            assert self.chosen is not None
-            visible = self._every_token <= self.chosen[:, None]
-            self._whole_mask = self._as_taken(visible[None, None], dtype)
-        return self._whole_mask
+    def _read_pieces(
+        self,
+        layer_idx: int,
+        forward: Callable[..., Any],
+        hidden_states: Tensor,
+        others: dict[str, Any],
+    ) -> Any:
+        """The chosen tokens in pieces, none of which looks at what stands behind its last one."""
+        outputs, count = [], hidden_states.shape[1]
+        size = math.ceil(count / math.ceil(count / _PIECE_TOKENS))
+        self._unheld = []
+        for self._start in range(0, count, size):
+            self._stop = min(self._start + size, count)
+            part = hidden_states[:, self._start : self._stop]
+            reached = {name: at_places(each, self._reading[None]) for name, each in others.items()}
+            mask = self._as_taken(self._visible(layer_idx), part.dtype)
+            with suppress(_Enough):
+                outputs.append(forward(part, attention_mask=mask, **reached))
+        if not outputs:
+            raise _Enough
+        if isinstance(outputs[0], tuple):
+            return (torch.cat([output[0] for output in outputs], dim=1),)
+        return torch.cat(outputs, dim=1)
 
-    def _visible(self, held: JoinedLayer) -> Tensor:
-        """(1, Hq, n, S) bool: what stands at a token's own place or before it."""
-        assert self.chosen is not None
-        places, missing = held.places[:, :, None], self._missing(held)
-        visible = (places >= 0) & (places <= self.chosen[:, None])
+    def _visible(self, layer_idx: int) -> Tensor:
+        """(1, 1 or Hq, m, S) bool: what stands at a token's own place or before it."""
+        held, end = self.joined[layer_idx], self._end(layer_idx)
+        if layer_idx == 1 or held.is_whole:
+            return (self._every_token[:end] <= self._reading[:, None])[None, None]
+        places, missing = held.places[:, :, None, :end], self._missing(held)
+        visible = (places >= 0) & (places <= self._reading[:, None])
         if missing is not None:
-            before = self.chosen <= self.chosen[:, None]
+            assert self.chosen is not None
+            before = self.chosen[: self._stop] <= self._reading[:, None]
             visible = torch.cat([visible, (missing[:, None] & before)[None]], dim=-1)
         return visible.repeat_interleave(self._query_heads // visible.shape[1], dim=1)
 

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
 from snapkv.library.passages import Span
+from snapkv.validation import nearest
 
 FORMAT = "snapkv document 1"
 BEGINNING = f'{{"format": "{FORMAT.rstrip("1")}'
@@ -127,6 +129,38 @@ def unique_name(text: Text, taken: Sequence[Record]) -> str:
     """The name of a text, or where another document has it, that of its file."""
     others = {record.name for record in taken if record.key != text.key}
     return text.source if text.name in others and text.source else text.name
+
+
+def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
+    """The texts; one that is given twice counts once."""
+    found: dict[str, Text] = {}
+    for each in documents:
+        text = each if isinstance(each, Text) else Text(name=each[0], text=each[1])
+        if found.setdefault(text.key, text).text != text.text:
+            raise InvalidArgumentError(
+                f"documents: expected one text under a name, got two under {text.name!r}; give one "
+                "of them another name"
+            )
+    return list(found.values())
+
+
+def keys_of(name: str, records: dict[str, Record]) -> list[str]:
+    """The key of the document of that name, or that file.
+
+    Raises:
+        LibraryError: there is none.
+    """
+    asked = (name, str(Path(name).absolute()))
+    found = [
+        key for key, record in records.items() if record.name == name or record.source in asked
+    ]
+    if not found:
+        names = [record.name for record in records.values()]
+        raise LibraryError(
+            f"name: expected a document of the library, got {name!r}, which is none"
+            f"{nearest(name, names)}"
+        )
+    return found
 
 
 def _digest_of(body: Any) -> str:
