@@ -39,7 +39,7 @@ from snapkv.lab.measure.timing import alternate, ratios
 from snapkv.policies import default_policy
 
 LAYER, RATIO = 15, 0.15
-"""What `snapkv study early-layer` finds for the demo model, and the default share."""
+"""Half the depth, where reading begins before a search has found better, and the default share."""
 
 LAYERS = (10, 18)
 RATIOS = (0.05, 0.1, 0.3)
