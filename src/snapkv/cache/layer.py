@@ -303,10 +303,15 @@ class CompressedLayer(DynamicLayer):
         columns = self.slots.columns_of(kept, self.store)
         scores = None if scores is None else _of_slots(scores, kept, kept.shape[1])
         self.notes = replace(self.notes, slot_scores=scores)
-        if not isinstance(self.store, RaggedStore):  # whose heads hold no fillers
+        if isinstance(self.store, RaggedStore) or not eviction.parts_heads:
+            self.store = self.store.keep(kept, slots)
+        else:
+            self.store = RaggedStore.gather(self.store, kept, slots)
+        if isinstance(self.store, RaggedStore):
+            fillers = None  # its heads hold none
+        else:
             left = fillers_left(slots, kept.shape[-1], fillers)
             fillers = left if eviction.filler_tokens is None else eviction.filler_tokens
-        self.store = self.store.keep(kept, slots)
         self.slots = self.slots.chosen(columns, seen, fillers=fillers)
         self._move_sinks(eviction.sink_tokens)
 
