@@ -253,6 +253,19 @@ def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
             torch.testing.assert_close(read(model, cache, token), expected, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gemfilter_leaves_tokens_at_the_positions_that_were_given(rows):
+    model, ids, new = tiny_model("llama"), random_ids(rows, TOKENS, seed=9), random_ids(rows, 1)
+    logits = []
+    for first in (0, 100):  # only distances matter
+        cache = CompressedCache(model, FullCache())
+        places = torch.arange(first, first + TOKENS)[None]
+        with gemfilter(model, **OPTIONS):
+            read(model, cache, ids, position_ids=places)
+            logits.append(read(model, cache, new, position_ids=places[:, -1:] + 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("reading", [selective, gemfilter])
 def test_protected_tokens_go_on(reading):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS, seed=11)

@@ -338,4 +338,7 @@ def _chosen_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], places: Tensor
     for name in ("input_ids", "inputs_embeds"):
         if inputs.get(name) is not None:
             inputs[name] = at_places(inputs[name], places)
-    return inputs | {"position_ids": places}
+    given = inputs.get("position_ids")
+    if given is not None:
+        given = given.take_along_dim(places.expand(*given.shape[:-2], -1, -1), dim=-1)
+    return inputs | {"position_ids": places if given is None else given}
