@@ -121,3 +121,32 @@ def test_who_names_no_policy_gets_the_default_one():
     assert default_policy() == SnapKV(1024, window_size=16, pooling="fading")
     assert default_policy(64, kernel_size=5) == SnapKV(64, window_size=16, kernel_size=5)
     assert Document(model, random_ids(1, 30))._cache.policy == default_policy()
+
+
+@pytest.mark.parametrize("pieces", [(12,), (5, 7)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_layer_that_has_dropped_nothing_reads_a_turn_behind_one_that_has(implementation, pieces):
+    """The model's one mask is then too narrow for it; sdpa without pads is given none."""
+    model, policy = (
+        tiny_model("cohere", implementation),
+        SnapKV("auto", window_size=32, pooling="fading"),
+    )
+    alone, batch = CompressedCache(model, policy), CompressedCache(model, policy)
+    mask = torch.ones(2, 60, dtype=torch.int64)
+    mask[1, :20] = 0
+    first = random_ids(2, 60, seed=3)
+    with torch.no_grad():
+        model(first[:1], past_key_values=alone)
+        model(first, attention_mask=mask, past_key_values=batch)
+        for turn, parts in enumerate(((10,), pieces)):
+            end = alone.get_seq_length() + sum(parts)
+            for cache in (alone, batch):
+                cache.expect_prompt(end)
+            for piece in random_ids(2, sum(parts), seed=4 + turn).split(list(parts), dim=1):
+                mask = torch.cat([mask, torch.ones_like(piece)], dim=1)
+                own = model(piece[:1], past_key_values=alone).logits
+                both = model(piece, attention_mask=mask, past_key_values=batch).logits
+                torch.testing.assert_close(both[:1], own, atol=1e-5, rtol=1e-4)
+            if not turn:
+                kept = [alone.kept_positions(layer).shape[-1] for layer in range(4)]
+                assert kept == [69, 69, 70, 70]

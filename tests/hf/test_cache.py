@@ -16,6 +16,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
+from snapkv.prefill import selective
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from tests.families import VOCABULARY, random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
@@ -120,6 +121,18 @@ def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled
         filled.crop(5)
     filled.crop(0)
     assert filled.get_seq_length() == PROMPT - WINDOW
+
+
+def test_a_crop_that_one_layer_refuses_changes_none(model):
+    ids, cache = random_ids(1, PROMPT), CompressedCache(model, FullCache())
+    with selective(model, layer=2, keep_ratio=0.25, least_tokens=4):
+        call(model, cache, ids)
+    before = [cache.kept_positions(layer) for layer in range(4)]
+    with pytest.raises(InvalidArgumentError, match="end of layer 2 that are still whole, got 40"):
+        cache.crop(-40)
+    for layer, positions in enumerate(before):
+        assert torch.equal(cache.kept_positions(layer), positions)
+    call(model, cache, ids[:, :1])
 
 
 def test_crop_of_an_uncompressed_prompt_allows_another_ending(model):

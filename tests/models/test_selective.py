@@ -152,6 +152,27 @@ def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns, implementat
             assert_same_positions(positions(cache), alone, row)
 
 
+@pytest.mark.parametrize("window", [8, 32])
+def test_rows_whose_upper_layers_fit_part_their_heads_later_as_alone(window):
+    """Where the upper layers get less than the budget, heads differ first at a later turn's end."""
+    model, lengths = tiny_model("granite"), (60, 18)
+    policy = AdaKV(SnapKV(40, window_size=window))
+    ids, mask = left_padded(lengths, seed=40)
+    batch, alone = CompressedCache(model, policy), CompressedCache(model, policy)
+    with selective(model, layer=2, keep_ratio=0.05, least_tokens=4):
+        read(model, batch, ids, mask)
+        read(model, alone, ids[1:, -18:])
+        for turn, tokens in enumerate((5, 20, 3)):
+            new = random_ids(2, tokens, seed=50 + turn)
+            for cache in (batch, alone):
+                cache.expect_prompt(cache.get_seq_length() + tokens)
+            for piece in (new, random_ids(2, 1, seed=60 + turn)):
+                mask = torch.cat([mask, torch.ones_like(piece)], dim=1)
+                own = read(model, alone, piece[1:])
+                torch.testing.assert_close(read(model, batch, piece, mask)[1:], own)
+            assert_same_positions(positions(batch), alone, 1)
+
+
 def answered(model, cache, ids, mask=None):
     mask = torch.ones_like(ids) if mask is None else mask
     return model.generate(
@@ -238,6 +259,19 @@ def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
             torch.testing.assert_close(read(model, cache, token), expected, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gemfilter_leaves_tokens_at_the_positions_that_were_given(rows):
+    model, ids, new = tiny_model("llama"), random_ids(rows, TOKENS, seed=9), random_ids(rows, 1)
+    logits = []
+    for first in (0, 100):  # only distances matter
+        cache = CompressedCache(model, FullCache())
+        places = torch.arange(first, first + TOKENS)[None]
+        with gemfilter(model, **OPTIONS):
+            read(model, cache, ids, position_ids=places)
+            logits.append(read(model, cache, new, position_ids=places[:, -1:] + 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("reading", [selective, gemfilter])
 def test_protected_tokens_go_on(reading):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS, seed=11)
@@ -246,6 +280,18 @@ def test_protected_tokens_go_on(reading):
         read(model, cache, ids)
     for layer in range(4):
         assert set(range(30, 70)) <= set(cache.kept_positions(layer)[0, 0].tolist())
+
+
+def test_what_a_longer_row_protects_lets_no_more_of_a_shorter_one_go_on():
+    model, lengths = tiny_model("llama"), (90, 21)
+    ids, mask = left_padded(lengths, seed=13)
+    batch, alone = (CompressedCache(model, FullCache(), protect=[(7, 12)]) for _ in range(2))
+    with selective(model, layer=2, keep_ratio=0.01, least_tokens=0):
+        read(model, batch, ids, mask)
+        read(model, alone, ids[1:, -21:])
+    sinks, window = [0, 1, 2, 3], list(range(5, 21))  # which the protected ones are in
+    assert alone.kept_positions(2)[0, 0].tolist() == sinks + window
+    assert_same_positions(positions(batch), alone, 1)
 
 
 def test_saved_copied_and_cropped_afterwards(tmp_path):

@@ -155,30 +155,26 @@ class CompressedLayer(DynamicLayer):
             InvalidArgumentError: a positive count, or more than can be taken back: of a compressed
                 prompt only the run of tokens at its end is still whole.
         """
+        self.require_croppable(tokens_to_remove)
+        self.take_back(-tokens_to_remove)
+
+    def require_croppable(self, tokens_to_remove: int) -> None:
+        """Refuse what `crop` would refuse, and recall what it would, before any layer is cropped.
+
+        Raises:
+            InvalidArgumentError: as `crop`.
+        """
         if tokens_to_remove > 0:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
                 f"{tokens_to_remove}; pass -n to remove the last n tokens"
             )
-        if tokens_to_remove == 0:
-            return
         count = -tokens_to_remove
+        if not count:
+            return
         recalls = self.offloaded is not None and self.slots.kept is not None
         if recalls and count > self.slots.whole_tail(self.store):
             self.recall()
-        self._require_croppable(count)
-        self.take_back(count)
-
-    def take_back(self, count: int) -> None:
-        """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
-        left = self.store.slots - count
-        self.store = self.store.crop(count)
-        self.slots, self.notes = self.slots.cropped(count, left), self.notes.cropped(count, left)
-        if self.offloaded is not None:
-            self.offloaded.is_due = False
-            self.offloaded.crop(self.seen_tokens)
-
-    def _require_croppable(self, count: int) -> None:
         if not self.is_croppable and self.slots.kept is not None:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most 0, since none of the tokens that "
@@ -187,6 +183,17 @@ class CompressedLayer(DynamicLayer):
                 "prompts"
             )
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
+
+    def take_back(self, count: int) -> None:
+        """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
+        if not count:
+            return
+        left = self.store.slots - count
+        self.store = self.store.crop(count)
+        self.slots, self.notes = self.slots.cropped(count, left), self.notes.cropped(count, left)
+        if self.offloaded is not None:
+            self.offloaded.is_due = False
+            self.offloaded.crop(self.seen_tokens)
 
     def __copy__(self) -> "CompressedLayer":
         """A layer that goes on by itself; no tensor is copied but those that are written over."""
@@ -303,10 +310,15 @@ class CompressedLayer(DynamicLayer):
         columns = self.slots.columns_of(kept, self.store)
         scores = None if scores is None else _of_slots(scores, kept, kept.shape[1])
         self.notes = replace(self.notes, slot_scores=scores)
-        if not isinstance(self.store, RaggedStore):  # whose heads hold no fillers
+        if isinstance(self.store, RaggedStore) or not eviction.parts_heads:
+            self.store = self.store.keep(kept, slots)
+        else:
+            self.store = RaggedStore.gather(self.store, kept, slots)
+        if isinstance(self.store, RaggedStore):
+            fillers = None  # its heads hold none
+        else:
             left = fillers_left(slots, kept.shape[-1], fillers)
             fillers = left if eviction.filler_tokens is None else eviction.filler_tokens
-        self.store = self.store.keep(kept, slots)
         self.slots = self.slots.chosen(columns, seen, fillers=fillers)
         self._move_sinks(eviction.sink_tokens)
 

@@ -132,13 +132,24 @@ def attend_stored(
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and slots.hides_slots
     if rebuild_mask or other_width or unmasked or slots.needs_own_mask:
-        new = call.query.shape[2]
-        past = slots.visible(store, store.slots - drafts - new)
-        own = None if slots.gaps is None else slots.visible_columns(store, new, drafts)
-        call = replace(call, mask=stored_mask(call.implementation, past, call.query, own))
+        call = _with_own_mask(call, layer, drafts)
     if slots.kept is not None and call.key.shape[1] == call.query.shape[1]:
         call = replace(call, module=_Ungrouped(call.module))
     return call.attend()
+
+
+def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
+    """The call of a layer that has dropped nothing, where the first one has: with its own mask."""
+    narrow = call.mask is not None and call.mask.shape[-1] < call.key.shape[2]
+    is_later_turn = layer.slots.chosen_at > 0 and layer.slots.kept is None
+    return _with_own_mask(call, layer) if narrow and is_later_turn else call
+
+
+def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0) -> AttentionCall:
+    store, slots, new = layer.store, layer.slots, call.query.shape[2]
+    past = slots.visible(store, store.slots - drafts - new)
+    own = None if slots.gaps is None else slots.visible_columns(store, new, drafts)
+    return replace(call, mask=stored_mask(call.implementation, past, call.query, own))
 
 
 def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:

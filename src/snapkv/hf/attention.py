@@ -22,7 +22,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import handoff
-from snapkv.hf.attend import Attended, AttentionCall, attend_stored
+from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.candidates import current_candidates
 from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
 from snapkv.hf.model_parts import output_weight
@@ -148,6 +148,7 @@ def _foreign(call: AttentionCall, handed: None) -> Attended:
 def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
     layer, reading = handed.layer, handed.reading
+    call = fitting(call, layer)
     output = _attend_prompt(call, layer)
     keep_to_cap(call, layer, reading.cap_tokens)
     remember_queries(layer, call.query, reading.ahead_tokens)
@@ -173,6 +174,7 @@ def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
     """
     layer, drafts = handed.layer, handed.drafts
+    call = fitting(call, layer)
     own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
     pads = layer.slots.pads
     if layer.slots.gaps is None:

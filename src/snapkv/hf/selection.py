@@ -114,9 +114,14 @@ def choose_for_whole_rows(
     with torch.no_grad():
         selection = select_by_rows(layer.policy, prompt, own, held)
     if selection is not None:
-        kept, fillers = selection.keep_indices, selection.filler_tokens
-        kept = kept if order is None else slots_of(kept, order)
-        layer.apply_eviction(Eviction(keep_indices=kept, filler_tokens=fillers))
+        kept = selection.keep_indices
+        layer.apply_eviction(
+            Eviction(
+                keep_indices=kept if order is None else slots_of(kept, order),
+                filler_tokens=selection.filler_tokens,
+                parts_heads=selection.head_tokens is not None,
+            )
+        )
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
         layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 

@@ -230,12 +230,14 @@ class Eviction:
         sink_tokens: as in `Selection`.
         filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
             every row drops its fillers before its tokens.
+        parts_heads: whether heads may keep different numbers of tokens from now on.
     """
 
     keep_indices: Tensor | None = None
     scores: Tensor | None = None
     sink_tokens: int = 0
     filler_tokens: Tensor | None = None
+    parts_heads: bool = False
 
 
 def fillers_left(slots: int, kept_slots: int, filler_tokens: Tensor | None) -> Tensor | None:

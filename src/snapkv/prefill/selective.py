@@ -54,12 +54,13 @@ class _TokensThatGoOn(SnapKV):
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """The share, the least, and whatever is protected."""
         assert self.keep_ratio is not None
-        must_stay = self.must_stay(layer)
-        protected = 0 if must_stay is None else int(must_stay.sum(dim=-1).amax())
-        least = max(self.least_tokens, protected)
+        lengths, must_stay = self.prefix_lengths(layer), self.must_stay(layer)
+        protected = [0] * len(lengths)
+        if must_stay is not None:
+            protected = must_stay.sum(dim=-1).amax(dim=-1).tolist()
         return [
-            min(tokens, max(math.floor(self.keep_ratio * tokens), least))
-            for tokens in self.prefix_lengths(layer)
+            min(tokens, max(math.floor(self.keep_ratio * tokens), self.least_tokens, own))
+            for tokens, own in zip(lengths, protected, strict=True)
         ]
 
     def choose(self, layer: PromptLayer) -> Selection | None:
@@ -340,4 +341,7 @@ def _chosen_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], places: Tensor
     for name in ("input_ids", "inputs_embeds"):
         if inputs.get(name) is not None:
             inputs[name] = at_places(inputs[name], places)
-    return inputs | {"position_ids": places}
+    given = inputs.get("position_ids")
+    if given is not None:
+        given = given.take_along_dim(places.expand(*given.shape[:-2], -1, -1), dim=-1)
+    return inputs | {"position_ids": places if given is None else given}
