@@ -44,7 +44,7 @@ LAYER, RATIO = 16, 0.15
 LAYERS = (8, 19)
 RATIOS = (0.05, 0.3)
 BUDGET = 256
-SHAPE, SHAPE_LAYERS = "smollm2-135m", 10
+SHAPE, SHAPE_LAYERS = "smollm2-135m", 6
 
 
 def selective(layer: int = LAYER, keep_ratio: float = RATIO) -> Selective:
@@ -89,9 +89,9 @@ class Size:
     """
 
     tokens: int = 4096
-    rounds: int = 7
+    rounds: int = 5
     shape_tokens: int = 16384
-    shape_rounds: int = 5
+    shape_rounds: int = 3
     documents: int = 10
     lengths: tuple[int, ...] = (1024, 2048)
     depths: int = 5
