@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from snapkv.library.bm25 import WordIndex
 from snapkv.library.embeddings import TextEmbeddings
 from snapkv.library.passages import Span, lines_of
 from snapkv.library.records import Record
+from snapkv.word_index import WordIndex
 
 _REORDERED = 200
 """So many passages at most are put in the order of their meaning."""

@@ -12,7 +12,6 @@ from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.lab.evaluate.corpora import Passage, load_corpus
 from snapkv.lab.evaluate.reranking import Reranker
 from snapkv.lab.evaluate.retrieval import Index, corpus_index
-from snapkv.library import bm25
 
 PASSAGES = (
     Passage(title="Rivers", text="The Elbe flows through Hamburg and Dresden."),
