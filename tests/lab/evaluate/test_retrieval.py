@@ -101,9 +101,9 @@ def test_the_order_is_that_of_bm25_computed_by_hand():
 
 @pytest.mark.parametrize(("module", "package"), [("bm25s", "bm25s"), ("Stemmer", "PyStemmer")])
 def test_a_missing_package_is_named_with_its_command(monkeypatch, module, package):
-    real = bm25.importlib.util.find_spec
+    real = word_index.importlib.util.find_spec
     monkeypatch.setattr(
-        bm25.importlib.util, "find_spec", lambda name: None if name == module else real(name)
+        word_index.importlib.util, "find_spec", lambda name: None if name == module else real(name)
     )
     with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '(?i:{package})"):
         Index(PASSAGES)
