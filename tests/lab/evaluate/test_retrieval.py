@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from snapkv import packages
+from snapkv import packages, word_index
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.lab.evaluate.corpora import Passage, load_corpus
 from snapkv.lab.evaluate.reranking import Reranker
