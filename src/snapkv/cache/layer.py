@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv.cache.identity import LayerIdentity, SpanRule, TurnRule
 from snapkv.cache.notes import DecodeNotes
-from snapkv.cache.slots import SlotMap, pads_first
+from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
@@ -340,24 +340,6 @@ class CompressedLayer(DynamicLayer):
             (self.notes.sink_keys, self.notes.sinks_moved),
         )
         self.notes = replace(self.notes, sink_keys=keys, sinks_moved=moved)
-
-    def absorb_tail(self) -> None:
-        """Give every head of different length its part of the tokens behind the prompt."""
-        store = self.store
-        if not isinstance(store, RaggedStore) or not store.tail_tokens:
-            return
-        tail, seen, real = store.tail_tokens, self.seen_tokens, None
-        columns, scores = self.slots.columns(store), self.notes.scores_with(tail)
-        if self.slots.gaps is not None:
-            real = self.slots.visible_columns(store, tail)
-            columns[..., columns.shape[-1] - tail :].masked_fill_(~real[:, None], -1)
-        store.absorb_tail(real)
-        if real is not None:
-            order = pads_first(columns >= 0)[..., -store.slots :]
-            columns = columns.gather(-1, order)
-            scores = None if scores is None else scores.gather(-1, order)
-        self.slots = self.slots.chosen(columns, seen)
-        self.notes = replace(self.notes, slot_scores=scores)
 
     # What was dropped and comes back.
 

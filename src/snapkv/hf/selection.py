@@ -18,6 +18,7 @@ from snapkv.cache.last_queries import (
     with_remembered,
 )
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.ragged_tail import absorb_tail
 from snapkv.cache.slots import pads_first, put_in_order, slots_of
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import UnsupportedModelError
@@ -96,7 +97,7 @@ def choose_for_whole_rows(
     own = [
         new if fits else 0 for new, fits in zip(own_queries(layer, turn_tokens), whole, strict=True)
     ]
-    layer.absorb_tail()
+    absorb_tail(layer)
     store = layer.store
     prompt = prompt_layer(call, layer, new_tokens, slots, None)
     if isinstance(store, RaggedStore):
@@ -132,7 +133,7 @@ def absorb_pads(layer: CompressedLayer) -> None:
     if slots.gaps is None or not isinstance(store, RaggedStore):
         return
     if not bool(slots.visible_columns(store, store.tail_tokens).all()):
-        layer.absorb_tail()
+        absorb_tail(layer)
 
 
 def evict(call: AttentionCall, layer: CompressedLayer) -> None:
@@ -141,7 +142,7 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
     if not isinstance(policy, EvictingPolicy):
         return
     new_tokens = call.query.shape[2]
-    layer.absorb_tail()
+    absorb_tail(layer)
     store, slots, notes = layer.store, layer.slots, layer.notes
     if isinstance(store, RaggedStore):
         keys, scores = store.states.padded_keys(), notes.slot_scores
