@@ -26,7 +26,7 @@ from snapkv.library.frame import question_ids
 from snapkv.library.parts import Part, joined_ids
 from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, digest_of, each_once, keys_of, unique_name
-from snapkv.library.searching import Hit, Passages
+from snapkv.library.searching import Hit, Passages, gone, require_some
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits
 from snapkv.validation import require_int
@@ -286,12 +286,12 @@ class Library:
 
         Arguments and errors as in `inputs`.
         """
-        _require_some(hits)
+        require_some(hits)
         reader = self._reader(model, tokenizer, self.required())
         records, _ = self._folder.records()
         for hit in hits:
             if hit.key not in records:
-                raise _gone(hit)
+                raise gone(hit)
         read = [reader.own_ids(records[hit.key]) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
@@ -299,7 +299,7 @@ class Library:
 
     def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
         """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
-        _require_some(hits)
+        require_some(hits)
         reader = self._reader(model, tokenizer, self.required())
         return [self._part(reader, hit) for hit in hits]
 
@@ -371,7 +371,7 @@ class Library:
             if now == record:
                 return self._mended(reader, record, fault)
             record = now
-        raise _gone(hit)
+        raise gone(hit)
 
     def _mended(self, reader: Reader, record: Record, fault: Fault) -> Part:
         """Read a document again whose file is damaged, and write it where that is possible."""
@@ -387,21 +387,6 @@ class Library:
         except (LibraryError, OutputError) as error:
             self._on_notice(f"library: {record.name!r} is not mended: {error}")
         return part
-
-
-def _require_some(hits: Sequence[Hit]) -> None:
-    if not hits:
-        raise LibraryError(
-            "hits: expected at least one document, got none; ask with words that stand in the "
-            "library's documents"
-        )
-
-
-def _gone(hit: Hit) -> LibraryError:
-    return LibraryError(
-        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
-        "or its record damaged meanwhile; search again"
-    )
 
 
 def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
