@@ -38,13 +38,13 @@ from snapkv.lab.measure.random_models import random_model
 from snapkv.lab.measure.timing import alternate, ratios
 from snapkv.policies import default_policy
 
-LAYER, RATIO = 15, 0.15
-"""What `snapkv study early-layer` finds for the demo model, and the default share."""
+LAYER, RATIO = 16, 0.15
+"""What `snapkv study early-layer` has found of the demo model, and the default share."""
 
-LAYERS = (10, 18)
-RATIOS = (0.05, 0.1, 0.3)
+LAYERS = (8, 19)
+RATIOS = (0.05, 0.3)
 BUDGET = 256
-SHAPE, SHAPE_LAYERS = "smollm2-135m", 10
+SHAPE, SHAPE_LAYERS = "smollm2-135m", 6
 
 
 def selective(layer: int = LAYER, keep_ratio: float = RATIO) -> Selective:
@@ -63,7 +63,6 @@ WAYS: tuple[Prefill, ...] = (
     *(selective(keep_ratio=ratio) for ratio in RATIOS),
     *(selective(layer=layer) for layer in LAYERS),
     gemfilter(),
-    gemfilter(RATIOS[-1]),
 )
 TIMED: tuple[Prefill, ...] = (
     Exact(),
@@ -90,9 +89,9 @@ class Size:
     """
 
     tokens: int = 4096
-    rounds: int = 7
+    rounds: int = 5
     shape_tokens: int = 16384
-    shape_rounds: int = 5
+    shape_rounds: int = 3
     documents: int = 10
     lengths: tuple[int, ...] = (1024, 2048)
     depths: int = 5

@@ -21,7 +21,7 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
     assert costs["kept tokens"].startswith("51 of ")  # the budget and three fed back
     assert costs.keys() == {
         "prompt tokens", "kept tokens", "lost votes", "cache", "full cache", "first token",
-        "per token",
+        "per token", "whole answer",
     }  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def test_what_no_library_can_be_made_of_is_refused(snapkv, tiny, here, options, 
         ("--policy", "kvzip", "--budget-ratio", 0.5),
         ("--policy", "adakv", "--set", "policy=kvzip", "--budget-ratio", 0.5, "--bits", "int8"),
         ("--policy", "adakv", "--set", "policy=kvzip", "--keep-ratio", 0.5),
-        ("--policy", "snapkv", "--budget", 40),
+        ("--policy", "snapkv", "--budget", 48, "--window-size", 8),
     ],
     ids=" ".join(["{}"]).format,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv.cli.interrupts import CONTINUED
+from snapkv.cli import interrupts
 from snapkv.cli.outputs import Output, RowsFile, RunFolder
 from snapkv.errors import ModelNotFoundError
 from tests.cli.commands import commands, options_of
@@ -21,13 +21,8 @@ NO_OUTPUT = {
     *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),
     *("kernels", "poolings", "budgets", "corpora", "variants", "depths", "keep_ratios"),
     *("corpus", "methods", "kernel_sizes", "ratios", "places"),
-    *(
-        "sources",
-        "names",
-        "bits",
-        "library",
-        "prefill",
-    ),  # a library is changed by what is made to change it
+    *("sources", "names", "bits", "library"),  # a library is changed by what is made to change it
+    *("prefill", "layers"),
     "recall",  # a folder for files without names, which replace none
 }
 """Options with a text that name nothing to write."""
@@ -192,5 +187,5 @@ def test_two_outputs_may_not_be_one_file(snapkv, tmp_path):
 
 def test_what_goes_on_when_called_again_says_so_when_it_is_interrupted():
     continued = {command.words for command, option in ADDED_TO if option.mark(RunFolder)}
-    said = {command.words for command in commands() if command.words[0] in CONTINUED}
-    assert continued == said
+    continued.add(("library", "add"))  # whose documents are there one by one
+    assert continued == {each.words for each in commands() if interrupts.continues(each.words)}

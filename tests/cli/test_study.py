@@ -55,7 +55,7 @@ def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
 def test_the_study_of_the_early_layer_says_what_it_has_stored(
     snapkv, demo_only, tmp_path, early_layers
 ):
-    small = ("--samples", "1", "--document-tokens", "150", "--digits", "4", "--budget", "40")
+    small = ("--samples", "1", "--document-tokens", "150", "--digits", "4", "--budget", "60")
     command = ("study", "early-layer", *small, "--layers", "29", "--tolerance", "9")
     done = snapkv(*command, "--keep-ratio", "0.9", "--output", tmp_path / "out")
     assert done.status == 0, done.err

@@ -115,3 +115,7 @@ def test_the_folder_is_in_the_cache_folder(monkeypatch, tmp_path):
     monkeypatch.undo()  # the place that other tests are given
     monkeypatch.setenv("SNAPKV_CACHE_DIR", str(tmp_path))
     assert early_layer.early_layers_folder() == tmp_path / "early-layers"
+
+
+def test_what_was_found_of_the_demo_model_comes_with_the_package(demo):
+    assert known_early_layer(demo.model) == 16

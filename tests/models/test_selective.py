@@ -24,6 +24,8 @@ from snapkv import (
     StreamingLLM,
     UnsupportedModelError,
 )
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
 from snapkv.prefill import gemfilter, layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
@@ -188,38 +190,42 @@ def assert_same_positions(batch, alone, row):
             assert head[head >= 0].tolist() == one[one >= 0].tolist()
 
 
-def test_what_goes_on_by_hand():
-    """Two heads; the mean of their votes is highest at 3, whose run fades on, then at 8."""
+@pytest.mark.parametrize(
+    ("keep_ratio", "expected"),
+    [(0.1, [3, 10, 11]), (0.2, [3, 8, 10, 11]), (0.3, [3, 4, 8, 10, 11])],
+)
+def test_what_goes_on_by_hand(keep_ratio, expected):
+    """What one head looks for counts for more than what both look at a little.
+
+    The shares of 3 are 0.6 and 0, those of 8 are 0.4 and 0.4; of 5, 6 and 7 0 and 0.2. With a decay
+    of a half 4 has 0.3 from 3 before it. Of ten tokens before the window one, two or three go on.
+    """
     policy = _TokensThatGoOn(
-        keep_ratio=0.3, window_size=2, pooling="fading", decay=0.5, sink_tokens=0, least_tokens=0
+        keep_ratio=keep_ratio,
+        window_size=2,
+        pooling="fading",
+        decay=0.5,
+        sink_tokens=0,
+        least_tokens=0,
+        group_reduce="max",
     )
-    layer = prompt_of(torch.tensor([[3, 3, 8], [3, 8, 5]]), tokens=12)
-    # Votes, mean of heads, summed over two queries: 3 has 3/3, 8 has 2/3, 5 has 1/3 of the weight.
-    # Of ten before the window go floor(0.3 * 10): 3, 8 and, with half the votes of 3, 4.
-    selection = policy.choose(layer)
-    assert selection.keep_indices.tolist() == [[[3, 4, 8, 10, 11]]]
+    layer = prompt_of(torch.tensor([[3, 3, 3, 8, 8], [8, 8, 5, 6, 7]]), tokens=12)
+    assert policy.choose(layer).keep_indices.tolist() == [[expected]]
 
 
 def prompt_of(looks_at, tokens):
-    """A layer of two heads whose last two queries look at three tokens in equal parts."""
-    from snapkv import ops
-    from snapkv.policies import PromptLayer
-
+    """A layer of two heads whose last two queries look at these tokens, in equal parts."""
     keys = torch.eye(tokens)[None, None].repeat(1, 2, 1, 1)
     queries = torch.zeros(1, 2, 2, tokens)
     for head, places in enumerate(looks_at.tolist()):
-        for place in places:
-            queries[0, head, :, place] += 40.0
-    weight = queries.clone()
-    for head, places in enumerate(looks_at.tolist()):
         for place in set(places):
-            share = places.count(place) / len(places)
-            weight[0, head, :, place] = 60.0 + torch.tensor(share).log()
+            share = torch.tensor(places.count(place) / len(places))
+            queries[0, head, :, place] = 60.0 + share.log()
     return PromptLayer(
-        queries=weight,
+        queries=queries,
         keys=keys,
         values=keys,
-        score_options=ops.ScoreOptions(scaling=1.0),
+        score_options=ScoreOptions(scaling=1.0),
         layer_idx=1,
     )
 

@@ -7,7 +7,7 @@ from tests.structure.source import circles
 # From the ground up: a room may import from its own row and from the rows above it in this list.
 ROWS = (
     ("errors",),
-    ("validation", "cache_folder"),
+    ("validation", "cache_folder", "packages", "word_index"),
     ("ops",),
     ("policies",),
     ("storage",),

@@ -113,6 +113,7 @@ def look_up(
     *,
     recompute: float = RECOMPUTE,
     answer_start: str = "",
+    by_meaning: bool = False,
 ) -> LibraryQuestion:
     """Find the documents for a question, as many as the model has positions for.
 
@@ -122,7 +123,7 @@ def look_up(
         LibraryError: there is no library.
     """
     start = time.perf_counter()
-    hits = library.search(question, documents)
+    hits = library.search(question, documents, by_meaning=by_meaning)
     if not hits:
         raise DocumentError(
             f"question: expected words that stand in the documents of {str(library.path)!r}, got "

@@ -24,6 +24,10 @@ class AskOptions(RunOptions):
         panels.library(help="How many of its documents to answer from", show_default="3"),
         WholeNumber(1),
     ] = None
+    rerank: Annotated[
+        bool,
+        panels.library("--rerank", help="Order what is found by its meaning, by embeddings"),
+    ] = False
     recompute: Annotated[
         float | None,
         panels.library(
@@ -36,7 +40,11 @@ class AskOptions(RunOptions):
         super().__post_init__()
         if self.recompute is not None:
             require_share("recompute", self.recompute, "0.15")
-        needs_one = {"documents": self.documents, "recompute": self.recompute}
+        needs_one = {
+            "documents": self.documents,
+            "rerank": self.rerank or None,
+            "recompute": self.recompute,
+        }
         alone = {
             "medusa": self.medusa,
             "assistant": self.assistant,

@@ -9,8 +9,8 @@ from types import FrameType
 
 STATUS = 130
 
-CONTINUED = ("eval", "study", "medusa", "library")
-"""Commands that go on, when they are called again, where they were stopped."""
+_CONTINUED = ("eval", "study", "medusa", "library add")
+"""How commands begin that go on, when they are called again, where they were stopped."""
 
 
 def watch() -> None:
@@ -36,6 +36,12 @@ def say(arguments: Sequence[str]) -> int:
     return STATUS
 
 
+def continues(arguments: Sequence[str]) -> bool:
+    """Whether a command goes on where it was stopped, when it is called again."""
+    typed = " ".join(arguments[:2])
+    return any(f"{typed} ".startswith(f"{command} ") for command in _CONTINUED)
+
+
 def caused(error: BaseException | None) -> bool:
     """Whether an error is what a library has made of an interruption."""
     while error is not None:
@@ -46,7 +52,7 @@ def caused(error: BaseException | None) -> bool:
 
 
 def _line(arguments: Sequence[str]) -> str:
-    if arguments and arguments[0] in CONTINUED:
+    if continues(arguments):
         return "snapkv: interrupted; the same command continues where it stopped"
     return "snapkv: interrupted"
 

@@ -58,6 +58,7 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         settings,
         recompute=RECOMPUTE if options.recompute is None else options.recompute,
         answer_start=options.answer_start,
+        by_meaning=options.rerank,
     )
     warnings += [
         f"{hit.name}: left out, since the model has no positions for its {hit.tokens:,} tokens"

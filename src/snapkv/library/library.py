@@ -204,12 +204,14 @@ class Library:
         checked = (self._folder.fault_of(record, checked=True) for record in records.values())
         return [*faults, *(fault for fault in checked if fault is not None)]
 
-    def search(self, question: str, documents: int = 3) -> list[Hit]:
+    def search(self, question: str, documents: int = 3, *, by_meaning: bool = False) -> list[Hit]:
         """The documents whose passages fit a question best, by their words (BM25).
 
         Args:
             question: what is asked.
             documents: how many to find at most.
+            by_meaning: put what was found by its words in the order of its meaning, by the
+                embeddings of all-MiniLM-L6-v2.
 
         Returns:
             The best first, each with its best passage; none where no word of it is in any.
@@ -224,7 +226,7 @@ class Library:
         version = tuple((key, record.sha256) for key, record in records.items())
         if self._searched is None or self._searched[0] != version:
             self._searched = version, Passages(records.values())
-        return self._searched[1].best(question, documents)
+        return self._searched[1].best(question, documents, by_meaning=by_meaning)
 
     def inputs(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv.errors import PromptTooLongError
+from snapkv.errors import InvalidArgumentError, PromptTooLongError
 from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import INSTRUCTION, read_twice
@@ -18,7 +18,7 @@ from snapkv.library.frame import document_ids
 from snapkv.library.parts import Part
 from snapkv.library.records import Record, Text
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, prompt_advice
-from snapkv.policies import Policy
+from snapkv.policies import FullCache, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,18 @@ class Reader:
     about: About
     policy: Policy
 
-    def empty_cache(self) -> CompressedCache:
+    def empty_cache(self, *, protect_prefix: bool = False) -> CompressedCache:
         """A cache for one document.
+
+        Args:
+            protect_prefix: whether all heads keep the prefix, so that without it, which stands once
+                before several documents, they still hold as many tokens each.
 
         Raises:
             UnsupportedModelError: the model cannot be compressed correctly.
         """
-        return CompressedCache(self.model, self.policy)
+        protect = [(0, len(self.about.prefix_ids))] if protect_prefix else None
+        return CompressedCache(self.model, self.policy, protect=protect)
 
     def read(self, text: Text) -> Part:
         """Read a document behind the prefix; a policy that needs it gets a second reading.
@@ -52,11 +57,10 @@ class Reader:
             OutOfMemoryError: the device is full; the message says what would fit.
         """
         ids = self._ids(text)
-        cache = self.empty_cache()
         tokens = ids.shape[1]
         advice = functools.partial(prompt_advice, self.model, tokens, free_bytes(self.model.device))
         with out_of_memory_explained(advice):
-            self._fill(cache, ids)
+            cache = self._filled(ids)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def save(self, part: Part, path: Path) -> None:
@@ -94,12 +98,22 @@ class Reader:
             )
         return torch.tensor([[*self.about.prefix_ids, *own]], device=self.model.device)
 
+    def _filled(self, ids: Tensor) -> CompressedCache:
+        """What has read the document; where the budget has room for the prefix, that stays."""
+        if self.about.prefix_ids and not isinstance(self.policy, FullCache):
+            try:
+                return self._fill(self.empty_cache(protect_prefix=True), ids)
+            except InvalidArgumentError:
+                pass  # so short a document, or so small a budget; what else is wrong is said below
+        return self._fill(self.empty_cache(), ids)
+
     @torch.no_grad()
-    def _fill(self, cache: CompressedCache, ids: Tensor) -> None:
+    def _fill(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
         if self.policy.reads_twice:
             repeat = self.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
             read_twice(self.model, ids, cache, instruction_ids=repeat)
-            return
+            return cache
         cache.expect_tokens(ids)
         cache.expect_prompt(ids.shape[1])
         self.model(ids, past_key_values=cache, logits_to_keep=1)
+        return cache

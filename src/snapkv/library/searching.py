@@ -1,12 +1,17 @@
 """Finding the documents of a library that fit a question."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from snapkv.errors import LibraryError
-from snapkv.library.bm25 import WordIndex
+from snapkv.library.embeddings import TextEmbeddings
 from snapkv.library.passages import Span, lines_of
 from snapkv.library.records import Record
+from snapkv.word_index import WordIndex
+
+_REORDERED = 200
+"""So many passages at most are put in the order of their meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +21,7 @@ class Hit:
     Attributes:
         key: what the library knows it by.
         name: what answers call it.
-        score: BM25 of the passage that fits best.
+        score: of the passage that fits best: BM25, or the nearness of its meaning in [-1, 1].
         span: where that passage stands in the text, in characters; half-open.
         lines: the first and the last line of it, counted from 1.
         passage: its text.
@@ -37,19 +42,39 @@ class Passages:
 
     def __init__(self, records: Iterable[Record]) -> None:
         self._places = [(record, span) for record in records for span in record.chunks]
-        texts = [f"{record.name} {record.text[slice(*span)]}" for record, span in self._places]
-        self._index = WordIndex(texts) if texts else None
+        self._texts = [
+            f"{record.name} {record.text[slice(*span)]}" for record, span in self._places
+        ]
+        self._index = WordIndex(self._texts) if self._texts else None
 
-    def best(self, question: str, documents: int) -> list[Hit]:
-        """The best passage of each of the best documents."""
-        found: dict[str, Hit] = {}
-        for place, score in self._index.ranked(question) if self._index else ():
-            if score <= 0 or len(found) == documents:
+    def best(self, question: str, documents: int, *, by_meaning: bool = False) -> list[Hit]:
+        """The best passage of each of the best documents, of those that have a word of it.
+
+        Args:
+            question: what is asked.
+            documents: how many.
+            by_meaning: put the first passages that were found by their words in the order of their
+                meaning.
+        """
+        ranked = self._index.ranked(question) if self._index else iter(())
+        found = itertools.takewhile(lambda each: each[1] > 0, ranked)
+        ordered = self._by_meaning(question, found) if by_meaning else found
+        hits: dict[str, Hit] = {}
+        for place, score in ordered:
+            if len(hits) == documents:
                 break
             record, span = self._places[place]
-            if record.key not in found:
-                found[record.key] = _hit(record, span, score)
-        return list(found.values())
+            if record.key not in hits:
+                hits[record.key] = _hit(record, span, score)
+        return list(hits.values())
+
+    def _by_meaning(
+        self, question: str, found: Iterable[tuple[int, float]]
+    ) -> list[tuple[int, float]]:
+        places = [place for place, _ in itertools.islice(found, _REORDERED)]
+        texts = [self._texts[place] for place in places]
+        near = TextEmbeddings().nearest(question, texts)
+        return [(places[place], score) for place, score in near]
 
 
 def _hit(record: Record, span: Span, score: float) -> Hit:

@@ -131,6 +131,7 @@ class SnapKV(PrefixPolicy):
         prefix_tokens = layer.keys.shape[2] - self.window_size  # fewer queries may have voted
         return votes[..., :prefix_tokens]
 
+    @torch.no_grad()
     def lost_votes(self, layer: PromptLayer, selection: Selection) -> LostVotes:
         """The votes on what was dropped, and the highest, lifted by those before it or not."""
         votes = self.votes(layer)

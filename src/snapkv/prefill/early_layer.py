@@ -2,7 +2,7 @@
 
 `snapkv study early-layer` finds the number; `selective` and `gemfilter` start from it. A file for
 each model lies in the folder `early-layers` of `snapkv.cache_folder`, named after what tells the
-model from others.
+model from others; what was found of the demo model comes with the package.
 """
 
 import functools
@@ -22,6 +22,7 @@ from snapkv.prefill.decoder import decoder_layers
 from snapkv.validation import require_int
 
 _log = logging.getLogger("snapkv.prefill")
+_PACKAGED = Path(__file__).with_name("early_layers")
 
 
 def default_early_layer(model: PreTrainedModel) -> int:
@@ -39,6 +40,8 @@ def known_early_layer(model: PreTrainedModel) -> int | None:
         model: in whatever dtype it was loaded.
     """
     path = _file_of(model)
+    if not path.exists():
+        path = _PACKAGED / path.name
     try:
         return _layer_in(path.read_bytes(), model)
     except FileNotFoundError:

@@ -4,9 +4,9 @@ After some layers the prompt's last tokens already attend to what the answer wil
 on only the tokens that they vote for go further, at their true positions. The layers before read
 every token and are compressed as ever; those behind hold of the tokens that reached them what the
 policy chooses. This is FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this
-package's votes: pooled so that they fade forward, the mean over all heads. GemFilter (arXiv
-2409.17422) reads the chosen tokens again from the model's first layer, so that no layer holds
-another.
+package's votes: pooled so that they fade forward, and the highest over all query heads, where the
+authors take the mean. GemFilter (arXiv 2409.17422) reads the chosen tokens again from the model's
+first layer, so that no layer holds another.
 
 Neither is exact: the first token is no longer the full model's, and what does not go on is lost for
 the upper layers, whatever is asked later.
@@ -45,8 +45,11 @@ class _TokensThatGoOn(SnapKV):
     least_tokens: int = DEFAULT_LEAST_TOKENS
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The mean over the heads: (B, 1, P) float32."""
-        return super().score(layer).mean(dim=1, keepdim=True)
+        """The highest over all query heads: (B, 1, P) float32.
+
+        Few heads look for what is copied; in a mean over all of them it is lost.
+        """
+        return super().score(layer).amax(dim=1, keepdim=True)
 
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
         """The share, the least, and whatever is protected."""

@@ -10,8 +10,8 @@ import pytest
 from rouge import Rouge
 
 from snapkv.lab.evaluate import metrics
-from snapkv.lab.evaluate.packages import package_file
 from snapkv.lab.evaluate.rouge import rouge_l
+from snapkv.packages import package_file
 from tests.lab.evaluate import longbench_oracle as oracle
 
 DATA = ("data", "synthetic", "json")

@@ -9,8 +9,8 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.haystack import Haystack, essays, load_haystack, python_topics
-from snapkv.lab.evaluate.packages import package_file
 from snapkv.lab.evaluate.tasks import Needle
+from snapkv.packages import package_file
 
 SENTENCE = (
     "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "

@@ -7,12 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
+from snapkv import packages, word_index
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
-from snapkv.lab.evaluate import packages
 from snapkv.lab.evaluate.corpora import Passage, load_corpus
 from snapkv.lab.evaluate.reranking import Reranker
 from snapkv.lab.evaluate.retrieval import Index, corpus_index
-from snapkv.library import bm25
 
 PASSAGES = (
     Passage(title="Rivers", text="The Elbe flows through Hamburg and Dresden."),
@@ -102,9 +101,9 @@ def test_the_order_is_that_of_bm25_computed_by_hand():
 
 @pytest.mark.parametrize(("module", "package"), [("bm25s", "bm25s"), ("Stemmer", "PyStemmer")])
 def test_a_missing_package_is_named_with_its_command(monkeypatch, module, package):
-    real = bm25.importlib.util.find_spec
+    real = word_index.importlib.util.find_spec
     monkeypatch.setattr(
-        bm25.importlib.util, "find_spec", lambda name: None if name == module else real(name)
+        word_index.importlib.util, "find_spec", lambda name: None if name == module else real(name)
     )
     with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '(?i:{package})"):
         Index(PASSAGES)

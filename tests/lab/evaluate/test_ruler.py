@@ -11,13 +11,13 @@ from snapkv.app.answering import answer
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.fitting import needed_tokens
-from snapkv.lab.evaluate.packages import package_file
 from snapkv.lab.evaluate.runner import Method, Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.tasks.ruler import GENERATORS, Ruler
 from snapkv.lab.evaluate.tasks.ruler.needle import NOISE, sentences
 from snapkv.lab.evaluate.tasks.ruler.puzzle import Wanted
 from snapkv.lab.evaluate.words import words
+from snapkv.packages import package_file
 from snapkv.policies import FullCache, SnapKV
 
 ESSAY = tuple(" ".join(f"This is sentence {i}." for i in range(200)).split())

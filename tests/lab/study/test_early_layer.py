@@ -1,6 +1,7 @@
 """From which layer on tokens may be left out: the rule by hand, and a search on the demo model."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,23 @@ from snapkv.policies import PromptLayer
 from snapkv.prefill.early_layer import known_early_layer
 from tests.families import tiny_model
 
-SMALL = EarlyLayer(samples=2, document_tokens=150, digits=4, keep_ratio=0.4, budget=40, tries=1)
+SMALL = EarlyLayer(
+    samples=2, document_tokens=150, digits=4, keep_ratio=0.4, budget=40, tries=1, rivals=1
+)
+
+
+def test_rivals_stand_in_order_at_equal_distances_and_differ(demo):
+    ids = demo.tokenizer("The garden is quiet and the path is long. " * 12)["input_ids"]
+    options = {"count": 10, "digits": 5, "seed": "1"}
+    found = copying.with_rivals(demo.tokenizer, ids, **options)
+    lines = [line for line in demo.tokenizer.decode(found).splitlines() if "secret" in line]
+    codes = [re.fullmatch(r"The secret code of the (.+) is (\d{5})\.", line) for line in lines]
+    names, numbers = zip(*(code.groups() for code in codes), strict=True)
+    assert names[0] == "library"
+    assert names[-1] == "museum 2"
+    assert len(set(names)) == len(set(numbers)) == 10
+    assert copying.with_rivals(demo.tokenizer, ids, **options) == found
+    assert copying.with_rivals(demo.tokenizer, ids, count=0, digits=5, seed="1") == ids
 
 
 def made_layer(attended):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.packages import package_file
+from snapkv.packages import package_file
 
 CorpusName = Literal["hotpotqa", "squad"]
 

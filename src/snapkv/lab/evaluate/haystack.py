@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.app import text_files
-from snapkv.lab.evaluate.packages import find_package_file
 from snapkv.lab.evaluate.task import Task
+from snapkv.packages import find_package_file
 
 
 @dataclass(frozen=True, kw_only=True)

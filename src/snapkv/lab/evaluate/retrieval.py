@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from snapkv.lab.evaluate.corpora import CorpusName, Passage, load_corpus
-from snapkv.library.bm25 import WordIndex
+from snapkv.word_index import WordIndex
 
 
 class Index:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from snapkv.lab.evaluate.packages import package_file
+from snapkv.packages import package_file
 
 WordList = Literal["noun", "adjective", "verb"]
 

