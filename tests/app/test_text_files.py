@@ -118,6 +118,18 @@ def test_a_folder_gives_its_text_files_in_order(tmp_path):
     assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
 
 
+def test_a_folder_is_read_without_the_libraries_in_it(tmp_path):
+    kept = ["a.txt", "other/documents/b.json", "other/library.json"]
+    skipped = ["library.json", "library.lock", "documents/1.json"]
+    for name in kept + [f"below/made/{name}" for name in skipped]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}")
+    (tmp_path / "below/made/library.json").write_text('{\n "format": "snapkv library 1",\n}')
+    read = text_files.read([str(tmp_path)])
+    assert [document.name for document in read] == [str(tmp_path / name) for name in kept]
+
+
 def bad_file(name, data):
     def make(folder):
         (folder / name).write_bytes(data)

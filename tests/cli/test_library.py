@@ -241,6 +241,8 @@ def test_names_are_removed_and_others_refused(snapkv, added):
     assert done.status == 2
     assert "did you mean papers/garden.txt?" in done.err
     assert (added / "papers/loan.txt").exists()
+    garden = added / "papers" / ".." / "papers" / "garden.txt"
+    assert snapkv("library", "remove", "lib", garden).out == "removed: papers/garden.txt\n"
 
 
 def test_another_model_is_refused_with_both_names(snapkv, added, demo, monkeypatch):

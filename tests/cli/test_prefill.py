@@ -47,6 +47,7 @@ def test_a_way_of_reading_with_its_parameters(text, expected):
         ("selective:layer=0", "layer: expected"),
         ("selective:keep_ratio=some", "keep_ratio: expected a number"),
         ("selective:keep_ratio=2", "keep_ratio: expected a number in"),
+        ("selective:layer=1,layer=2", "expected every parameter once"),
         ("chunked:cap_tokens=0", "cap_tokens: expected"),
         ("layer-by-layer:chunk_tokens=99999999999999999999", "chunk_tokens: expected at most"),
     ],

@@ -188,6 +188,27 @@ def test_a_document_beyond_the_positions_fails_by_name_and_others_go_on(library,
     assert "'long'" in outcomes[0].reason
 
 
+def test_documents_that_are_none_or_gone_are_refused_in_both_ways_of_reading(library, tiny):
+    hits = library.search("rent", 1)
+    library.remove([hits[0].name])
+    for call in (library.inputs, library.token_ids):
+        with pytest.raises(LibraryError, match="hits: expected at least one"):
+            call(tiny.model, tiny.tokenizer, "Rent?", [])
+        with pytest.raises(LibraryError, match="expected the document 'lease' to be there"):
+            call(tiny.model, tiny.tokenizer, "Rent?", hits)
+
+
+def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, notices):
+    library = Library(tmp_path / "l", on_notice=notices.append)
+    library.add(tiny.model, tiny.tokenizer, TEXTS.items(), AdaKV(KVzip(keep_ratio=0.5)))
+    hits, few = library.search("rent roses bank"), SnapKV(30, window_size=4)
+    for policy, recompute in ((None, 0), (FullCache(), 0), (few, 1), (few, 0)):
+        assert not notices
+        library.inputs(tiny.model, tiny.tokenizer, "?", hits, policy=policy, recompute=recompute)
+    assert len(notices) == 1
+    assert "policy: snapkv drops nothing of these documents" in notices[0]
+
+
 def test_removed_documents_are_gone_with_their_files(library):
     assert [record.name for record in library.remove(["loan"])] == ["loan"]
     assert len(caches(library)) == len(library.documents) == 2
@@ -297,3 +318,5 @@ def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):
         library.add(tiny.model, tiny.tokenizer, [("x", " \n")])
     with pytest.raises(ValueError, match="got two under 'x'"):
         library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])
+    with pytest.raises(ValueError, match=r"text: expected Unicode text, got '\\ud800', half of"):
+        library.add(tiny.model, tiny.tokenizer, [("x", "a\ud800")])

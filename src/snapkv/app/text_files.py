@@ -69,11 +69,12 @@ def read(
 
     A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
     input. A folder stands for all text files below it, sorted by path; hidden files, folders of
-    version control, caches and third-party code, and files that are empty or not text are left
-    out of it. So are files that should have text and cannot be read, and each is named once, as
-    "skipped: name: reason". A file that is named as a source is never left out: it is read or
-    refused. Where only a part of a file could be read (a PDF that was cut off, or has pages without
-    text; HTML without its end), that is said once, as "partly read: name: reason".
+    version control, caches, third-party code and libraries that `snapkv library` has made, and
+    files that are empty or not text are left out of it. So are files that should have text and
+    cannot be read, and each is named once, as "skipped: name: reason". A file that is named as a
+    source is never left out: it is read or refused. Where only a part of a file could be read (a
+    PDF that was cut off, or has pages without text; HTML without its end), that is said once, as
+    "partly read: name: reason".
 
     Args:
         sources: files, folders or "-".
@@ -203,16 +204,25 @@ def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
 
 
 def _files_below(folder: Path, without: Path | None) -> list[Path]:
-    """Regular files below a folder, sorted by path, without hidden and third-party ones."""
+    """Regular files below a folder, sorted by path, without hidden, third-party and our own."""
     paths = []
     left_out = None if without is None else os.path.realpath(without)
     for place, folders, files in os.walk(folder):
-        if left_out is not None and os.path.realpath(place) == left_out:
+        if os.path.realpath(place) == left_out or _is_library(place):
             folders.clear()
             continue
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and name[0] != "."]
         paths += [Path(place, name) for name in files if name[0] != "."]
     return sorted(path for path in paths if path.is_file())
+
+
+def _is_library(folder: str) -> bool:
+    """Whether `snapkv library` has made the folder, of documents that were read already."""
+    try:
+        with open(os.path.join(folder, "library.json"), "rb") as file:
+            return b'"snapkv library ' in file.read(64)
+    except OSError:
+        return False
 
 
 def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> TextFile:

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from snapkv.cache.identity import LayerIdentity, SpanRule, TurnRule
 from snapkv.cache.notes import DecodeNotes
-from snapkv.cache.slots import SlotMap
+from snapkv.cache.slots import SlotMap, require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
@@ -149,38 +149,27 @@ class CompressedLayer(DynamicLayer):
             self.notes = self.notes.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; takes a non-positive count, as transformers does.
-
-        Raises:
-            InvalidArgumentError: a positive count, or more than can be taken back: of a compressed
-                prompt only the run of tokens at its end is still whole.
-        """
+        """Forget the last tokens; count and errors as in `require_croppable`."""
         self.require_croppable(tokens_to_remove)
         self.take_back(-tokens_to_remove)
 
     def require_croppable(self, tokens_to_remove: int) -> None:
-        """Refuse what `crop` would refuse, and recall what it would, before any layer is cropped.
+        """Recall what a crop needs; takes a non-positive count, as transformers does.
 
         Raises:
-            InvalidArgumentError: as `crop`.
+            InvalidArgumentError: a positive count, or tokens that some head does not hold.
         """
-        if tokens_to_remove > 0:
-            raise InvalidArgumentError(
-                f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
-                f"{tokens_to_remove}; pass -n to remove the last n tokens"
-            )
-        count = -tokens_to_remove
+        count, is_compressed = require_removable(tokens_to_remove), self.slots.kept is not None
         if not count:
             return
-        recalls = self.offloaded is not None and self.slots.kept is not None
-        if recalls and count > self.slots.whole_tail(self.store):
-            self.recall()
-        if not self.is_croppable and self.slots.kept is not None:
+        if self.offloaded is not None and is_compressed:
+            if count > self.slots.whole_tail(self.store):
+                self.recall()
+        elif is_compressed and not self.is_croppable:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most 0, since none of the tokens that "
-                f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
-                "the cache and read the shorter text again, or use a policy that only compresses "
-                "prompts"
+                f"{self.policy.name} has counted and evicted by is still whole, got {count}; read "
+                "the shorter text into an empty cache, or use a policy that only compresses prompts"
             )
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
 
@@ -305,20 +294,19 @@ class CompressedLayer(DynamicLayer):
         if eviction.keep_indices is None:
             self.notes = replace(self.notes, slot_scores=scores)
             return
-        slots, seen, fillers = self.store.slots, self.seen_tokens, self.slots.fillers
+        slots, seen = self.store.slots, self.seen_tokens
         kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
         columns = self.slots.columns_of(kept, self.store)
         scores = None if scores is None else _of_slots(scores, kept, kept.shape[1])
         self.notes = replace(self.notes, slot_scores=scores)
-        if isinstance(self.store, RaggedStore) or not eviction.parts_heads:
-            self.store = self.store.keep(kept, slots)
-        else:
+        if eviction.parts_heads and not isinstance(self.store, RaggedStore):
             self.store = RaggedStore.gather(self.store, kept, slots)
+        else:
+            self.store = self.store.keep(kept, slots)
         if isinstance(self.store, RaggedStore):
             fillers = None  # its heads hold none
-        else:
-            left = fillers_left(slots, kept.shape[-1], fillers)
-            fillers = left if eviction.filler_tokens is None else eviction.filler_tokens
+        elif (fillers := eviction.filler_tokens) is None:
+            fillers = fillers_left(slots, kept.shape[-1], self.slots.fillers)
         self.slots = self.slots.chosen(columns, seen, fillers=fillers)
         self._move_sinks(eviction.sink_tokens)
 

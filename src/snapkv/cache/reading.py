@@ -78,6 +78,18 @@ class Reading:
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts = 0, False
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back from all layers.
+
+        Raises:
+            InvalidArgumentError: a layer refuses; then none has changed.
+        """
+        for layer in self.layers:
+            layer.require_croppable(tokens_to_remove)
+        for layer in self.layers:
+            layer.take_back(-tokens_to_remove)
+        self.forget_unread_end()
+
     def forget_unread_end(self) -> None:
         """Tokens were taken back: an end that they reached is to be announced again."""
         if self.prompt_end is not None and self.seen_tokens < self.prompt_end:

@@ -257,6 +257,20 @@ class SlotMap(RowRecord):
         )
 
 
+def require_removable(tokens_to_remove: int) -> int:
+    """How many of the last tokens a crop takes back, of a count as transformers has it.
+
+    Raises:
+        InvalidArgumentError: a positive count.
+    """
+    if tokens_to_remove > 0:
+        raise InvalidArgumentError(
+            f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
+            f"{tokens_to_remove}; pass -n to remove the last n tokens"
+        )
+    return -tokens_to_remove
+
+
 def pads_first(visible: Tensor) -> Tensor:
     """(..., N) int64: the order that puts what is not visible in front of the rest."""
     return visible.byte().argsort(dim=-1, stable=True)

@@ -22,7 +22,13 @@ def read_prefill(text: str) -> Prefill:
             f"prefill: expected one of {', '.join(PREFILLS)}, got {name!r}{nearest(name, PREFILLS)}"
         )
     kind = PREFILLS[name]
-    return kind(**dict(_parameter(kind, part) for part in rest.split(",") if part.strip()))
+    given = [_parameter(kind, part) for part in rest.split(",") if part.strip()]
+    parameters = dict(given)
+    if len(parameters) < len(given):
+        raise InvalidArgumentError(
+            f"prefill: expected every parameter once, got {text!r}; leave the repeated one out"
+        )
+    return kind(**parameters)
 
 
 def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:

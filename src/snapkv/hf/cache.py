@@ -181,18 +181,13 @@ class CompressedCache(Cache):
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
 
         Raises:
-            InvalidArgumentError: a positive number, or more than every layer can take back; then
-                none has.
+            InvalidArgumentError: a positive number, or more than can be taken back in any layer.
         """
-        for layer in self.reading.layers:
-            layer.require_croppable(tokens_to_remove)
+        self.reading.crop(tokens_to_remove)
         for layer in self.layers:
-            if isinstance(layer, CompressedLayer):
-                layer.take_back(-tokens_to_remove)
-            else:
+            if not isinstance(layer, CompressedLayer):
                 layer.crop(tokens_to_remove)
         self._padding.forget()
-        self.reading.forget_unread_end()
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""

@@ -26,8 +26,8 @@ from snapkv.library.frame import question_ids
 from snapkv.library.parts import Part, joined_ids
 from snapkv.library.reader import Reader
 from snapkv.library.records import Record, Text, digest_of, each_once, keys_of, unique_name
-from snapkv.library.searching import Hit, Passages
-from snapkv.policies import Policy
+from snapkv.library.searching import Hit, Passages, gone, require_some
+from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits
 from snapkv.validation import require_int
 
@@ -250,6 +250,7 @@ class Library:
             question: what is asked.
             hits: which documents, see `search`; they stand in the prompt in this order.
             policy: what to keep of them for the question; `snapkv.default_policy()` by default.
+                A notice says where it drops nothing, see `blending.blend`.
             recompute: the fraction of tokens to compute anew, see `blending.blend`.
             answer_start: text that the answer begins with.
 
@@ -263,6 +264,12 @@ class Library:
         """
         parts = self.parts(model, tokenizer, hits)
         cache = blend(model, parts, policy, recompute=recompute)
+        if not (cache.reading.is_open or policy is None or isinstance(policy, FullCache)):
+            self._on_notice(
+                f"policy: {policy.name} drops nothing of these documents, whose heads or layers "
+                "hold different numbers of tokens since they were added; pass recompute=1, or "
+                "keep documents whole"
+            )
         asked = torch.tensor([question_ids(tokenizer, question, answer_start)])
         ids = torch.cat([joined_ids(parts), asked.to(model.device)], dim=1)
         mask = torch.ones_like(ids)
@@ -281,20 +288,20 @@ class Library:
 
         Arguments and errors as in `inputs`.
         """
+        require_some(hits)
         reader = self._reader(model, tokenizer, self.required())
         records, _ = self._folder.records()
-        read = [reader.own_ids(records[hit.key]) for hit in hits if hit.key in records]
+        for hit in hits:
+            if hit.key not in records:
+                raise gone(hit)
+        read = [reader.own_ids(records[hit.key]) for hit in hits]
         asked = question_ids(tokenizer, question, answer_start)
         ids = [reader.about.prefix_ids, *read, asked]
         return torch.tensor([[token for part in ids for token in part]], device=model.device)
 
     def parts(self, model: PreTrainedModel, tokenizer: Any, hits: Sequence[Hit]) -> list[Part]:
         """The documents with their caches, for `blending.blend`; errors as in `inputs`."""
-        if not hits:
-            raise LibraryError(
-                "hits: expected at least one document, got none; ask with words that stand in "
-                "the library's documents"
-            )
+        require_some(hits)
         reader = self._reader(model, tokenizer, self.required())
         return [self._part(reader, hit) for hit in hits]
 
@@ -366,10 +373,7 @@ class Library:
             if now == record:
                 return self._mended(reader, record, fault)
             record = now
-        raise LibraryError(
-            f"library: expected the document {hit.name!r} to be there, got none, since it was "
-            "removed or its record damaged meanwhile; search again"
-        )
+        raise gone(hit)
 
     def _mended(self, reader: Reader, record: Record, fault: Fault) -> Part:
         """Read a document again whose file is damaged, and write it where that is possible."""

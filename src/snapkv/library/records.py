@@ -2,9 +2,9 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
@@ -37,7 +37,8 @@ class Text:
         """Refuse what cannot be a document.
 
         Raises:
-            InvalidTypeError: not texts. InvalidArgumentError: an empty one.
+            InvalidTypeError: not texts.
+            InvalidArgumentError: an empty one, or one that has no UTF-8.
         """
         for argument in ("name", "text"):
             value = getattr(self, argument)
@@ -50,12 +51,24 @@ class Text:
                     f"{argument}: expected a text, got an empty one in {self.name!r}; leave the "
                     "document out"
                 )
+            _require_unicode(argument, value, self.name)
 
     @property
     def key(self) -> str:
         """What files of this document are named by."""
         told = f"text\0{self.name}" if self.source is None else f"file\0{self.source}"
         return digest_of(told)[:_KEY_DIGITS]
+
+
+def _require_unicode(argument: str, value: str, name: str) -> None:
+    """Refuse what no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"{argument}: expected Unicode text, got {value[error.start]!r}, half of a character, "
+            f"in {name!r}; decode it with errors='replace'"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +163,7 @@ def keys_of(name: str, records: dict[str, Record]) -> list[str]:
     Raises:
         LibraryError: there is none.
     """
-    asked = (name, str(Path(name).absolute()))
+    asked = (name, os.path.abspath(name))
     found = [
         key for key, record in records.items() if record.name == name or record.source in asked
     ]

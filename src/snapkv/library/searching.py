@@ -1,9 +1,10 @@
 """Finding the documents of a library that fit a question."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from snapkv.errors import LibraryError
 from snapkv.library.embeddings import TextEmbeddings
 from snapkv.library.passages import Span, lines_of
 from snapkv.library.records import Record
@@ -85,4 +86,25 @@ def _hit(record: Record, span: Span, score: float) -> Hit:
         lines=lines_of(record.text, span),
         passage=record.text[slice(*span)],
         tokens=record.tokens,
+    )
+
+
+def require_some(hits: Sequence[Hit]) -> None:
+    """Refuse to ask no document at all.
+
+    Raises:
+        LibraryError: there is no hit.
+    """
+    if not hits:
+        raise LibraryError(
+            "hits: expected at least one document, got none; ask with words that stand in the "
+            "library's documents"
+        )
+
+
+def gone(hit: Hit) -> LibraryError:
+    """What to raise where a document that was found is not there any more."""
+    return LibraryError(
+        f"library: expected the document {hit.name!r} to be there, got none, since it was removed "
+        "or its record damaged meanwhile; search again"
     )
