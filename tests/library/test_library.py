@@ -320,3 +320,15 @@ def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):
         library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])
     with pytest.raises(ValueError, match=r"text: expected Unicode text, got '\\ud800', half of"):
         library.add(tiny.model, tiny.tokenizer, [("x", "a\ud800")])
+
+
+def test_names_stay_on_their_line(tmp_path, tiny):
+    library = Library(tmp_path / "library")
+    documents = [("two\nlines \x1b[31mred", "Of some length.")]
+    assert [each.what for each in library.add(*pair_of(tiny), documents)] == ["read"]
+    assert [record.name for record in library.documents] == ["two lines  [31mred"]
+    assert [each.what for each in library.add(*pair_of(tiny), documents)] == ["skipped"]
+
+
+def pair_of(loaded):
+    return loaded.model, loaded.tokenizer

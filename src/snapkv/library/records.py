@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
@@ -149,12 +149,18 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
     found: dict[str, Text] = {}
     for each in documents:
         text = each if isinstance(each, Text) else Text(name=each[0], text=each[1])
+        text = replace(text, name=_printable(text.name))
         if found.setdefault(text.key, text).text != text.text:
             raise InvalidArgumentError(
                 f"documents: expected one text under a name, got two under {text.name!r}; give one "
                 "of them another name"
             )
     return list(found.values())
+
+
+def _printable(name: str) -> str:
+    """A name that stays on its line, in a terminal and in a prompt."""
+    return "".join(each if each.isprintable() else " " for each in name)
 
 
 def keys_of(name: str, records: dict[str, Record]) -> list[str]:

@@ -131,8 +131,8 @@ class _Rule:
         """
         if cache.get_seq_length() or tokens == 1:
             return None
-        self._require_whole_prompt(cache, tokens)
         _require_suitable(cache)
+        self._require_whole_prompt(cache, tokens)
         return Narrowing(
             first_layer=self.first_layer, prompt_tokens=tokens, choose=self.policy.choose
         )
