@@ -21,8 +21,8 @@ all methods, one after the other, in an order that turns.
 The questions about Python are sentences to complete, written close to the text and chosen so that
 this small model completes most of them where it reads everything: "right in full" says nothing
 about the model, only differences between the rows count, and copying a phrase is easier than
-answering. A right answer has all of its tokens the likeliest when it is fed to the model; the loss is
-the mean over the answers' tokens, in nats.
+answering. A right answer has all of its tokens the likeliest when it is fed to the model; the loss
+is the mean over the answers' tokens, in nats.
 
 Rendered from `library.jsonl` by `python -m benchmarks.library`."""
 

@@ -168,8 +168,9 @@ class CompressedLayer(DynamicLayer):
         elif is_compressed and not self.is_croppable:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most 0, since none of the tokens that "
-                f"{self.policy.name} has counted and evicted by is still whole, got {count}; read "
-                "the shorter text into an empty cache, or use a policy that only compresses prompts"
+                f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
+                "the cache and read the shorter text again, or use a policy that only compresses "
+                "prompts"
             )
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
 
