@@ -41,8 +41,8 @@ from snapkv.policies import default_policy
 LAYER, RATIO = 16, 0.15
 """What `snapkv study early-layer` has found of the demo model, and the default share."""
 
-LAYERS = (8, 19)
-RATIOS = (0.05, 0.3)
+LAYERS = (19,)
+RATIOS = (0.3,)
 BUDGET = 256
 SHAPE, SHAPE_LAYERS = "smollm2-135m", 6
 
@@ -89,11 +89,11 @@ class Size:
     """
 
     tokens: int = 4096
-    rounds: int = 5
+    rounds: int = 4
     shape_tokens: int = 16384
-    shape_rounds: int = 3
+    shape_rounds: int = 2
     documents: int = 10
-    lengths: tuple[int, ...] = (1024, 2048)
+    lengths: tuple[int, ...] = (1024,)
     depths: int = 5
     each: int = 2
 
