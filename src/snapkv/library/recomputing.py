@@ -23,7 +23,13 @@ from transformers.cache_utils import Cache
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attention import plain_name
 from snapkv.library.joining import JoinedLayer
-from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+from snapkv.prefill.decoder import (
+    ReadEnough,
+    at_places,
+    decoder_layers,
+    require_by_token,
+    standing_in,
+)
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -32,10 +38,6 @@ _PIECE_TOKENS = 256
 
 States = tuple[Tensor, Tensor]
 """Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
-
-
-class _Enough(Exception):  # noqa: N818 - no error: what the pass was for is known
-    """The keys and values of a layer are known, and what it attends to is of no use."""
 
 
 def require_recomputable(model: PreTrainedModel) -> str:
@@ -76,7 +78,7 @@ def recompute(
         for index, layer in enumerate(decoder_layers(model))
         if index
     }
-    with standing_in(forwards), suppress(_Enough):
+    with standing_in(forwards), suppress(ReadEnough):
         model.get_decoder()(input_ids=input_ids, past_key_values=again, use_cache=True)
     return again.joined
 
@@ -113,7 +115,7 @@ class _SecondReading(Cache):
         """Hold the new keys and values of a layer; returns those that it attends to.
 
         Raises:
-            _Enough: nobody needs what the layer attends to.
+            ReadEnough: nobody needs what the layer attends to.
         """
         states = key_states, value_states
         if layer_idx == 0:
@@ -127,7 +129,7 @@ class _SecondReading(Cache):
     def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> None:
         self.joined[layer_idx].put(tokens, *states)
         if layer_idx == len(self.joined) - 1:
-            raise _Enough
+            raise ReadEnough
 
     def _read_second(self, states: States) -> States:
         """Choose when the layer is read by all tokens; the chosen ones then see all that were."""
@@ -135,7 +137,7 @@ class _SecondReading(Cache):
             self._second = states
             self.chosen = most_changed(self.joined[1].deviation(*states), self._count)
             self._hold(1, self._every_token, states)
-            raise _Enough
+            raise ReadEnough
         keys, values = self._second
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
 
@@ -189,10 +191,10 @@ class _SecondReading(Cache):
         tokens = self.joined[0].tokens
         require_by_token(args, kwargs, tokens)
         if self.chosen is None:
-            with suppress(_Enough):
+            with suppress(ReadEnough):
                 forward(hidden_states, **kwargs)
         if self.chosen is None or len(self.joined) == 2:
-            raise _Enough
+            raise ReadEnough
         if hidden_states.shape[1] == tokens:
             hidden_states = at_places(hidden_states, self.chosen[None])
         kwargs.pop("attention_mask", None)
@@ -214,10 +216,10 @@ class _SecondReading(Cache):
             part = hidden_states[:, self._start : self._stop]
             reached = {name: at_places(each, self._reading[None]) for name, each in others.items()}
             mask = self._as_taken(self._visible(layer_idx), part.dtype)
-            with suppress(_Enough):
+            with suppress(ReadEnough):
                 outputs.append(forward(part, attention_mask=mask, **reached))
         if not outputs:
-            raise _Enough
+            raise ReadEnough
         if isinstance(outputs[0], tuple):
             return (torch.cat([output[0] for output in outputs], dim=1),)
         return torch.cat(outputs, dim=1)

@@ -54,6 +54,10 @@ def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[No
             vars(module).pop("forward", None)
 
 
+class ReadEnough(Exception):  # noqa: N818 - no error
+    """Raised out of a forward pass, what it was for being known; whoever began it catches it."""
+
+
 def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
     """Refuse arguments of a layer that are not known to belong to tokens one by one.
 

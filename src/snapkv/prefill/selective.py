@@ -27,7 +27,13 @@ from snapkv.cache.narrowing import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
-from snapkv.prefill.decoder import at_places, decoder_layers, require_by_token, standing_in
+from snapkv.prefill.decoder import (
+    ReadEnough,
+    at_places,
+    decoder_layers,
+    require_by_token,
+    standing_in,
+)
 from snapkv.prefill.early_layer import default_early_layer
 from snapkv.validation import SMALL_WINDOW, require_int
 
@@ -254,10 +260,6 @@ def _read_layer(
     return forward(hidden_states, **reached)
 
 
-class _Enough(Exception):  # noqa: N818 - no error: the layers before have read all they should
-    """The tokens that go on are chosen."""
-
-
 @contextlib.contextmanager
 def gemfilter(
     model: PreTrainedModel,
@@ -300,7 +302,7 @@ def _read_if_more(
     cache = kwargs.get("past_key_values")
     narrowing = cache.reading.narrowing if isinstance(cache, CompressedCache) else None
     if narrowing is not None and narrowing.choose is not None:
-        raise _Enough
+        raise ReadEnough
     return forward(hidden_states, *args, **kwargs)
 
 
@@ -315,7 +317,7 @@ def _read_chosen(rule: _Rule, forward: Callable[..., Any], *args: Any, **kwargs:
         return forward(*args, **kwargs)
     _require_no_pads(kwargs.get("attention_mask"))
     once = CompressedCache(rule.model, FullCache(), protect=cache.options["protect"])
-    with once.reading.narrowed(narrowing), contextlib.suppress(_Enough):
+    with once.reading.narrowed(narrowing), contextlib.suppress(ReadEnough):
         forward(*args, **kwargs | {"past_key_values": once})
     del once
     if narrowing.chosen is None:
