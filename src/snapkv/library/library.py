@@ -74,6 +74,8 @@ def _warn(line: str) -> None:
 class Library:
     """Documents in a folder, each read once by the same model.
 
+    ::
+
         library = Library("contracts.library")
         library.add(model, tokenizer, [("lease", lease_text), ("loan", loan_text)])
         hits = library.search("Who may terminate the lease?")
