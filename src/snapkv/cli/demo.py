@@ -16,7 +16,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.whole_numbers import TokenBudget, WholeNumber
-from snapkv.validation import AUTO, format_bytes
+from snapkv.validation import format_bytes
 
 FIRST = (
     "Which RFC requires the FNAME field to be Latin-1?",
@@ -37,7 +37,7 @@ class DemoOptions(ModelOptions):
         Any,
         panels.policy(metavar="INTEGER|auto", help="Tokens kept per head and layer"),
         TokenBudget(),
-    ] = AUTO
+    ] = 512
 
 
 @with_options(DemoOptions)
