@@ -145,7 +145,7 @@ def test_eval_compares_ways_of_reading_by_name(snapkv, demo, monkeypatch, tmp_pa
     kept = {}
     for sample in map(json.loads, samples):
         kept.setdefault(sample["method"], set()).add(sample["kept_tokens"])
-    assert max(kept[f"default@64 selective:{FEW},layer=1"]) < min(kept["default@64"]) + 1
+    assert max(kept[f"default@64 selective:{FEW},layer=1"]) < min(kept["default@64"])
     changed = ("--prefill", "exact", "--prefill", f"selective:{FEW},layer=1")
     again = snapkv(*needle, "--budget", 64, *changed, "--json")
     assert again.out == done.out

@@ -144,7 +144,13 @@ class Conversation:
 
     @classmethod
     def load(
-        cls, path: str | Path, loaded: LoadedModel, settings: GenerationSettings, policy: Policy
+        cls,
+        path: str | Path,
+        loaded: LoadedModel,
+        settings: GenerationSettings,
+        policy: Policy,
+        *,
+        prefill: Prefill | None = None,
     ) -> Self:
         """The conversation that `save` has written; it goes on with the policy it was saved with.
 
@@ -153,6 +159,7 @@ class Conversation:
             loaded: model and tokenizer, the same as then.
             settings: length and sampling of the answers to come.
             policy: used where it is the saved one, for methods that need a tokenizer.
+            prefill: how the turns to come are read; None for exactly, at once.
 
         Raises:
             CacheFileError: no such file, a damaged one, or a cache without a conversation.
@@ -168,6 +175,10 @@ class Conversation:
             )
         conversation = cls.__new__(cls)
         conversation._loaded, conversation._settings = loaded, settings
-        conversation._document, conversation.cache, conversation._prefill = "", cache, Exact()
+        conversation._document, conversation.cache, conversation._prefill = (
+            "",
+            cache,
+            prefill or Exact(),
+        )
         conversation._ids = beside["conversation"].to(loaded.model.device)
         return conversation

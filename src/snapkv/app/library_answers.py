@@ -11,8 +11,9 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.library.blending import DEFAULT_RECOMPUTE
 from snapkv.library.frame import question_ids
-from snapkv.library.library import RECOMPUTE, Library
+from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 
@@ -38,7 +39,7 @@ class LibraryQuestion:
     text: str
     hits: Sequence[Hit]
     settings: GenerationSettings
-    recompute: float = RECOMPUTE
+    recompute: float = DEFAULT_RECOMPUTE
     answer_start: str = ""
     search_ms: float = 0.0
     left_out: Sequence[Hit] = field(default_factory=list)
@@ -111,7 +112,7 @@ def look_up(
     documents: int,
     settings: GenerationSettings,
     *,
-    recompute: float = RECOMPUTE,
+    recompute: float = DEFAULT_RECOMPUTE,
     answer_start: str = "",
     by_meaning: bool = False,
 ) -> LibraryQuestion:

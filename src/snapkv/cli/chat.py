@@ -65,7 +65,7 @@ def chat(
     from snapkv.cli.loading import load_model
     from snapkv.cli.protection import protection_of
 
-    loaded = load_model(options)
+    loaded, reading = load_model(options), options.reading
     Chat(
         conversation=Conversation(
             loaded,
@@ -74,9 +74,9 @@ def chat(
             document=text_files.join(read),
             recall=recall,
             protection=protection_of(options, system=None),
-            prefill=options.reading,
+            prefill=reading,
         ),
-        load=lambda path: Conversation.load(path, loaded, settings, policy),
+        load=lambda path: Conversation.load(path, loaded, settings, policy, prefill=reading),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
         warnings=warnings,

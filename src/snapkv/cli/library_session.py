@@ -22,7 +22,8 @@ from snapkv.cli.progress import reading_progress
 from snapkv.cli.remedies import Try
 from snapkv.cli.session import show_answers
 from snapkv.kvzip import require_one_reading
-from snapkv.library.library import RECOMPUTE, Library
+from snapkv.library.blending import DEFAULT_RECOMPUTE
+from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.validation import DEFAULT
@@ -56,7 +57,7 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
         question,
         _DOCUMENTS if options.documents is None else options.documents,
         settings,
-        recompute=RECOMPUTE if options.recompute is None else options.recompute,
+        recompute=DEFAULT_RECOMPUTE if options.recompute is None else options.recompute,
         answer_start=options.answer_start,
         by_meaning=options.rerank,
     )

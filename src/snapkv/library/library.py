@@ -20,7 +20,7 @@ from snapkv.errors import (
     OutputError,
 )
 from snapkv.library.about import About
-from snapkv.library.blending import blend
+from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.folder import Fault, Folder
 from snapkv.library.frame import question_ids
 from snapkv.library.parts import Part, joined_ids
@@ -30,9 +30,6 @@ from snapkv.library.searching import Hit, Passages, gone, require_some
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits
 from snapkv.validation import require_int
-
-RECOMPUTE = 0.15
-"""The fraction of tokens that is computed anew by default, as in CacheBlend."""
 
 ProgressSink = Callable[[str, int, int], None]
 """Takes the name of the document that comes next, how many are done, and of how many."""
@@ -238,7 +235,7 @@ class Library:
         hits: Sequence[Hit],
         *,
         policy: Policy | None = None,
-        recompute: float = RECOMPUTE,
+        recompute: float = DEFAULT_RECOMPUTE,
         answer_start: str = "",
     ) -> dict[str, Any]:
         """What `model.generate` takes to answer a question about documents of this library.

@@ -39,11 +39,12 @@ def known_early_layer(model: PreTrainedModel) -> int | None:
     Args:
         model: in whatever dtype it was loaded.
     """
-    path = _file_of(model)
+    identity = _identity(model)  # reads a little of every weight, so once
+    path = _file_of(identity)
     if not path.exists():
         path = _PACKAGED / path.name
     try:
-        return _layer_in(path.read_bytes(), model)
+        return _layer_in(path.read_bytes(), identity, len(decoder_layers(model)) - 1)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -69,10 +70,11 @@ def remember_early_layer(
         OutputError: the file cannot be written; the one that was there still is.
     """
     require_int("layer", layer, minimum=1, maximum=len(decoder_layers(model)) - 1)
-    path = _file_of(model)
+    identity = _identity(model)
+    path = _file_of(identity)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"layer": layer, "model": _identity(model), "measured": dict(measured or {})}
+    found = {"layer": layer, "model": identity, "measured": dict(measured or {})}
     replace_file(path, json.dumps(found, indent=1) + "\n")
     return path
 
@@ -81,8 +83,8 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
     return identity_of(model, in_any_dtype=True)
 
 
-def _file_of(model: PreTrainedModel) -> Path:
-    digest = hashlib.sha256(json.dumps(_identity(model), sort_keys=True).encode()).hexdigest()
+def _file_of(identity: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return early_layers_folder() / f"{digest[:32]}.json"
 
 
@@ -91,16 +93,16 @@ def early_layers_folder() -> Path:
     return cache_folder() / "early-layers"
 
 
-def _layer_in(data: bytes, model: PreTrainedModel) -> int:
-    """The number that a file of this model holds.
+def _layer_in(data: bytes, identity: Mapping[str, Any], most: int) -> int:
+    """The number that a file of this model holds, which has one layer more than `most`.
 
     Raises:
         ValueError: another file.
     """
     found = json.loads(data)
-    if not isinstance(found, dict) or found.get("model") != _identity(model):
+    if not isinstance(found, dict) or found.get("model") != identity:
         raise ValueError("it does not describe this model")
-    layer, most = found.get("layer"), len(decoder_layers(model)) - 1
+    layer = found.get("layer")
     if type(layer) is not int or not 1 <= layer <= most:
         raise ValueError(f"expected a layer from 1 to {most}, got {layer!r}")
     return layer
