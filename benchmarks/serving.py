@@ -32,11 +32,11 @@ import torch
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import Document, make_documents
 from benchmarks.records import RESULTS, Row, read_rows, write_rows
-from benchmarks.serving_page import ANSWER_TOKENS, BLOCK_TOKENS, render
+from benchmarks.serving_page import ALONE, ANSWER_TOKENS, AT_ONCE, BLOCK_TOKENS, render
 from snapkv import CompressedCache, SnapKV
 from snapkv.app.models import LoadedModel, load, place_of
 from snapkv.lab.evaluate.haystack import load_haystack
-from snapkv.lab.measure.timing import alternate, ratios, spread
+from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 from snapkv.serving import engine_args
 from snapkv.serving.versions import installed
 
@@ -52,7 +52,8 @@ class Sizes:
         equal_prompts: prompts of the comparison with stock vLLM, of `equal_tokens` and fewer.
         library_prompts: prompts of the comparison with the library.
         requests: sent at once in the comparison of speed, `rounds` times.
-        blocks: what the pool holds, of 128 tokens.
+        blocks: what the tight pool holds, of 128 tokens; the ample one has room for all requests.
+        pairs: how often prompts are read by either engine, alone and `at_once`.
     """
 
     equal_prompts: int = 64
@@ -65,6 +66,13 @@ class Sizes:
     blocks: int = 112
     rounds: int = 2
     budget: int = 512
+    pairs: int = 16
+    at_once: int = 8
+
+    @property
+    def ample_blocks(self) -> int:
+        """Enough for every request whole, and one that vLLM keeps for itself."""
+        return self.requests * -(-(self.prompt_tokens + self.new_tokens) // BLOCK_TOKENS) + 1
 
 
 SMALL = Sizes(
@@ -78,6 +86,8 @@ SMALL = Sizes(
     blocks=12,
     rounds=1,
     budget=128,
+    pairs=2,
+    at_once=2,
 )
 VOTES = {"kernel_size": 13}
 
@@ -162,7 +172,7 @@ class Engine:
 
         def keep_and_note(*args: Any) -> torch.Tensor:
             indices: torch.Tensor = keep(*args)
-            noted.setdefault(args[3].prompt_tokens, []).append(indices)
+            noted.setdefault(args[2].prompt_tokens, []).extend(indices.split(1))
             return indices
 
         compressor._keep_indices = keep_and_note
@@ -235,11 +245,11 @@ def _generate(loaded: LoadedModel, ids: list[int], cache: CompressedCache | None
 
 
 @contextlib.contextmanager
-def both_engines(sizes: Sizes, prompt: list[int]) -> Iterator[dict[str, Engine]]:
+def both_engines(sizes: Sizes, prompt: list[int], blocks: int) -> Iterator[dict[str, Engine]]:
     """Stock vLLM and the plugin side by side, warm and ready all the time."""
     room = {
         "dtype": "bfloat16",
-        "blocks": sizes.blocks,
+        "blocks": blocks,
         "most_tokens": sizes.prompt_tokens + sizes.new_tokens,
     }
     engines = {"stock": Engine(budget=None, **room), "snapkv": Engine(budget=sizes.budget, **room)}
@@ -251,47 +261,69 @@ def both_engines(sizes: Sizes, prompt: list[int]) -> Iterator[dict[str, Engine]]
         engine.close()
 
 
-def reading(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
-    """Every prompt alone, up to its first token, by either engine in turns."""
-    with both_engines(sizes, documents[0].prompt_ids) as engines:
+def reading(sizes: Sizes, documents: list[Document], part: str, at_once: int) -> Iterator[Row]:
+    """Prompts up to their first tokens by either engine in turns, so many at once.
 
-        def read(engine: Engine) -> Callable[[], float]:
-            prompts = itertools.cycle([document.prompt_ids for document in documents])
-
-            def once() -> float:
-                start = time.perf_counter()
-                engine.answers([next(prompts)], 1)
-                return time.perf_counter() - start
-
-            return once
-
-        work = {name: read(engine) for name, engine in engines.items()}
-        seconds = alternate(work, rounds=len(documents), warmup_rounds=1)
-        yield {
-            "part": "reading",
+    Either engine begins every other pair.
+    """
+    blocks = sizes.ample_blocks
+    with both_engines(sizes, documents[0].prompt_ids, blocks) as engines:
+        spent = alternate(
+            {name: _read(engine, documents, at_once) for name, engine in engines.items()},
+            rounds=sizes.pairs,
+            warmup_rounds=1,
+        )
+        row = {
+            "part": part,
+            "prompts_at_once": at_once,
             "prompt_tokens": sizes.prompt_tokens,
-            "prompts": len(documents),
+            "pairs": sizes.pairs,
             "budget": sizes.budget,
-            "stock_seconds": spread(seconds["stock"], 3),
-            "snapkv_seconds": spread(seconds["snapkv"], 3),
-            "against_stock": spread(ratios(seconds["snapkv"], seconds["stock"]), 4),
+            "blocks": blocks,
         }
+        yield row | _wall_and_processor_time(spent)
+
+
+def _read(engine: Engine, documents: list[Document], at_once: int) -> Callable[[], Spent]:
+    prompts = itertools.cycle([document.prompt_ids for document in documents])
+
+    def once() -> Spent:
+        some = list(itertools.islice(prompts, at_once))
+        return spent_on(lambda: engine.answers(some, 1))
+
+    return once
+
+
+def _wall_and_processor_time(spent: dict[str, list[Spent]]) -> Row:
+    row: Row = {}
+    for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
+        seconds = {
+            name: [getattr(one, clock) / 1000 for one in of_engine]
+            for name, of_engine in spent.items()
+        }
+        row |= {f"{name}_{key}seconds": spread(of, 3) for name, of in seconds.items()}
+        of_pairs = ratios(seconds["snapkv"], seconds["stock"])
+        row[f"{key}against_stock"] = spread(of_pairs, 4)
+    return row
 
 
 def speed(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
-    """The same requests by either engine in turns."""
-    prompts = [document.prompt_ids for document in documents]
-    with both_engines(sizes, prompts[0]) as engines:
-        yield from _rounds(sizes, documents, engines)
+    """The same requests by either engine in turns, in a tight pool and in an ample one."""
+    for blocks in (sizes.blocks, sizes.ample_blocks):
+        with both_engines(sizes, documents[0].prompt_ids, blocks) as engines:
+            yield from _rounds(sizes, documents, engines, blocks)
 
 
-def _rounds(sizes: Sizes, documents: list[Document], engines: dict[str, Engine]) -> Iterator[Row]:
+def _rounds(
+    sizes: Sizes, documents: list[Document], engines: dict[str, Engine], blocks: int
+) -> Iterator[Row]:
     prompts = [document.prompt_ids for document in documents]
     for number in range(sizes.rounds):
-        for name, engine in engines.items():
-            start = time.perf_counter()
-            answers, steps = engine.answers(prompts, sizes.new_tokens)
+        for name in list(engines)[:: -1 if number % 2 else 1]:
+            start, processor = time.perf_counter(), time.process_time()
+            answers, steps = engines[name].answers(prompts, sizes.new_tokens)
             seconds = time.perf_counter() - start
+            processor = time.process_time() - processor
             print(f"round {number}, {name}: {seconds:.1f} s", file=sys.stderr)
             yield {
                 "part": "speed",
@@ -300,9 +332,10 @@ def _rounds(sizes: Sizes, documents: list[Document], engines: dict[str, Engine])
                 "requests": len(prompts),
                 "prompt_tokens": sizes.prompt_tokens,
                 "new_tokens": sizes.new_tokens,
-                "blocks": sizes.blocks,
+                "blocks": blocks,
                 "budget": sizes.budget if name == "snapkv" else None,
                 "seconds": round(seconds, 2),
+                "processor_seconds": round(processor, 2),
                 "prefill_seconds": round(sum(steps.prefill), 2),
                 "decode_seconds": round(sum(steps.decode), 2),
                 "decode_steps": len(steps.decode),
@@ -318,7 +351,7 @@ def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
     )
 
 
-PARTS = ("budget of the prompt", "library", "reading", "speed")
+PARTS = ("budget of the prompt", "library", ALONE, AT_ONCE, "speed")
 
 
 def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
@@ -342,12 +375,17 @@ def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
                 )
             ]
         ),
-        "reading": lambda: reading(sizes, documents(sizes.requests, sizes.prompt_tokens)),
+        ALONE: lambda: reading(
+            sizes, documents(sizes.requests, sizes.prompt_tokens), ALONE, at_once=1
+        ),
+        AT_ONCE: lambda: reading(
+            sizes, documents(sizes.requests, sizes.prompt_tokens), AT_ONCE, at_once=sizes.at_once
+        ),
         "speed": lambda: speed(sizes, documents(sizes.requests, sizes.prompt_tokens)),
     }
     description = loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"}
     for name in names:
-        dtype = "bfloat16" if name in ("reading", "speed") else "float32"
+        dtype = "bfloat16" if name in (ALONE, AT_ONCE, "speed") else "float32"
         model = description | {"dtype": dtype}
         for row in parts[name]():
             yield {**row, "votes": VOTES, "model": model, "environment": environment}

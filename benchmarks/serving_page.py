@@ -7,17 +7,29 @@ from benchmarks.records import Row, environment_line, markdown_table
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 32
+ALONE, AT_ONCE = "reading", "reading at once"
+"""Parts that read prompts up to their first tokens: one, and several."""
 
 
 def render(rows: Sequence[Row]) -> str:
     """The page, out of nothing but rows."""
     equal = next(row for row in rows if row["part"] == "budget of the prompt")
     library = next(row for row in rows if row["part"] == "library")
-    table = [_line(name, rows) for name in ("stock", "snapkv")]
-    read = next(row for row in rows if row["part"] == "reading")
     fast = [row for row in rows if row["part"] == "speed"]
+    pools = sorted({row["blocks"] for row in fast})
+    table = [_line(name, blocks, fast) for blocks in pools for name in ("stock", "snapkv")]
+    read = [_read(row) for row in rows if row["part"] in (ALONE, AT_ONCE)]
     first = fast[0]
-    header = ("engine", "seconds", "prefill s", "decode s", "decode steps", "most at once", "found")
+    header = (
+        "blocks",
+        "engine",
+        "seconds",
+        "prefill s",
+        "decode s",
+        "decode steps",
+        "most at once",
+        "found",
+    )
     return f"""# Serving: stock vLLM and compressed prompts
 
 {environment_line(fast)}, vLLM {rows[0]["environment"]["vllm"]}.
@@ -32,22 +44,39 @@ layer and KV head) are those of `CompressedCache`, and {library["same_answers"]}
 of transformers.
 
 {first["requests"]} requests of {first["prompt_tokens"]:,} prompt and {first["new_tokens"]} new
-tokens at once, in {first["blocks"]} blocks of {BLOCK_TOKENS} tokens, bfloat16; kernel
+tokens at once, in pools of so many blocks of {BLOCK_TOKENS} tokens, bfloat16; kernel
 {first["votes"]["kernel_size"]}, max pooling. Either engine in turns, median of the rounds. "Found"
 are the magic numbers in the answers.
 
 {markdown_table(header, table)}
 
-Reading one prompt of {read["prompt_tokens"]:,} tokens up to its first token, nothing else running:
-{read["stock_seconds"]["p50"]:.2f} s by stock vLLM, {read["snapkv_seconds"]["p50"]:.2f} s with its
-compression; the median ratio of {read["prompts"]} pairs is {read["against_stock"]["p50"]:.3f}
-({read["against_stock"]["p20"]:.3f} to {read["against_stock"]["p80"]:.3f}; commit
-{read["environment"]["commit"]}).
+Reading prompts up to their first tokens, nothing else running; a pair is a run of either engine,
+right after one another, and which begins is turned every pair:
+
+{chr(10).join(read)}
 """
 
 
-def _line(name: str, rows: Sequence[Row]) -> list[str]:
-    mine = [row for row in rows if row.get("engine") == name]
+def _read(row: Row) -> str:
+    at_once = row.get("prompts_at_once", 1)
+    prompts = "one prompt" if at_once == 1 else f"{at_once} prompts at once"
+    clocks = [("seconds", "seconds", "against_stock")]
+    if "processor_against_stock" in row:
+        clocks.append(("processor_seconds", "of processor time", "processor_against_stock"))
+    said = [
+        f"{row[f'stock_{key}']['p50']:.2f} {what} by stock vLLM, {row[f'snapkv_{key}']['p50']:.2f} "
+        f"with compression, median ratio {row[ratio]['p50']:.3f} ({row[ratio]['p20']:.3f} to "
+        f"{row[ratio]['p80']:.3f})"
+        for key, what, ratio in clocks
+    ]
+    return (
+        f"- {prompts} of {row['prompt_tokens']:,} tokens, {row.get('pairs', 16)} pairs: "
+        f"{'; '.join(said)}; commit {row['environment']['commit']}"
+    )
+
+
+def _line(name: str, blocks: int, rows: Sequence[Row]) -> list[str]:
+    mine = [row for row in rows if row["engine"] == name and row["blocks"] == blocks]
 
     def median(key: str) -> float:
         return statistics.median(row[key] for row in mine)
@@ -55,4 +84,4 @@ def _line(name: str, rows: Sequence[Row]) -> list[str]:
     label = name if mine[0]["budget"] is None else f"{name}, budget {mine[0]['budget']}"
     seconds = [f"{median(f'{part}seconds'):.1f}" for part in ("", "prefill_", "decode_")]
     counts = [f"{median(key):.0f}" for key in ("decode_steps", "most_running")]
-    return [label, *seconds, *counts, f"{median('needles'):.0f}/{mine[0]['requests']}"]
+    return [str(blocks), label, *seconds, *counts, f"{median('needles'):.0f}/{mine[0]['requests']}"]

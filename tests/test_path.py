@@ -58,6 +58,7 @@ def test_the_path_has_all_its_steps():
     assert [command.split()[1] for command, _ in BLOCKS] == ["ask", "inspect", "plan"]
 
 
+@pytest.mark.docs
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     """Cell by cell in one fresh process, as a kernel would, without a network."""
     cells = json.loads((ROOT / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"]

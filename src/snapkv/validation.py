@@ -25,6 +25,12 @@ DEFAULT_KERNEL = 7
 DEFAULT_DECAY = 0.935
 FADING_SINKS = 4
 
+MAX_WINDOW_SIZE = 128
+"""The longest window that a server takes by itself: votes cost as much as their window is long."""
+
+MAX_KERNEL_SIZE = 129
+"""The widest kernel that a server takes by itself: pooling costs as much as the kernel is wide."""
+
 POOLINGS = ("max", "avg", "fading")
 GROUP_REDUCTIONS = ("mean", "max", "sum", "none")
 

@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from snapkv.app import answering
 
 
+@pytest.mark.slow
 def test_both_caches_answer_in_an_order_that_favours_neither_and_a_library_answers_again(
     snapkv, demo_only, monkeypatch
 ):

@@ -61,6 +61,7 @@ def test_a_cache_that_keeps_everything_drafts_what_is_accepted():
     assert tally.acceptance_length == (NEW - 1) / 4
 
 
+@pytest.mark.slow
 def test_sampling_draws_from_the_full_caches_distribution():
     """The second token's frequencies over many runs, against the model's own probabilities."""
     model, ids = tiny_model("llama"), random_ids(1, 40)

@@ -45,6 +45,15 @@ METHODS = (
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap():
+    """What other tests left is none of the collector's business here; it would cost seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _without_collector():
     """Caches go where nobody holds them, not when the collector finds them."""

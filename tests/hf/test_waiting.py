@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapkv import H2O, CompressedCache, SnapKV
 from snapkv.hf import fidelity
+from snapkv.ops.votes import top_k
 from tests.families import random_ids, tiny_model
 
 ASKING = {"item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
@@ -34,6 +35,7 @@ class Asked(TorchDispatchMode):
 def asked(monkeypatch):
     """Runs a forward pass as on a GPU; how often it asked, in each layer and behind the last."""
     monkeypatch.setattr(fidelity, "_is_behind", lambda states: True)
+    monkeypatch.setattr(top_k, "_is_at_hand", lambda states: False)
     to_list, lists = torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or to_list(t))
 

@@ -80,8 +80,8 @@ def run_all(dtype):
         triton.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)
-    votes = torch.empty(1, 8, 32768)
-    for kernel_size, pooling in itertools.product((7, (0, 12)), ("max", "avg")):
+    votes, kernels = torch.empty(1, 8, 32768), (1, 7, 129, 2**40 + 1, (0, 12), (2**20, 0))
+    for kernel_size, pooling in itertools.product(kernels, ("max", "avg")):
         triton.pool_votes(votes, kernel_size, pooling)
     triton.fade_votes(votes, 0.9)
 

@@ -5,7 +5,8 @@ import torch
 
 from snapkv import InvalidArgumentError, ops
 from snapkv.ops import ScoreOptions
-from snapkv.ops.votes import api, blocked, reference
+from snapkv.ops.votes import api, blocked, by_head, reference
+from tests.ops.vote_cases import require_votes
 
 SHAPES = [  # B, Hq, Hkv, W, T, D
     pytest.param(2, 4, 2, 8, 63, 16, id="gqa-63"),
@@ -49,7 +50,26 @@ def test_low_precision_states_are_scored_in_float32(dtype):
     torch.testing.assert_close(votes, expected.float(), atol=1e-5, rtol=1e-4)
 
 
-def test_memory_is_bounded_by_the_block():
+@pytest.mark.parametrize(
+    ("dtype", "at_once"), [(torch.bfloat16, 1), (torch.bfloat16, 1 << 30), (torch.float16, 1 << 14)]
+)
+def test_votes_by_head_err_no_more_than_the_reference(monkeypatch, dtype, at_once):
+    monkeypatch.setattr(by_head, "MOST_BYTES", at_once)
+    shapes = ("gqa-63", "mha-d80", "mqa-d96", "window 1", "no prefix", "one of prefix")
+    require_votes("by_head", dtype, shapes=shapes)
+    require_votes("by_head", dtype, shapes=("several splits",), reduces=("mean",))
+
+
+def test_heads_with_too_many_scores_vote_block_by_block(monkeypatch):
+    queries, keys = states(1, 4, 2, 8, 90, 32, torch.bfloat16)
+    expected = by_head.window_votes(queries, keys, ScoreOptions(scaling=0.2))
+    monkeypatch.setattr(by_head, "MOST_BYTES_OF_A_HEAD", 4 * 2 * 8 * 90 - 1)
+    votes = by_head.window_votes(queries, keys, ScoreOptions(scaling=0.2))
+    assert torch.equal(votes, blocked.window_votes(queries, keys, ScoreOptions(scaling=0.2)))
+    torch.testing.assert_close(votes, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_memory_is_bounded_by_the_block(monkeypatch):
     queries, keys = states(1, 8, 2, 32, 4096, 64, torch.bfloat16)
 
     def peak(vote, **options):
@@ -65,20 +85,23 @@ def test_memory_is_bounded_by_the_block():
     scores = 8 * 32 * 4096 * 4
     assert peak(reference.window_votes) > 2 * scores
     assert peak(blocked.window_votes, block_tokens=256) < scores / 4
+    monkeypatch.setattr(by_head, "MOST_BYTES", scores // 2)
+    assert peak(by_head.window_votes) < 0.9 * scores  # half of them, and a copy of half the keys
 
 
 def test_the_implementation_goes_by_name(monkeypatch):
     queries, keys = states(1, 2, 1, 4, 50, 16)
     ran = []
-    for name, module in (("reference", reference), ("blocked", blocked)):
+    modules = {"reference": reference, "blocked": blocked, "by_head": by_head}
+    for name, module in modules.items():
         vote = module.window_votes
         monkeypatch.setitem(
             api._VOTES,
             name,
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )
-    for impl in ("auto", "reference", "blocked"):
+    for impl in ("auto", *modules):
         ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl=impl)
-    assert ran == ["blocked", "reference", "blocked"]
+    assert ran == ["blocked", *modules]
     with pytest.raises(InvalidArgumentError, match="impl: expected auto or one of"):
         ops.window_votes(queries, keys, ScoreOptions(scaling=0.2), impl="cuda")

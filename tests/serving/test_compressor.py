@@ -1,5 +1,6 @@
 """Voting and moving on tensors, against the cache of the library; no vLLM is needed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,14 @@ import torch
 
 from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM
 from snapkv.errors import UnsupportedModelError
-from snapkv.serving.compressor import Compressor
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
+from snapkv.serving import layer_runs
+from snapkv.serving.compressor import Compressor, QueryRecorder, slots
+from snapkv.serving.layers import voting_layer
+from snapkv.serving.layouts import layout_of
 from snapkv.serving.layouts.plain import PlainLayout
-from snapkv.serving.orders import Order, order_for
+from snapkv.serving.orders import Move, Order, order_for
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
@@ -21,14 +27,18 @@ class Backend:
         return "FLASH_ATTN"
 
 
-def engine_layer(heads, kv_heads, head_size, blocks=32, block_tokens=BLOCK):
+def engine_layer(
+    heads, kv_heads, head_size, blocks=32, block_tokens=BLOCK, dtype=torch.float32, **more
+):
     """What vLLM has of a layer: an implementation that is called, and a cache of blocks."""
-    impl = SimpleNamespace(scale=head_size**-0.5, forward=lambda layer, query, *args: query)
+    impl = SimpleNamespace(scale=head_size**-0.5, forward=lambda layer, query, *_: query, **more)
     return SimpleNamespace(
         impl=impl,
         num_heads=heads,
         head_size=head_size,
-        kv_cache=torch.full((blocks, kv_heads, block_tokens, 2 * head_size), float("nan")),
+        kv_cache=torch.full(
+            (blocks, kv_heads, block_tokens, 2 * head_size), float("nan"), dtype=dtype
+        ),
         get_attn_backend=lambda: Backend,
     )
 
@@ -62,18 +72,30 @@ def prompt():
 
 
 def fill(layer, blocks, keys, values):
-    slots = torch.tensor([blocks[t // BLOCK] * BLOCK + t % BLOCK for t in range(keys.shape[1])])
-    PlainLayout(layer.kv_cache, layer.head_size).write(slots, keys[None], values[None])
+    """Put a layer's (Hkv, T, D) states into these blocks."""
+    places = slots(torch.tensor(blocks), keys.shape[1], BLOCK)
+    layout_of([layer]).write(places, keys[None], values[None])
 
 
-def run(states, policy, chunks, blocks, target_blocks=None):
-    """All of a prompt in chunks through a compressor; returns it and its layers."""
+def compressor_of(layers, block_tokens=BLOCK):
+    compressor = Compressor({0: layers}, QueryRecorder(), device=torch.device("cpu"))
+    compressor.bind_caches({0: block_tokens})
+    return compressor
+
+
+def move(sources, targets):
+    return (Move(group=0, sources=tuple(sources), targets=tuple(targets)),)
+
+
+def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32):
+    """All of a prompt in chunks through a compressor; returns its layers."""
     q, k, _ = states[0]
     layers = {
-        f"layer.{i}": engine_layer(q.shape[0], k.shape[0], q.shape[-1]) for i in range(len(states))
+        f"layer.{i}": engine_layer(q.shape[0], k.shape[0], q.shape[-1], dtype=dtype)
+        for i in range(len(states))
     }
-    compressor = Compressor(layers, block_tokens=BLOCK, device=torch.device("cpu"))
-    compressor.bind_caches()
+    compressor = compressor_of(layers)
+    recorder = compressor._recorder
     for layer, (_, keys, values) in zip(layers.values(), states, strict=True):
         fill(layer, blocks, keys, values)
     computed, length = 0, k.shape[1]
@@ -82,13 +104,14 @@ def run(states, policy, chunks, blocks, target_blocks=None):
         order = order_for(policy, prompt_tokens=length, computed_tokens=computed, step_tokens=step)
         if order is None:
             continue
-        order = Order(**{**vars(order), "target_blocks": target_blocks})
+        targets = target_blocks or blocks[: -(-order.kept_tokens // BLOCK)]
+        order = replace(order, moves=move(blocks, targets))
         rows = slice(step - order.query_tokens, step)
-        compressor.recorder.wanted = {"a": rows} if order.query_tokens else {}
+        recorder.wanted = {"a": rows} if order.query_tokens else {}
         for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
             layer.impl.forward(layer, queries[:, computed - step : computed].transpose(0, 1))
-        compressor.compress({"a": order}, {"a": list(blocks)})
-    assert not compressor.recorder.recorded
+        compressor.compress({"a": order})
+    assert not recorder.recorded
     return list(layers.values())
 
 
@@ -115,7 +138,7 @@ def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
         model(ids, past_key_values=cache)
     for index, layer in enumerate(layers):
         kept = torch.tensor(target_blocks or blocks)
-        layout = PlainLayout(layer.kv_cache, layer.head_size)
+        layout = layout_of([layer])
         keys = layout.read_keys(kept, policy.budget)
         values = layout.read_values(kept, torch.arange(policy.budget)[None, None])
         _, all_keys, all_values = states[index]
@@ -125,13 +148,21 @@ def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
         assert torch.equal(values[0], all_values.gather(1, rows))
 
 
+def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prompt):
+    """It may be the bytes of a recurrent state, and attention only masks it."""
+    _, _, states = prompt
+    targets = (31, 4, 17)
+    for layer in run(states, SnapKV(40, window_size=16), [150], tuple(range(10)), targets):
+        assert not layer.kv_cache[list(targets)].isnan().any()
+        assert layer.kv_cache[16].isnan().all()
+
+
 def test_requests_of_a_step_read_before_any_writes(prompt):
     """One may move into blocks that the other has given up."""
     _, _, states = prompt
     q, k, v = states[0]
     layer = engine_layer(q.shape[0], k.shape[0], q.shape[-1])
-    compressor = Compressor({"l": layer}, block_tokens=BLOCK, device=torch.device("cpu"))
-    compressor.bind_caches()
+    compressor = compressor_of({"l": layer})
     mine, yours = list(range(10)), list(range(10, 20))
     fill(layer, mine, k, v)
     fill(layer, yours, -k, -v)
@@ -142,11 +173,11 @@ def test_requests_of_a_step_read_before_any_writes(prompt):
         compress=True,
     )
     swapped = {
-        "a": Order(**{**vars(order), "target_blocks": (10, 11)}),
-        "b": Order(**{**vars(order), "target_blocks": (0, 1)}),
+        "a": replace(order, moves=move(mine, (10, 11))),
+        "b": replace(order, moves=move(yours, (0, 1))),
     }
-    compressor.compress(swapped, {"a": mine, "b": yours})
-    layout = PlainLayout(layer.kv_cache, layer.head_size)
+    compressor.compress(swapped)
+    layout = layout_of([layer])
     keep = [*range(4), *range(122, 150)]
     assert torch.equal(layout.read_keys(torch.tensor([10, 11]), 32)[0], k[:, keep])
     assert torch.equal(layout.read_keys(torch.tensor([0, 1]), 32)[0], -k[:, keep])
@@ -154,14 +185,13 @@ def test_requests_of_a_step_read_before_any_writes(prompt):
 
 def test_other_blocks_than_the_scheduler_counts_are_refused():
     layer = engine_layer(2, 1, 8, block_tokens=32)
-    compressor = Compressor({"l": layer}, block_tokens=BLOCK, device=torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="--block-size 32"):
-        compressor.bind_caches()
+        compressor_of({"l": layer})
 
 
 def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
     cache = torch.zeros(3, 2, 4, 6)
-    layout = PlainLayout(cache, 3)
+    layout = PlainLayout([cache], 3)
     keys, values = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 3)
     layout.write(torch.tensor([11, 4]), keys, values)
     assert torch.equal(cache[2, :, 3], torch.cat([keys[0, :, 0], values[0, :, 0]], dim=-1))
@@ -174,3 +204,110 @@ def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
     assert torch.equal(picked[0, 0], torch.stack([values[0, 0, 1], values[0, 0, 0]]))
     assert torch.equal(picked[0, 1, 0], values[0, 1, 0])
     assert not picked[0, 1, 1].any()
+
+
+def test_slots_follow_the_blocks():
+    assert slots(torch.tensor([7, 3]), 6, 4).tolist() == [28, 29, 30, 31, 12, 13]
+    assert slots(torch.tensor([5]), 0, 4).tolist() == []
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["one by one", "together"])
+@pytest.mark.parametrize("policy", [SnapKV(48, kernel_size=13), TOVA(33)], ids=lambda one: one.name)
+def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch, policy, at_once):
+    _, _, states = prompt
+    halves = [tuple(of.bfloat16() for of in layer) for layer in states]
+    monkeypatch.setattr(layer_runs, "MOST_BYTES", at_once)
+    blocks = (9, 2, 30, 5, 11, 1, 7, 20, 3, 13)
+    layers = run(halves, policy, [100, 50], blocks, (31, 4, 17), torch.bfloat16)
+    assert len(layers) > 1
+    for layer, (queries, keys, values) in zip(layers, halves, strict=True):
+        alone = PromptLayer(
+            queries=queries[None, :, -policy.query_tokens :],
+            keys=keys[None],
+            values=values[None],
+            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
+            layer_idx=0,
+        )
+        keep = policy.select(alone).keep_indices.expand(-1, len(keys), -1)
+        layout, kept = layout_of([layer]), torch.tensor([31, 4, 17])
+        rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
+        assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
+        every = torch.arange(policy.budget)[None, None]
+        assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
+
+
+def voting(groups):
+    return {
+        group: {name: voting_layer(layer) for name, layer in layers.items()}
+        for group, layers in groups.items()
+    }
+
+
+def test_layers_that_differ_are_not_taken_together():
+    layers = {
+        "0": engine_layer(4, 2, 8),
+        "1": engine_layer(4, 2, 8),
+        "2": engine_layer(4, 2, 8, logits_soft_cap=30.0),
+        "3": engine_layer(8, 2, 8),
+        "4": engine_layer(8, 2, 8, sinks=torch.zeros(8)),
+        "5": engine_layer(8, 2, 8, sinks=torch.ones(8)),
+    }
+    runs = layer_runs.layer_runs(voting({0: layers, 1: {"6": engine_layer(4, 2, 8)}}))
+    found = [(run.group, run.depth, list(run.layers)) for run in runs]
+    assert found == [
+        (0, 0, ["0", "1"]),
+        (0, 2, ["2"]),
+        (0, 3, ["3"]),
+        (0, 4, ["4"]),
+        (0, 5, ["5"]),
+        (1, 6, ["6"]),
+    ]
+
+
+def test_no_more_is_copied_at_a_time_than_allowed(monkeypatch):
+    layers = {str(i): engine_layer(4, 2, 8, dtype=torch.bfloat16) for i in range(5)}
+    (run,) = layer_runs.layer_runs(voting({0: layers}))
+    token = 2 * 2 * 8  # bytes of the keys of one token: two heads of eight
+    monkeypatch.setattr(layer_runs, "MOST_BYTES", 2 * token * (100 + 2 * 20))
+    parts = list(run.within_bounds(100, 20))
+    assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
+    assert [part.depth for part in parts] == [0, 2, 4]
+    assert [len(part.layers) for part in run.within_bounds(10**6, 20)] == [1] * 5
+
+
+def test_layers_that_share_memory_are_all_read_before_any_is_written(prompt):
+    _, _, states = prompt
+    q, k, v = states[0]
+    first, second = (engine_layer(q.shape[0], k.shape[0], q.shape[-1]) for _ in range(2))
+    second.kv_cache = first.kv_cache
+    layers = {0: {"first": first}, 1: {"second": second}}
+    compressor = Compressor(layers, QueryRecorder(), device=torch.device("cpu"))
+    compressor.bind_caches({0: BLOCK, 1: BLOCK})
+    mine, yours = tuple(range(10)), tuple(range(10, 20))
+    fill(first, mine, k, v)
+    fill(second, yours, -k, -v)
+    order = Order(
+        policy=StreamingLLM(32, positions="original"),
+        prompt_tokens=150,
+        query_tokens=0,
+        compress=True,
+        moves=(
+            Move(group=0, sources=mine, targets=(10, 11)),
+            Move(group=1, sources=yours, targets=(0, 1)),
+        ),
+    )
+    compressor.compress({"a": order})
+    keep = [*range(4), *range(122, 150)]
+    layout = layout_of([first])
+    assert torch.equal(layout.read_keys(torch.tensor([10, 11]), 32)[0], k[:, keep])
+    assert torch.equal(layout.read_keys(torch.tensor([0, 1]), 32)[0], -k[:, keep])
+
+
+def test_layers_of_one_group_take_turns_though_one_allocation_holds_them_all():
+    """As vLLM makes it for hybrid models; else a step would hold what all layers keep at once."""
+    layers = {str(i): engine_layer(4, 2, 8) for i in range(3)}
+    whole = torch.zeros(3, *layers["0"].kv_cache.shape)
+    for layer, cache in zip(layers.values(), whole, strict=True):
+        layer.kv_cache = cache
+    turns = [[list(run.layers) for run in runs] for runs in compressor_of(layers)._turns([])]
+    assert turns == [[["0"]], [["1"]], [["2"]]]

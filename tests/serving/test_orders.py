@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
-from snapkv.serving.orders import Order, order_for, reusable_tokens, slots, step_end
+from snapkv.serving.orders import Order, order_for, reusable_tokens, step_end
 
 POLICY = SnapKV(64, window_size=32)
 
@@ -71,16 +71,8 @@ def test_a_step_of_a_resumed_request_stops_where_its_prompt_ends():
 
 
 def test_cached_prefixes_end_before_the_queries_that_vote():
-    def reused(cached, policy=POLICY, prompt=200):
-        return reusable_tokens(policy, prompt_tokens=prompt, cached_tokens=cached, block_tokens=16)
-
-    assert reused(192) == 160  # 200 - 32 = 168, in whole blocks
-    assert reused(96) == 96
-    assert reused(192, policy=None) == 192
-    assert reused(48, prompt=60) == 48  # nothing will be dropped
-    assert reused(192, policy=StreamingLLM(64)) == 192
-
-
-def test_slots_follow_the_blocks():
-    assert slots([7, 3], 6, 4) == [28, 29, 30, 31, 12, 13]
-    assert slots((5,), 0, 4) == []
+    assert reusable_tokens(POLICY, 200) == 168  # 200 - 32
+    assert reusable_tokens(None, 200) == 200
+    assert reusable_tokens(POLICY, 60) == 60  # nothing will be dropped
+    assert reusable_tokens(StreamingLLM(64), 200) == 200
+    assert reusable_tokens(TOVA(64), 200) == 199

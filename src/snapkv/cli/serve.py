@@ -1,12 +1,21 @@
 """`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from snapkv.cli import interrupts
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import DEFAULT, require_int
+from snapkv.validation import (
+    DEFAULT,
+    MAX_KERNEL_SIZE,
+    MAX_WINDOW_SIZE,
+    require_at_least,
+    require_int,
+)
+
+if TYPE_CHECKING:
+    from snapkv.serving import ServingSettings
 
 
 def serve(
@@ -29,6 +38,15 @@ def serve(
     protect_first: Annotated[
         int, typer.Option(help="First tokens of every prompt that stay, such as a system message")
     ] = 0,
+    max_window_size: Annotated[
+        int, typer.Option(help="The longest window that a request may ask for")
+    ] = MAX_WINDOW_SIZE,
+    max_kernel_size: Annotated[
+        int, typer.Option(help="The widest kernel that a request may ask for")
+    ] = MAX_KERNEL_SIZE,
+    print_command: Annotated[
+        bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
+    ] = False,
 ) -> None:
     """Serve a model over HTTP with vLLM, from a compressed cache.
 
@@ -39,21 +57,34 @@ def serve(
             f"model: expected the model before all options, got {model}; write for instance "
             "snapkv serve demo --budget 1024"
         )
-    require_int("budget", budget, minimum=0)
-    require_int("protect_first", protect_first, minimum=0)
-
+    caps = {"max_window_size": max_window_size, "max_kernel_size": max_kernel_size}
+    settings = _settings(policy, set_ or [], budget=budget, protect_first=protect_first, **caps)
     from snapkv.app.models import place_of
+
+    if print_command:
+        from snapkv.serving.command import command_line
+
+        typer.echo(command_line(place_of(model), settings, context.args, name=model))
+        return
+    from snapkv.serving.server import serve as run_server
+
+    interrupts.started()
+    run_server(place_of(model), settings, context.args, name=model)
+
+
+def _settings(policy: str, assignments: list[str], **sizes: int) -> "ServingSettings":
+    """What the options say; checked before torch is imported, as far as they can be."""
+    require_int("budget", sizes["budget"], minimum=0)
+    require_int("protect_first", sizes["protect_first"], minimum=0)
+    require_at_least("max_window_size", sizes["max_window_size"], 1)
+    require_at_least("max_kernel_size", sizes["max_kernel_size"], 1)
+
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.policies import SnapKV
     from snapkv.policies.default import default_parameters
     from snapkv.serving import ServingSettings
-    from snapkv.serving.server import serve as run_server
 
-    parameters = typed_assignments(policy, set_ or [])
+    parameters = typed_assignments(policy, assignments)
     if policy == DEFAULT:
         policy, parameters = SnapKV.name, default_parameters(parameters)
-    settings = ServingSettings(
-        policy=policy, budget=budget, parameters=parameters, protect_first=protect_first
-    )
-    interrupts.started()
-    run_server(place_of(model), settings, context.args)
+    return ServingSettings(policy=policy, parameters=parameters, **sizes)

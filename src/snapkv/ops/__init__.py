@@ -3,7 +3,7 @@
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes.api import fade_votes, gather_tokens, pool_votes, window_votes
+from snapkv.ops.votes.api import Implementation, fade_votes, gather_tokens, pool_votes, window_votes
 from snapkv.ops.votes.reference import (
     attention_received,
     attention_received_by_distance,
@@ -17,6 +17,7 @@ from snapkv.ops.votes.reference import (
 from snapkv.ops.votes.top_k import keep_best, kept_indices
 
 __all__ = [
+    "Implementation",
     "RaggedLayout",
     "ScoreOptions",
     "attention_received",

@@ -125,6 +125,7 @@ class SnapKV(PrefixPolicy):
             pad_tokens=layer.pad_tokens,
             group_reduce=self.group_reduce if own_keys else "none",
             score_options=layer.score_options,
+            impl=layer.votes_impl,
         )
         if not own_keys:
             votes = ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snapkv.ops import ScoreOptions
+from snapkv.ops import Implementation, ScoreOptions
 from snapkv.policies.fair import Segments
 
 
@@ -73,6 +73,7 @@ class PromptLayer(LayerStates):
             while the text was read again; None where it was read once.
         fair: segments that share the budget by their lengths, or None; only of a prompt of which
             nothing was dropped.
+        votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
     """
 
     values: Tensor
@@ -81,6 +82,7 @@ class PromptLayer(LayerStates):
     token_ids: Tensor | None = None
     received: Tensor | None = None
     fair: Segments | None = None
+    votes_impl: Implementation = "auto"
 
     def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """What `compute` gives, computed the first time somebody asks for it by that key."""

@@ -1,14 +1,17 @@
 """Frees blocks of compressed requests: vLLM's manager for full attention, with fewer tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.serving.orders import Move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +19,46 @@ class CompressedSpec(FullAttentionSpec):
     """Full attention whose requests may hold fewer tokens than they have seen."""
 
 
-@dataclass(frozen=True)
-class Compressed:
-    """What compressing one request did to its blocks.
+@dataclass(frozen=True, kw_only=True)
+class CompressedLatentSpec(MLAAttentionSpec):
+    """The same where a latent is stored for all heads."""
 
-    Attributes:
-        target_blocks: fresh blocks for the kept tokens; None for the first of the request's own.
-        blocks_freed: how many blocks fewer the request holds.
+
+COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
+    FullAttentionSpec: CompressedSpec,
+    MLAAttentionSpec: CompressedLatentSpec,
+}
+"""The specs of vLLM whose layers can be compressed, and what these then have."""
+
+
+def compressed(spec: FullAttentionSpec) -> FullAttentionSpec:
+    """What a layer has, that keeps one of `COUNTERPARTS`, when it is compressed."""
+    own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
+    return COUNTERPARTS[type(spec)](**own)
+
+
+def is_compressed(spec: Any) -> bool:
+    """Whether a KV cache group is compressed, by its spec.
+
+    Raises:
+        UnsupportedModelError: vLLM put layers into the group that are not.
     """
+    specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # of layers that differ in size
+    found = {type(one) in COUNTERPARTS.values() for one in specs}
+    if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
+        raise UnsupportedModelError(
+            "snapkv: cannot compress prompts: vLLM put layers with a sliding window into one group "
+            "of blocks with layers of full attention, expected groups of their own; leave "
+            "--disable-hybrid-kv-cache-manager out, or serve the model with stock vLLM"
+        )
+    return found == {True}
 
-    target_blocks: tuple[int, ...] | None
-    blocks_freed: int
+
+def _has_window_among_full(spec: Any) -> bool:
+    """Whether vLLM counts a layer's blocks as of full attention, though it sees a part."""
+    if not isinstance(spec, FullAttentionSpec):
+        return False
+    return spec.sliding_window is not None or spec.attention_chunk_size is not None
 
 
 class CompressedManager(FullAttentionManager):
@@ -40,13 +72,11 @@ class CompressedManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
 
-    def leave_whole(self, request_id: str) -> None:
-        """Note that the request's prompt has ended and stays as it is."""
-        self.dropped_tokens[request_id] = 0
+    def unshared_blocks(self, request_id: str) -> int:
+        """Blocks of a request that go back to the pool when it gives them up."""
+        return sum(block.ref_cnt == 1 for block in self.req_to_blocks[request_id])
 
-    def compress(
-        self, request_id: str, *, prompt_tokens: int, kept_tokens: int
-    ) -> Compressed | None:
+    def keep(self, request_id: str, *, prompt_tokens: int, kept_tokens: int) -> tuple[int, ...]:
         """Free the blocks that the kept tokens of a prompt do not need.
 
         Without prefix caching the kept tokens move to the front of the request's own blocks. With
@@ -55,27 +85,19 @@ class CompressedManager(FullAttentionManager):
         that a step keeps before they write any of it.
 
         Returns:
-            None where there is no room for the kept tokens: all blocks of the prompt are shared and
-            too few others are free. The request then stays whole.
+            The blocks for the kept tokens.
         """
         blocks = self.req_to_blocks[request_id]
-        held = len(blocks)
         needed = cdiv(kept_tokens, self.block_size)
-        if not self.enable_caching:
+        if self.enable_caching:
+            self.block_pool.free_blocks(reversed(blocks))
+            blocks[:] = self.block_pool.get_new_blocks(needed)
+        else:
             released = blocks[needed:]
             del blocks[needed:]
             self.block_pool.free_blocks(reversed(released))
-            targets = None
-        else:
-            unshared = sum(block.ref_cnt == 1 for block in blocks)
-            if self.block_pool.get_num_free_blocks() + unshared < needed:
-                self.leave_whole(request_id)
-                return None
-            self.block_pool.free_blocks(reversed(blocks))
-            blocks[:] = self.block_pool.get_new_blocks(needed)
-            targets = tuple(block.block_id for block in blocks)
         self.dropped_tokens[request_id] = prompt_tokens - kept_tokens
-        return Compressed(target_blocks=targets, blocks_freed=held - needed)
+        return tuple(block.block_id for block in blocks)
 
     # What vLLM asks, in tokens seen.
 
@@ -109,9 +131,62 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
 
+class CompressedBlocks:
+    """The blocks of compressed requests, in all KV cache groups with full attention.
+
+    Args:
+        managers: those groups' managers, by the group's index.
+    """
+
+    def __init__(self, managers: Mapping[int, CompressedManager]) -> None:
+        self._managers = managers
+
+    def ended(self, request_id: str) -> bool:
+        """Whether the request's prompt has ended, compressed or not."""
+        return any(request_id in one.dropped_tokens for one in self._managers.values())
+
+    def leave_whole(self, request_id: str) -> None:
+        """Note that the request's prompt has ended and stays as it is."""
+        for manager in self._managers.values():
+            manager.dropped_tokens[request_id] = 0
+
+    def compress(
+        self, request_id: str, *, prompt_tokens: int, kept_tokens: int
+    ) -> tuple[Move, ...] | None:
+        """Free the blocks that the kept tokens of a prompt do not need, in every group.
+
+        Returns:
+            None where there is no room for the kept tokens: all blocks of the prompt are shared and
+            too few others are free. The request then stays whole.
+        """
+        if not self._room(request_id, kept_tokens):
+            self.leave_whole(request_id)
+            return None
+        moves = []
+        for group, manager in self._managers.items():
+            held = manager.req_to_blocks[request_id]
+            used = cdiv(prompt_tokens, manager.block_size)
+            sources = tuple(block.block_id for block in held[:used])
+            targets = manager.keep(request_id, prompt_tokens=prompt_tokens, kept_tokens=kept_tokens)
+            moves.append(Move(group=group, sources=sources, targets=targets))
+        return tuple(moves)
+
+    def _room(self, request_id: str, kept_tokens: int) -> bool:
+        """Whether the blocks for the kept tokens are there once the prompt's own are given up."""
+        room = needed = 0
+        for manager in self._managers.values():
+            if not manager.enable_caching:
+                return True
+            room = max(room, manager.block_pool.get_num_free_blocks())
+            needed += cdiv(kept_tokens, manager.block_size)
+        unshared = sum(one.unshared_blocks(request_id) for one in self._managers.values())
+        return room + unshared >= needed
+
+
 def register_spec() -> None:
     """Make the spec and its manager known to vLLM in this process; without effect until used."""
     KVCacheSpecRegistry._ensure_registered()  # else vLLM would skip its own
-    KVCacheSpecRegistry.register(
-        CompressedSpec, CompressedManager, uniform_type_base_spec=FullAttentionSpec
-    )
+    for spec in COUNTERPARTS.values():
+        KVCacheSpecRegistry.register(
+            spec, CompressedManager, uniform_type_base_spec=FullAttentionSpec
+        )

@@ -1,17 +1,19 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
-from snapkv.serving.layouts import Layout, layout_of
-from snapkv.serving.orders import Order, slots
+from snapkv.serving.layer_runs import LayerRun, layer_runs
+from snapkv.serving.layers import VotingLayer, voting_layer
+from snapkv.serving.layouts import Layout
+from snapkv.serving.orders import Move, Order
 
 
 @dataclass
@@ -26,21 +28,28 @@ class QueryRecorder:
     wanted: dict[str, slice] = field(default_factory=dict)
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
-    def listen(self, name: str, layer: Any) -> None:
-        """Capture queries of one of vLLM's attention layers from now on."""
-        forward = layer.impl.forward
+    def listen(self, name: str, layer: VotingLayer) -> None:
+        """Capture the queries of a layer from now on."""
 
-        def forward_and_record(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def record(query: Tensor) -> None:
             for request_id, rows in self.wanted.items():
                 layers = self.recorded.setdefault(request_id, {})
                 layers.setdefault(name, []).append(query[rows].clone())
-            return forward(layer, query, *args, **kwargs)
 
-        layer.impl.forward = forward_and_record
+        layer.listen(record)
 
-    def take(self, request_id: str, name: str) -> Tensor:
-        """The queries of a request in a layer: (1, Hq, W, D)."""
-        chunks = self.recorded[request_id][name]
+    def take(self, request_id: str, name: str, window: int) -> Tensor:
+        """The queries of a request in a layer: (1, Hq, W, D).
+
+        Raises:
+            RuntimeError: others than the window's were captured; a vote would be silently off.
+        """
+        chunks = self.recorded.get(request_id, {}).get(name, [])
+        captured = sum(len(chunk) for chunk in chunks)
+        if captured != window:
+            raise RuntimeError(
+                f"{request_id}: {captured} queries captured in {name}, {window} expected"
+            )
         return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
 
     def forget(self, request_id: str) -> None:
@@ -48,97 +57,156 @@ class QueryRecorder:
         self.recorded.pop(request_id, None)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a run of layers keeps of a request, read and not yet written."""
+
+    layout: Layout
+    slots: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 class Compressor:
     """Votes on prompts that end in a step, and moves what stays.
 
     Args:
-        layers: vLLM's attention layers by name, in the order of the model.
-        block_tokens: tokens in a block.
+        groups: vLLM's attention layers by name, in the order of the model, of every KV cache group
+            that is compressed.
+        recorder: captures the queries that vote.
         device: where the cache is.
     """
 
     def __init__(
-        self, layers: Mapping[str, Any], *, block_tokens: int, device: torch.device
+        self,
+        groups: Mapping[int, Mapping[str, Any]],
+        recorder: QueryRecorder,
+        *,
+        device: torch.device,
     ) -> None:
-        self.recorder = QueryRecorder()
-        self._layers = layers
-        self._block_tokens = block_tokens
+        self._recorder = recorder
+        self._groups = {
+            group: {name: voting_layer(layer) for name, layer in layers.items()}
+            for group, layers in groups.items()
+        }
+        self._layers = {name: one for of in self._groups.values() for name, one in of.items()}
         self._device = device
-        self._layouts: dict[str, Layout] = {}
-        for name, layer in layers.items():
-            self.recorder.listen(name, layer)
+        self._runs: list[LayerRun] = []
+        self._block_tokens: dict[int, int] = {}
+        for name, layer in self._layers.items():
+            recorder.listen(name, layer)
 
-    def bind_caches(self) -> None:
+    def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
         """Look up the layout of every layer, once vLLM has allocated the caches.
+
+        Args:
+            block_tokens: tokens in a block of each group.
 
         Raises:
             UnsupportedModelError: the caches are cut into other blocks than the scheduler counts.
         """
-        for name, layer in self._layers.items():
-            if layer.kv_cache.shape[2] != self._block_tokens:
-                raise UnsupportedModelError(
-                    f"snapkv: expected blocks of {self._block_tokens} tokens, got "
-                    f"{layer.kv_cache.shape[2]} in {name}; pass --block-size "
-                    f"{layer.kv_cache.shape[2]}"
-                )
-            self._layouts[name] = layout_of(layer)
+        self._block_tokens = dict(block_tokens)
+        for group, layers in self._groups.items():
+            for name, layer in layers.items():
+                found, expected = layer.cache.shape[2], block_tokens[group]
+                if expected % found:
+                    raise UnsupportedModelError(
+                        f"snapkv: expected blocks of {expected} tokens, or some that these can be "
+                        f"cut into, got {found} in {name}; pass --block-size {found}"
+                    )
+        self._runs = list(layer_runs(self._groups))
 
-    def compress(self, orders: Mapping[str, Order], blocks: Mapping[str, list[int]]) -> None:
+    def compress(self, orders: Mapping[str, Order]) -> None:
         """Compress the requests whose prompt ends in the step that has just run.
 
         Args:
             orders: of the step, by request.
-            blocks: the blocks of each request, as the step used them.
         """
         ending = {request: order for request, order in orders.items() if order.compress}
-        for depth, name in enumerate(self._layers):
-            # A target may be a block that another request of this step gave up: read all first.
+        for runs in self._turns(ending.values()):
             kept = [
-                self._kept(name, depth, request, order, blocks[request])
+                self._kept(run, request, order, move)
                 for request, order in ending.items()
+                for move in order.moves
+                for run in runs
+                if run.group == move.group
             ]
-            for slots_and_states in kept:
-                self._layouts[name].write(*slots_and_states)
+            for one in kept:
+                one.layout.write(one.slots, one.keys, one.values)
         for request in ending:
-            self.recorder.forget(request)
+            self._recorder.forget(request)
 
-    def _kept(
-        self, name: str, depth: int, request: str, order: Order, blocks: list[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a layer keeps of a request, read and not yet written: slots, keys, values."""
-        layout = self._layouts[name]
-        used = torch.tensor(blocks[: -(-order.prompt_tokens // self._block_tokens)])
-        used = used.to(self._device)
-        keys = layout.read_keys(used, order.prompt_tokens)
-        keep = self._keep_indices(name, depth, request, order, keys)
-        targets = slots(order.target_blocks or blocks, order.kept_tokens, self._block_tokens)
-        values = layout.read_values(used, keep)
-        return torch.tensor(targets, device=self._device), ops.gather_tokens(keys, keep), values
+    def _turns(self, orders: Collection[Order]) -> Iterable[list[LayerRun]]:
+        """Layers of which all is read before any of it is written.
 
-    def _keep_indices(
-        self, name: str, depth: int, request: str, order: Order, keys: Tensor
-    ) -> Tensor:
-        """What the policy keeps of a layer: (1, H, K)."""
-        impl = self._layers[name].impl
-        heads = self._layers[name].num_heads
-        queries = keys.new_empty(1, heads, 0, keys.shape[-1])
-        if order.policy.query_tokens:
-            queries = self.recorder.take(request, name)
+        A target may be a block that another request gives up; where there are several groups, one
+        that another group gives up, whose layers share the memory of their caches with this one's.
+        Layers of one group never do.
+        """
+        longest = max((order.prompt_tokens for order in orders), default=0)
+        kept = sum(order.kept_tokens for order in orders)
+        runs = [part for run in self._runs for part in run.within_bounds(longest, kept)]
+        groups = {run.group for run in runs}
+        return [runs] if len(groups) > 1 else ([run] for run in runs)
+
+    def _kept(self, run: LayerRun, request: str, order: Order, move: Move) -> _Kept:
+        sources = self._sources(run, move)
+        targets = torch.tensor(move.targets, device=self._device)
+        keys = run.layout.read_keys(sources, order.prompt_tokens)
+        keep = self._keep_indices(run, request, order, keys)
+        values = run.layout.read_values(sources, keep)
+        block_tokens = self._block_tokens[move.group]
+        whole = len(targets) * block_tokens
+        places = slots(targets, whole, block_tokens)
+        picked = run.layout.pick(keys, keep)
+        return _Kept(run.layout, places, _padded(picked, whole), _padded(values, whole))
+
+    def _sources(self, run: LayerRun, move: Move) -> Tensor:
+        """The sources as a cache numbers its blocks, which may be parts of vLLM's."""
+        sources = torch.tensor(move.sources, device=self._device)
+        parts = self._block_tokens[move.group] // run.first.cache.shape[2]
+        within = torch.arange(parts, device=self._device)
+        return (sources[:, None] * parts + within).flatten()
+
+    def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
+        """What the policy keeps of a run of layers: (layers, H, K)."""
+        window = order.policy.query_tokens
+        queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
+        if window:
+            queries = torch.cat(
+                [
+                    layer.over_stored(self._recorder.take(request, name, window))
+                    for name, layer in run.layers.items()
+                ]
+            )
         layer = PromptLayer(
             queries=queries,
             keys=keys,
             values=torch.empty_like(keys, device="meta"),  # no served method looks at them
-            score_options=ops.ScoreOptions(
-                scaling=impl.scale,
-                softcap=getattr(impl, "logits_soft_cap", None) or None,
-                sink_logits=getattr(impl, "sinks", None),
-            ),
-            layer_idx=depth,
-            depth=depth,
+            score_options=run.first.score_options,
+            layer_idx=run.depth,
+            depth=run.depth,
             num_layers=len(self._layers),
+            votes_impl=run.votes_impl,
         )
         selection = order.policy.select(layer)
         if selection is None or selection.keep_indices.shape[-1] != order.kept_tokens:
             kept = None if selection is None else selection.keep_indices.shape[-1]
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
         return selection.keep_indices
+
+
+def _padded(states: Tensor, tokens: int) -> Tensor:
+    """Kept (layers, H, K, D) states with zeros behind them, up to so many tokens.
+
+    The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
+    attention masks what lies behind a request's tokens by products with zero.
+    """
+    missing = tokens - states.shape[2]
+    return functional.pad(states, (0, 0, 0, missing)) if missing else states
+
+
+def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
+    """The KV cache slots of the first tokens that lie in these blocks."""
+    within = torch.arange(block_tokens, device=blocks.device)
+    return (blocks[:, None] * block_tokens + within).flatten()[:tokens]

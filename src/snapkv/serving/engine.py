@@ -1,6 +1,5 @@
 """What to pass to vLLM so that it compresses prompts."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
 from snapkv.serving.settings import ServingSettings
 from snapkv.serving.versions import require_supported_version
-from snapkv.validation import DEFAULT_BUDGET
+from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE
 
 
 def engine_args(
@@ -16,12 +15,12 @@ def engine_args(
     budget: int = DEFAULT_BUDGET,
     policy: str = SnapKV.name,
     parameters: Mapping[str, Any] | None = None,
+    protect_first: int = 0,
+    max_window_size: int = MAX_WINDOW_SIZE,
+    max_kernel_size: int = MAX_KERNEL_SIZE,
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
-
-    Chooses vLLM's first model runner in this process and those it starts
-    (``VLLM_USE_V2_MODEL_RUNNER=0``), unless the variable is set.
 
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
@@ -29,13 +28,23 @@ def engine_args(
         policy: "snapkv", "streaming-llm" or "tova"; all of them compress the prompt at its end
             and leave what is generated as it is.
         parameters: of the method, such as ``{"kernel_size": 13}``.
+        protect_first: first tokens of every prompt that stay.
+        max_window_size: the longest window that a request may ask for.
+        max_kernel_size: the widest kernel that a request may ask for.
         options: any other option of vLLM; its own of the same kind are kept.
 
     Raises:
         InvalidArgumentError: a value out of range, or an option that the plugin must set itself.
         MissingDependencyError: no vLLM, or one of another version.
     """
-    settings = ServingSettings(policy=policy, budget=budget, parameters=dict(parameters or {}))
+    settings = ServingSettings(
+        policy=policy,
+        budget=budget,
+        parameters=dict(parameters or {}),
+        protect_first=protect_first,
+        max_window_size=max_window_size,
+        max_kernel_size=max_kernel_size,
+    )
     return {**options, **arguments(settings, options)}
 
 
@@ -59,7 +68,6 @@ def arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, 
                 f"{taken}: expected none, since snapkv brings its own, got {given[taken]!r}; "
                 "leave it out"
             )
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return {
         "worker_cls": "snapkv.serving.worker.CompressingWorker",
         "scheduler_cls": "snapkv.serving.scheduler.scheduler",

@@ -1,7 +1,8 @@
 """What compression does, in vLLM's Prometheus endpoint.
 
-The scheduler counts in the engine's process; prometheus_client's multi-process mode, which
-`snapkv serve` switches on, carries the counts to the process that answers ``/metrics``.
+The scheduler counts in the engine's process and a worker in its own; prometheus_client's
+multi-process mode, which `snapkv serve` switches on, carries the counts to the process that answers
+``/metrics``.
 """
 
 import functools
@@ -9,8 +10,11 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
+from snapkv.serving.timing import Stopwatch
+
 _LABELS = ("model_name", "engine")
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 @functools.cache
@@ -31,7 +35,32 @@ def _series() -> dict[str, Any]:
             _LABELS,
             buckets=_RATIOS,
         ),
+        "seconds": Histogram(
+            "snapkv:compression_seconds",
+            "Time that a step's compressions take together, on one worker.",
+            _LABELS,
+            buckets=_SECONDS,
+        ),
     }
+
+
+def _labels(vllm_config: Any) -> tuple[str, str]:
+    engine = vllm_config.parallel_config.data_parallel_index
+    return vllm_config.model_config.served_model_name, str(engine)
+
+
+def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
+    """What times a worker's compressions; the first worker of an engine speaks for all.
+
+    Args:
+        vllm_config: names the model and the engine in the labels.
+        device: of the worker.
+    """
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    if not (get_tp_group().is_first_rank and get_pp_group().is_first_rank):
+        return Stopwatch(device, lambda seconds: None)
+    return Stopwatch(device, _series()["seconds"].labels(*_labels(vllm_config)).observe)
 
 
 class PromptMetrics:
@@ -42,20 +71,25 @@ class PromptMetrics:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        engine = vllm_config.parallel_config.data_parallel_index
-        self._labels = (vllm_config.model_config.served_model_name, str(engine))
+        self._labels = _labels(vllm_config)
         self._series = _series()
+        self._counted: set[str] = set()
 
     def prompt_ended(
         self, request: Any, *, kept_tokens: int, blocks_freed: int = 0, no_room: bool = False
     ) -> None:
         """Count one prompt; what a preempted request frees again counts, its prompt does not."""
         self._series["freed"].labels(*self._labels).inc(blocks_freed)
-        if request.num_preemptions:
+        if request.request_id in self._counted:
             return
+        self._counted.add(request.request_id)
         seen_tokens = request.num_prompt_tokens
         outcome = "compressed" if kept_tokens < seen_tokens else "whole"
         self._series["seen"].labels(*self._labels).inc(seen_tokens)
         self._series["kept"].labels(*self._labels).inc(kept_tokens)
         self._series["requests"].labels(*self._labels, "no-room" if no_room else outcome).inc()
         self._series["ratio"].labels(*self._labels).observe(kept_tokens / seen_tokens)
+
+    def request_ended(self, request_id: str) -> None:
+        """Forget a request; another one may come under its name."""
+        self._counted.discard(request_id)

@@ -1,10 +1,24 @@
 """What the scheduler tells the workers about one step; no vLLM is needed here."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snapkv.policies import Policy
 from snapkv.serving.settings import kept_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Where the blocks of a request lie before and after its prompt is compressed.
+
+    Attributes:
+        group: index of vLLM's KV cache group.
+        sources: the blocks that hold the prompt.
+        targets: the blocks that hold the kept tokens; some of the sources, or others.
+    """
+
+    group: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +31,14 @@ class Order:
         query_tokens: how many of the request's last tokens in this step belong to the window, whose
             queries are put aside.
         compress: whether the prompt ends with this step and is compressed after it.
-        target_blocks: where the kept tokens go; None for the first blocks of the request itself.
+        moves: what happens to the blocks of each compressed KV cache group, if it is.
     """
 
     policy: Policy
     prompt_tokens: int
     query_tokens: int
     compress: bool
-    target_blocks: tuple[int, ...] | None = None
+    moves: tuple[Move, ...] = ()
 
     @property
     def kept_tokens(self) -> int:
@@ -72,26 +86,13 @@ def step_end(prompt_tokens: int, computed_tokens: int, step_tokens: int) -> int:
     return step_tokens
 
 
-def reusable_tokens(
-    policy: Policy | None, *, prompt_tokens: int, cached_tokens: int, block_tokens: int
-) -> int:
-    """How much of a cached prefix a request may reuse: whole blocks before the queries that vote.
+def reusable_tokens(policy: Policy | None, prompt_tokens: int) -> int:
+    """How much of a cached prefix a request may reuse: what lies before the queries that vote.
 
     Args:
         policy: the request's method; None reuses everything.
         prompt_tokens: length of its prompt.
-        cached_tokens: what the prefix cache holds of it.
-        block_tokens: tokens in a block.
     """
     if policy is None or kept_tokens(policy, prompt_tokens) == prompt_tokens:
-        return cached_tokens
-    before = max(prompt_tokens - policy.query_tokens, 0)
-    return min(cached_tokens, before // block_tokens * block_tokens)
-
-
-def slots(blocks: Sequence[int], tokens: int, block_tokens: int) -> list[int]:
-    """The KV cache slots of the first tokens that lie in these blocks."""
-    return [
-        blocks[token // block_tokens] * block_tokens + token % block_tokens
-        for token in range(tokens)
-    ]
+        return prompt_tokens
+    return max(prompt_tokens - policy.query_tokens, 0)

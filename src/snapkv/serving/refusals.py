@@ -1,7 +1,7 @@
 """What cannot be served with compressed prompts, by name, before the first request."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.serving.settings import ServingSettings
@@ -10,6 +10,10 @@ LAYOUTS = {
     "CPU_ATTN": "snapkv.serving.layouts.cpu",
     "FLASH_ATTN": "snapkv.serving.layouts.plain",
     "TRITON_ATTN": "snapkv.serving.layouts.plain",
+    "CPU_MLA": "snapkv.serving.layouts.latent",
+    "TRITON_MLA": "snapkv.serving.layouts.latent",
+    "FLASH_ATTN_MLA": "snapkv.serving.layouts.latent",
+    "FLASHMLA": "snapkv.serving.layouts.latent",
 }
 """Where the layout of each attention backend's cache is written down."""
 
@@ -18,9 +22,10 @@ _Rule = tuple[str, Callable[[Any], Any], str]
 # What is set, when, and what to do about it.
 _RULES: tuple[_Rule, ...] = (
     (
-        "speculative decoding",
-        lambda c: c.speculative_config is not None,
-        "drafts are verified against positions that were dropped; leave --speculative-config out",
+        "drafts of another kind than n-grams",
+        lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
+        "a model that drafts has a cache of its own, in which no window votes, and no other kind "
+        'was tested; set "method" in --speculative-config to "ngram", or leave it out',
     ),
     (
         "decode context parallelism",
@@ -43,14 +48,14 @@ _RULES: tuple[_Rule, ...] = (
         "it would send blocks that no longer hold what their hash says; leave it out",
     ),
     (
-        "latent attention (MLA)",
-        lambda c: c.model_config.use_mla,
-        "its cache holds one latent for all heads; serve the model with stock vLLM",
+        "latent attention (MLA) in several tensor parallel processes",
+        lambda c: c.model_config.use_mla and c.parallel_config.tensor_parallel_size > 1,
+        "all heads vote on one latent, and each process has some of them; use data parallelism",
     ),
     (
-        "layers without full attention",
-        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
-        "their state has no positions to drop; serve the model with stock vLLM",
+        "a model without attention",
+        lambda c: c.model_config.is_attention_free,
+        "its state has no positions to drop; serve the model with stock vLLM",
     ),
     (
         "an encoder-decoder",
@@ -71,12 +76,6 @@ _RULES: tuple[_Rule, ...] = (
         "a quantised KV cache",
         lambda c: c.cache_config.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
         "its rows cannot be moved bit for bit with their scales; leave --kv-cache-dtype out",
-    ),
-    (
-        "vLLM's second model runner",
-        lambda c: c.use_v2_model_runner,
-        "it has no place to give the lengths of compressed requests; set "
-        "VLLM_USE_V2_MODEL_RUNNER=0",
     ),
     (
         "CUDA graphs of whole prompt steps",
@@ -122,52 +121,72 @@ def _graphs_of_prompts(mode: Any) -> bool:
     return bool(mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL)
 
 
-def require_supported_layers(layers: dict[str, Any], specs: dict[str, Any]) -> None:
-    """Raise unless all layers of the model store keys and values as this plugin can move them.
+def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[str]:
+    """Which layers of the model are compressed: all with full attention.
+
+    Layers with a sliding window or a recurrent state hold little, and stay as they are.
 
     Args:
         layers: vLLM's attention layers by name.
-        specs: what each keeps in its cache.
+        specs: what each layer of the model keeps in its cache, by name.
 
     Raises:
-        UnsupportedModelError: names the layer and what is in the way.
+        UnsupportedModelError: no layer has full attention, or one stores keys and values as this
+            plugin cannot move them; names the layer and what is in the way.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    found = set()
     for name, spec in specs.items():
-        layer = layers.get(name)
-        if layer is None or type(spec) is not FullAttentionSpec:
-            _refuse(name, f"keeps a {type(spec).__name__}", "full attention")
-        elif spec.sliding_window is not None or spec.attention_chunk_size is not None:
-            _refuse(name, "has a sliding or chunked window", "full attention")
-        elif getattr(layer.impl, "alibi_slopes", None) is not None:
-            _refuse(name, "has ALiBi", "attention that does not look at distances in the cache")
-        elif layer.get_attn_backend().get_name() not in LAYOUTS:
-            backend = layer.get_attn_backend().get_name()
-            _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+        if not isinstance(spec, FullAttentionSpec):
+            continue
+        _require_movable(name, layers.get(name), spec)
+        found.add(name)
     for name, layer in layers.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             _refuse(name, "reads another layer's cache", "a cache for each layer")
-    if not specs:
-        _refuse("the model", "has no attention layers", "full attention")
+    if not found:
+        kinds = ", ".join(sorted({type(spec).__name__ for spec in specs.values()})) or "nothing"
+        _refuse("the model", f"keeps {kinds}", "layers with full attention")
+    return found
 
 
-def _refuse(layer: str, got: str, expected: str) -> None:
+def _require_movable(name: str, layer: Any, spec: Any) -> None:
+    from snapkv.serving.blocks import COUNTERPARTS
+
+    if layer is None or type(spec) not in COUNTERPARTS:
+        _refuse(name, f"keeps a {type(spec).__name__}", "full attention")
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        _refuse(name, "has a window in one group with full attention", "a group of its own")
+    if getattr(layer.impl, "alibi_slopes", None) is not None:
+        _refuse(name, "has ALiBi", "attention that does not look at distances in the cache")
+    backend = layer.get_attn_backend().get_name()
+    if backend not in LAYOUTS:
+        _refuse(name, f"runs on {backend}", f"one of {', '.join(LAYOUTS)}")
+    if getattr(layer, "use_sparse", False):
+        _refuse(name, "chooses the tokens it attends to", "attention to all of them")
+
+
+def _refuse(layer: str, got: str, expected: str) -> NoReturn:
     raise UnsupportedModelError(
         f"snapkv: cannot compress prompts: {layer} {got}, expected {expected}; serve the model "
         "with stock vLLM"
     )
 
 
-def require_supported_blocks(managers: Sequence[Any], kind: type) -> None:
-    """Raise unless one manager of compressed blocks holds all layers.
+def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
+    """The managers of the KV cache groups that are compressed, by the group's index.
 
     Raises:
-        UnsupportedModelError: vLLM put the layers into other groups than the workers asked for.
+        UnsupportedModelError: there is none, since the workers did not ask for one.
     """
-    kinds: Iterable[str] = (type(manager).__name__ for manager in managers)
-    if len(managers) != 1 or not isinstance(managers[0], kind):
+    from snapkv.serving.blocks import CompressedManager
+
+    found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
+    if not found:
+        kinds = ", ".join(type(manager).__name__ for manager in managers)
         raise UnsupportedModelError(
-            f"snapkv: expected one group of blocks for all layers, got {', '.join(kinds)}; pass "
+            f"snapkv: expected a group of blocks that may be compressed, got {kinds}; pass "
             "worker_cls and scheduler_cls together, as snapkv.serving.engine_args does"
         )
+    return found

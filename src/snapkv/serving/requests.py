@@ -1,45 +1,37 @@
-"""Checks a request's own settings before the engine sees them, so that wrong ones are a 400.
+"""Checks a request's own settings in the front end, whoever asks: `LLM.generate` or an endpoint.
 
-vLLM asks every custom logits processor whether it accepts a request. The one made here accepts or
-refuses, and never touches logits. vLLM finds it by a name, in which the server's settings are
-written, since nothing else of them reaches that place.
+vLLM's front end asks every custom logits processor whether it accepts a request. The one made here
+accepts or refuses, and does nothing else: no engine loads it, since the tokens of a step would have
+to come back to the host for any of its kind. vLLM finds it by a name, in which the server's
+settings are written, since nothing else of them reaches that place.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
 from snapkv.serving.settings import ServingSettings
 
 
-class RequestCheck(LogitsProcessor):
-    """Refuses requests whose settings are wrong; a subclass for each server's settings."""
+class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
+    """Refuses requests whose settings are wrong; a subclass for each server's settings.
+
+    Abstract: it is asked as a class, and never made. Of both kinds, for front ends of both of
+    vLLM's runners.
+    """
 
     settings: ServingSettings
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise a ValueError that vLLM turns into status 400."""
+        """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
         try:
             cls.settings.for_request(sampling_params.extra_args)
         except TypeError as error:
             raise ValueError(str(error)) from error
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """Leave the logits alone."""
-        return logits
-
-    def is_argmax_invariant(self) -> bool:
-        """Greedy requests need not even ask."""
-        return True
-
-    def update_state(self, batch_update: Any) -> None:
-        """There is none."""
 
 
 class _Checks:
@@ -56,8 +48,15 @@ class _Checks:
 
 checks = _Checks()
 
+_NAME = f"{__name__}:checks.of_"
+
 
 def name_of_check(settings: ServingSettings) -> str:
     """What to pass as one of vLLM's `logits_processors`."""
-    spelt = json.dumps(settings.to_config()).encode().hex()
-    return f"{__name__}:checks.of_{spelt}"
+    return _NAME + json.dumps(settings.to_config()).encode().hex()
+
+
+def without_checks(processors: Sequence[Any] | None) -> list[Any] | None:
+    """The `logits_processors` that an engine loads: all others."""
+    others = [one for one in processors or () if not str(one).startswith(_NAME)]
+    return others or None

@@ -1,7 +1,7 @@
 """vLLM's schedulers, which also decide when a request is compressed."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -9,10 +9,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from snapkv.errors import SnapKVError
 from snapkv.policies import Policy
-from snapkv.serving.blocks import CompressedManager
+from snapkv.serving.blocks import CompressedBlocks
 from snapkv.serving.metrics import PromptMetrics
 from snapkv.serving.orders import Order, order_for, reusable_tokens, step_end
-from snapkv.serving.refusals import require_supported, require_supported_blocks
+from snapkv.serving.refusals import compressed_managers, require_supported
 from snapkv.serving.settings import ServingSettings
 
 logger = init_logger("vllm.snapkv")
@@ -33,14 +33,17 @@ class _CompressingScheduler(Scheduler):
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        require_supported_blocks(managers, CompressedManager)
-        self._blocks = cast(CompressedManager, managers[0])
+        self._blocks = CompressedBlocks(compressed_managers(managers))
         self._metrics = PromptMetrics(self.vllm_config)
         self._policies: dict[str, Policy | None] = {}
 
     def add_request(self, request: Any) -> None:
-        """Accept a request with the method it asks for."""
-        self._policies[request.request_id] = self._policy_of(request)
+        """Accept a request with the method it asks for; one with wrong settings ends at once."""
+        try:
+            self._policies[request.request_id] = self._policy_of(request)
+        except SnapKVError as error:  # front ends answer 400; one of another make did not ask
+            logger.error("Request %s is refused: %s", request.request_id, error)
+            self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
         super().add_request(request)
 
     def _policy_of(self, request: Any) -> Policy | None:
@@ -48,27 +51,23 @@ class _CompressingScheduler(Scheduler):
         params = request.sampling_params
         if params is None or request.resumable:
             return None
-        try:
-            return self._settings.for_request(params.extra_args)
-        except SnapKVError as error:  # the front end answers 400; another one may not have asked
-            logger.error("Request %s is left whole: %s", request.request_id, error)
-            return None
+        return self._settings.for_request(params.extra_args)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._policies.pop(request.request_id, None)
+        self._metrics.request_ended(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
-        usable = reusable_tokens(
-            self._policies.get(request.request_id),
-            prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=cached,
-            block_tokens=self.block_size,
-        )
-        if usable < cached:
-            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, usable)
-        return blocks, usable, boundary, diverged
+        usable = reusable_tokens(self._policies.get(request.request_id), request.num_prompt_tokens)
+        if cached > usable:
+            manager = self.kv_cache_manager
+            found, cached, _ = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, usable
+            )
+            blocks = manager.create_kv_cache_blocks(found)
+        return blocks, cached, boundary, diverged
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
@@ -91,7 +90,7 @@ class _CompressingScheduler(Scheduler):
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id = request.request_id
-        if request_id in self._blocks.dropped_tokens:
+        if self._blocks.ended(request_id):
             return None
         order = order_for(
             self._policies.get(request_id),
@@ -110,17 +109,16 @@ class _CompressingScheduler(Scheduler):
             self._blocks.leave_whole(request_id)
             self._metrics.prompt_ended(request, kept_tokens=prompt_tokens)
             return None
-        done = self._blocks.compress(
+        moves = self._blocks.compress(
             request_id, prompt_tokens=prompt_tokens, kept_tokens=order.kept_tokens
         )
-        if done is None:
+        if moves is None:
             logger.warning("Request %s stays whole: no free block to move it to", request_id)
             self._metrics.prompt_ended(request, kept_tokens=prompt_tokens, no_room=True)
             return None
-        self._metrics.prompt_ended(
-            request, kept_tokens=order.kept_tokens, blocks_freed=done.blocks_freed
-        )
-        return replace(order, target_blocks=done.target_blocks)
+        freed = sum(len(move.sources) - len(move.targets) for move in moves)
+        self._metrics.prompt_ended(request, kept_tokens=order.kept_tokens, blocks_freed=freed)
+        return replace(order, moves=moves)
 
 
 class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):

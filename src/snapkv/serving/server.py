@@ -3,22 +3,32 @@
 import os
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.serving.engine import OWN, arguments
 from snapkv.serving.settings import ServingSettings
 from snapkv.serving.versions import require_supported_version
+from snapkv.validation import format_bytes
 
 _METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
+_CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
-def serve(model: str, settings: ServingSettings, options: Sequence[str]) -> None:
+_SHARE_OF_FREE = 4
+"""A quarter: the weights and what else runs need the rest."""
+
+
+def serve(
+    model: str, settings: ServingSettings, options: Sequence[str], *, name: str | None = None
+) -> None:
     """Run ``vllm serve`` until it is stopped.
 
     Args:
         model: what vLLM loads: a folder or a hub id.
         settings: what to keep of prompts.
         options: any options of ``vllm serve``, as on its command line.
+        name: what the model is called in requests, unless the options say it; `model` by default.
 
     Raises:
         InvalidArgumentError: an option that vLLM refuses.
@@ -29,15 +39,16 @@ def serve(model: str, settings: ServingSettings, options: Sequence[str]) -> None
     with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
         # Counts of the engine's process reach /metrics through files; chosen before the import.
         os.environ.setdefault(_METRICS, folder)
-        _run(model, settings, options)
+        _run(model, settings, options, name or model)
 
 
-def _run(model: str, settings: ServingSettings, options: Sequence[str]) -> None:
+def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from snapkv.serving.middleware import NAME as SETTINGS_CHECK
     from snapkv.serving.refusals import require_supported
 
     cli_env_setup()
@@ -46,8 +57,12 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str]) -> None:
     command.subparser_init(parser.add_subparsers(dest="subparser"))
     args = parser.parse_args(["serve", model, *options])
     args.model = model
-    for name, value in arguments(settings, {name: getattr(args, name) for name in OWN}).items():
-        setattr(args, name, value)
+    args.served_model_name = args.served_model_name or [name]
+    args.middleware = [*args.middleware, SETTINGS_CHECK]
+    _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
+    given = {option: getattr(args, option) for option in OWN}
+    for option, value in arguments(settings, given).items():
+        setattr(args, option, value)
     try:
         command.validate(args)
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -55,3 +70,24 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str]) -> None:
         raise InvalidArgumentError(f"vllm: {error}") from error
     require_supported(config)
     command.cmd(args)
+
+
+def _leave_memory_free(args: Any, default_share: float) -> None:
+    """On a machine without a GPU, let the cache take a part of what is free, unless told otherwise.
+
+    vLLM takes `default_share` of all memory that is there, and does not start where less is free.
+    """
+    import psutil
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    told = args.kv_cache_memory_bytes or args.gpu_memory_utilization != default_share
+    if told or _CPU_SPACE in os.environ or not current_platform.is_cpu():
+        return
+    processes = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
+    share = psutil.virtual_memory().available // (_SHARE_OF_FREE * processes)
+    args.kv_cache_memory_bytes = share
+    init_logger("vllm.snapkv").info(
+        "The cache gets %s of the free memory; --kv-cache-memory-bytes says otherwise",
+        format_bytes(share),
+    )

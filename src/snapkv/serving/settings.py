@@ -4,24 +4,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import POLICIES, Policy, SnapKV, StreamingLLM
+from snapkv.serving.names import (
+    OF_A_REQUEST,
+    PREFIX,
+    PROTECT_FIRST,
+    own_settings,
+    require_readable,
+    shown,
+)
 from snapkv.serving.protecting import ProtectingFirst
-from snapkv.validation import DEFAULT_BUDGET, nearest, require_int
+from snapkv.validation import (
+    DEFAULT_BUDGET,
+    MAX_KERNEL_SIZE,
+    MAX_WINDOW_SIZE,
+    nearest,
+    require_at_least,
+    require_int,
+)
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
 
-PREFIX = "snapkv_"
-"""What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
-
 SERVED = ("snapkv", "streaming-llm", "tova")
 """Methods that keep the same number of tokens in all layers and heads, known in advance."""
-
-OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay")
-"""Parameters that a request may set for itself."""
-
-_PROTECT_FIRST = "protect_first"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,8 @@ class ServingSettings:
         parameters: further parameters of the method, by name.
         protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
             of a system message; they count towards the budget.
+        max_window_size: the longest window that the server or a request may ask for.
+        max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -44,6 +53,8 @@ class ServingSettings:
     budget: int = DEFAULT_BUDGET
     parameters: Mapping[str, Any] = field(default_factory=dict)
     protect_first: int = 0
+    max_window_size: int = MAX_WINDOW_SIZE
+    max_kernel_size: int = MAX_KERNEL_SIZE
 
     def __post_init__(self) -> None:
         """Check everything once, here."""
@@ -53,7 +64,9 @@ class ServingSettings:
                 f"{_why_not_served(self.policy)}; pass one of them"
             )
         require_int("budget", self.budget, minimum=0)
-        require_int(_PROTECT_FIRST, self.protect_first, minimum=0)
+        require_int(PROTECT_FIRST, self.protect_first, minimum=0)
+        for cap in _CAPS:
+            require_at_least(cap, getattr(self, cap), 1)
         made = self._made(self.budget or None, self.parameters)
         if self.budget:
             _protecting(made, self.protect_first)
@@ -66,37 +79,55 @@ class ServingSettings:
             InvalidArgumentError: unknown names.
         """
         given = dict(config.get(KEY) or {})
-        names = ("policy", "budget", _PROTECT_FIRST)
+        names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
         return cls(**own, parameters=given)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
-        first = {_PROTECT_FIRST: self.protect_first} if self.protect_first else {}
-        return {KEY: {"policy": self.policy, "budget": self.budget, **first, **self.parameters}}
+        first = {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
+        caps = {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
+        own = {"policy": self.policy, "budget": self.budget, **first, **caps}
+        return {KEY: own | dict(self.parameters)}
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
         """The method for one request; None leaves its prompt whole.
 
         Args:
-            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that do not
-                begin with `PREFIX` belong to others.
+            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
+                `snapkv.serving.names` does not know belong to others.
 
         Raises:
-            InvalidArgumentError: an unknown name, or a value out of range.
+            InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
             InvalidTypeError: a value of the wrong type.
         """
-        given = {
-            key.removeprefix(PREFIX): value
-            for key, value in (extra_args or {}).items()
-            if key.startswith(PREFIX)
-        }
-        for name in given:
+        given = own_settings(extra_args or {})
+        for name, value in given.items():
             self._require_known(name)
+            require_readable(PREFIX + name, value)
+        try:
+            return self._chosen(given)
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            raise type(error)(f"{PREFIX}{error}") from error
+
+    def costliest(self, prompt_tokens: int) -> Policy:
+        """Of what requests may ask for, the method that takes the most memory.
+
+        Args:
+            prompt_tokens: of the longest prompt; all of it but one token is kept, where the window
+                leaves so much room.
+        """
+        own = dict(self.parameters)
+        if "window_size" in _parameters(self.policy):
+            own["window_size"] = self.max_window_size
+        return self._made(max(prompt_tokens - 1, _ample(own)), own)
+
+    def _chosen(self, given: dict[str, Any]) -> Policy | None:
+        """The method for the settings of a request, by their names without the prefix."""
         budget = given.pop("budget", self.budget)
-        require_int(f"{PREFIX}budget", budget, minimum=0)
-        first = given.pop(_PROTECT_FIRST, self.protect_first)
-        require_int(f"{PREFIX}{_PROTECT_FIRST}", first, minimum=0)
+        require_int("budget", budget, minimum=0)
+        first = given.pop(PROTECT_FIRST, self.protect_first)
+        require_int(PROTECT_FIRST, first, minimum=0)
         own = dict(self.parameters)
         if "pooling" in given:  # of the server's, what the request's has no use for
             own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
@@ -105,12 +136,12 @@ class ServingSettings:
 
     def _require_known(self, name: str) -> None:
         known = [one for one in OF_A_REQUEST if one in _parameters(self.policy)]
-        known.append(_PROTECT_FIRST)
+        known.append(PROTECT_FIRST)
         if name not in known:
             names = [PREFIX + one for one in known]
             raise InvalidArgumentError(
-                f"{PREFIX}{name}: expected one of {', '.join(names)}, got {PREFIX}{name}; leave it "
-                f"out{nearest(PREFIX + name, names)}"
+                f"{PREFIX}{shown(name)}: expected one of {', '.join(names)}; leave it out"
+                f"{nearest(PREFIX + shown(name), names)}"
             )
 
     def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
@@ -125,11 +156,34 @@ class ServingSettings:
         given = {**_DEFAULTS.get(self.policy, {}), **parameters}
         _require_servable(given)
         kind: Callable[..., Policy] = POLICIES[self.policy]
-        return kind(**given, budget=budget or _ample(given))
+        made = kind(**given, budget=_ample(given))
+        self._require_within_caps(made)
+        return made if budget is None else kind(**given, budget=budget)
+
+    def _require_within_caps(self, policy: Policy) -> None:
+        """Raise where a window or a kernel would cost the other requests too much."""
+        kernel = getattr(policy, "kernel_size", None) or 0
+        width = kernel if isinstance(kernel, int) else sum(kernel) + 1
+        _require_at_most("window_size", policy.query_tokens, self.max_window_size)
+        _require_at_most("kernel_size", width, self.max_kernel_size)
+
+
+_CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
+
+
+def _require_at_most(name: str, size: int, cap: int) -> None:
+    if size > cap:
+        raise InvalidArgumentError(
+            f"{name}: expected at most {cap:,} on this server, got {size:,}; pass a smaller one, "
+            f"or start the server with --max-{name.replace('_', '-')} {size}"
+        )
 
 
 def _protecting(policy: Policy, first_tokens: int) -> Policy:
-    return ProtectingFirst(policy, first_tokens) if first_tokens else policy
+    try:
+        return ProtectingFirst(policy, first_tokens) if first_tokens else policy
+    except InvalidArgumentError as error:  # it says `protect`, as the library calls it
+        raise InvalidArgumentError(f"{PROTECT_FIRST}{str(error).removeprefix('protect')}") from None
 
 
 # StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.

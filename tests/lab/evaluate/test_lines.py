@@ -147,6 +147,7 @@ def test_a_length_without_room_for_the_question_is_an_error(demo):
         samples(demo, lengths=(200,), examples=3)
 
 
+@pytest.mark.slow
 def test_the_model_reads_a_record_and_pooling_matters(demo, tmp_path):
     task = Lines(lengths=(400,), positions=1, samples_each=3, examples=3, cloze=True)
     run = Run(

@@ -236,13 +236,8 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "rag-citation" else pytest.param(name, marks=pytest.mark.slow)
-        for name in SMALL
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_a_real_model_answers_from_the_full_and_the_compressed_cache(small, demo, tmp_path, name):
     task = TASKS[name](**SMALL[name] | {"documents": (3,), "samples_each": 1})
     rows = Run(loaded=demo, task=task, methods=METHODS).into(tmp_path).rows

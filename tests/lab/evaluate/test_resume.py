@@ -5,6 +5,8 @@ import random
 import signal
 import time
 
+import pytest
+
 from snapkv.lab.evaluate.store import key
 from tests.lab.evaluate.killed import TASK, started
 from tests.lab.evaluate.tiny import METHODS, save_tiny, untimed
@@ -50,6 +52,7 @@ def cut_last_line(folder, draw):
     path.write_bytes(data[: draw.randrange(begin + 1, len(data))])
 
 
+@pytest.mark.slow
 def test_ten_kills_lose_nothing_and_double_nothing(tmp_path, demo):
     model = save_tiny(tmp_path / "model", demo.tokenizer)
     whole, folder = tmp_path / "whole", tmp_path / "killed"

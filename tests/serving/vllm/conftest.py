@@ -1,6 +1,12 @@
-"""Engines and documents for the tests that run vLLM; `make test-serving` runs them."""
+"""Models and documents for the tests that run vLLM.
+
+`make test-serving` runs them twice, once on each of vLLM's model runners, since a process has one;
+the folder `interpreter` brings the second to machines without a GPU. The tests of the demo model
+run on the first alone: Triton's interpreter is too slow for it.
+"""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,13 +16,55 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+OF_THE_DEMO = {"folder", "text_ids"}
 
-def pytest_collection_modifyitems(items):
+
+def pytest_collection_modifyitems(config, items):
     """Everything in this folder needs vLLM, whose own warnings are not ours to fix."""
-    for item in items:
-        if "serving/vllm" in item.nodeid:
-            item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.filterwarnings("default"))
+    ours = [item for item in items if "serving/vllm" in item.nodeid]
+    for item in ours:
+        item.add_marker(pytest.mark.vllm)
+        item.add_marker(pytest.mark.filterwarnings("default"))
+    if SECOND_RUNNER:
+        demo = [item for item in ours if OF_THE_DEMO & set(item.fixturenames)]
+        config.hook.pytest_deselected(items=demo)
+        items[:] = [item for item in items if item not in demo]
+
+
+@pytest.fixture(scope="session")
+def second_runner() -> bool:
+    """Whether this process has vLLM's second model runner."""
+    return SECOND_RUNNER
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A small random model for both runners."""
+    from tests.serving.vllm.models import SmallModel
+
+    return SmallModel(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """A small random model with a tokenizer, for servers."""
+    from snapkv.app.models import load
+    from tests.serving.vllm.models import SmallModel
+
+    tokenizer = load("demo").tokenizer
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    model = SmallModel(tmp_path_factory.mktemp("served"), **sizes)
+    tokenizer.save_pretrained(model.folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def many_ids() -> list[int]:
+    """Ten thousand random tokens."""
+    from tests.serving.vllm.models import ids_of
+
+    return ids_of(10_000)
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +78,6 @@ def folder() -> str:
 @pytest.fixture(scope="session")
 def text_ids() -> list[int]:
     """Ten thousand tokens of prose."""
-    from pathlib import Path
-
     from snapkv.app.models import load
 
     text = Path(__file__).parents[3].joinpath("LICENSE").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ def greedy(tokens, **options):
     """Sampling parameters of exactly that many likeliest tokens."""
     from vllm import SamplingParams
 
-    return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=tokens, ignore_eos=True)
+    common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**common | options, max_tokens=tokens)
 
 
 def blocks_bytes(blocks, block_tokens):
@@ -26,7 +27,7 @@ class Watched:
     """What was kept while watching: per compressed prompt, by its length."""
 
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
-    blocks_held: list[int] = field(default_factory=list)
+    blocks_held: list[list[int]] = field(default_factory=list)
 
     @property
     def prompts(self) -> int:
@@ -36,8 +37,14 @@ class Watched:
         return self.kept[len(prompt)]
 
 
+def small_engine(small: Any, **options: Any) -> "Engine":
+    """An engine of one of the small random models, where 512 tokens are many."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_memory_bytes": 50 << 20}
+    return Engine(small.folder, **{"skip_tokenizer_init": True, **sizes, **options})
+
+
 class Engine:
-    """vLLM's `LLM` of the demo model, in float32, with or without compression."""
+    """vLLM's `LLM` of a model, in float32, with or without compression."""
 
     def __init__(self, folder: str, *, compressed: bool = True, **options: Any) -> None:
         from vllm import LLM
@@ -124,12 +131,14 @@ class Engine:
         """Requests that scheduler or worker still hold something for."""
         runner = self.runner
         self.step()  # workers hear of finished requests with the next step
+        managers = self.scheduler._blocks._managers.values()
         held = [
             self.scheduler._policies,
-            self.scheduler._blocks.dropped_tokens,
+            self.scheduler._metrics._counted,
+            *(manager.dropped_tokens for manager in managers),
             runner._dropped,
             runner._moved,
-            runner._compressor.recorder.recorded,
+            runner._recorder.recorded,
         ]
         return [request for one in held for request in one]
 
@@ -139,15 +148,15 @@ class Engine:
         seen, compressor = Watched(), self.runner._compressor
         keep, compress = compressor._keep_indices, self.scheduler._blocks.compress
 
-        def keep_and_note(name, depth, request, order, keys):
-            indices = keep(name, depth, request, order, keys)
-            seen.kept.setdefault(order.prompt_tokens, []).append(indices)
+        def keep_and_note(run, request, order, keys):
+            indices = keep(run, request, order, keys)
+            seen.kept.setdefault(order.prompt_tokens, []).extend(indices.split(1))
             return indices
 
         def compress_and_note(request_id, **sizes):
-            done = compress(request_id, **sizes)
-            seen.blocks_held.append(len(self.scheduler._blocks.req_to_blocks[request_id]))
-            return done
+            moves = compress(request_id, **sizes)
+            seen.blocks_held.append([len(move.targets) for move in moves])
+            return moves
 
         compressor._keep_indices = keep_and_note
         self.scheduler._blocks.compress = compress_and_note

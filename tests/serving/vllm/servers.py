@@ -1,12 +1,15 @@
 """`snapkv serve` in a process of its own."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,18 @@ class Server:
         options: of `snapkv serve`, behind those that the tests share.
         model: what to serve.
         longest: of a prompt and its answer.
+        command: in place of `snapkv serve` and the model.
+        environment: variables beside those of this process.
     """
 
     def __init__(
-        self, folder: Path | str, *options: str, model: str = "demo", longest: int = 2048
+        self,
+        folder: Path | str,
+        *options: str,
+        model: str = "demo",
+        longest: int = 2048,
+        command: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -33,12 +44,18 @@ class Server:
         self._log = Path(folder) / "server.log"
         shared = ["--dtype", "float32", "--max-model-len", str(longest), "--block-size", "32"]
         shared += ["--kv-cache-memory-bytes", "300M", "--enforce-eager"]
-        shared += ["--served-model-name", "demo", "--port", str(self.port)]
-        command = [sys.executable, "-m", "snapkv", "serve", model, *shared, *options]
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        shared += ["--port", str(self.port)]
+        if model != "demo":  # which is called so without being told
+            shared += ["--served-model-name", "demo"]
+        start = command or (sys.executable, "-m", "snapkv", "serve", model)
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
+                [*start, *shared, *options],
+                stdout=log,
+                stderr=log,
+                env=os.environ | own,
+                start_new_session=True,
             )
 
     def __enter__(self) -> "Server":
@@ -70,6 +87,17 @@ class Server:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Status and text of the answer to a JSON body."""
+        text = json.dumps({"model": "demo", **body}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, text, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as refused:
+            return refused.code, refused.read().decode()
 
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, summed over the labels that are not given."""

@@ -6,11 +6,14 @@ out while the scheduler is already a step ahead, as under asynchronous schedulin
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
-from snapkv.serving.orders import slots
+from snapkv.serving.compressor import slots
+from snapkv.serving.orders import Move
 from snapkv.serving.scheduler import ORDERS
 
 
@@ -27,17 +30,21 @@ class SimulatedWorker:
     Args:
         blocks: how many there are.
         block_tokens: tokens in a block.
+        windows: of the KV cache groups; None has full attention and is compressed.
     """
 
-    def __init__(self, blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, blocks: int, block_tokens: int, windows: Sequence[int | None] = (None,)
+    ) -> None:
+        self.windows = windows
         self.memory: list[Any] = [None] * (blocks * block_tokens)
         self.block_tokens = block_tokens
         self.tokens: dict[str, list[int]] = {}
         self.states: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
-        self.blocks: dict[str, list[int]] = {}
+        self.blocks: dict[str, list[list[int]]] = {}
         self.held: dict[str, list[int] | None] = {}
-        self.moved: dict[str, list[int]] = {}
+        self.moved: dict[str, Sequence[Move]] = {}
         self.queries: dict[str, int] = {}
         self.compressed = 0
 
@@ -50,7 +57,7 @@ class SimulatedWorker:
         for name, end in ends.items():
             self._write(name, begin[name], end)
         for name, end in ends.items():
-            self._check(name, end)
+            self._check(name, begin[name], end)
         self._carry_out(getattr(output, ORDERS))
         sampled = [self._sample(name, end) for name, end in ends.items()]
         rows = {name: row for row, name in enumerate(ends)}
@@ -62,24 +69,38 @@ class SimulatedWorker:
             self.held.pop(name, None)
             self.moved.pop(name, None)
             self.queries.pop(name, None)
-        for name, blocks in self.moved.items():
-            self.blocks[name] = list(blocks)
+        for name, moves in self.moved.items():
+            for move in moves:
+                self.blocks[name][move.group] = list(move.targets)
         self.moved = {}
         for one in output.scheduled_new_reqs:
             self.tokens[one.req_id] = list(one.prompt_token_ids)
             self.states[one.req_id] = []
             self.prompts[one.req_id] = len(one.prompt_token_ids)
-            self.blocks[one.req_id] = list(one.block_ids[0])
+            self.blocks[one.req_id] = [list(blocks) for blocks in one.block_ids]
         for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if name in cached.resumed_req_ids:
-                self.blocks[name] = list(new[0])
+                self.blocks[name] = [list(blocks) for blocks in new]
             elif new is not None:
-                self.blocks[name] += new[0]
+                for blocks, more in zip(self.blocks[name], new, strict=True):
+                    blocks += more
 
-    def _positions(self, name: str, end: int) -> list[int]:
-        """Whose states the request must find, in order, when it has seen `end` tokens."""
+    def _positions(self, name: str, group: int, end: int) -> list[int]:
+        """Whose states a group holds of a request, in order, when it has seen `end` tokens."""
         kept = self.held.get(name)
-        return list(range(end)) if kept is None else [*kept, *range(self.prompts[name], end)]
+        if kept is None or self.windows[group] is not None:
+            return list(range(end))
+        return [*kept, *range(self.prompts[name], end)]
+
+    def _places(self, name: str, group: int, end: int) -> list[tuple[int, int]]:
+        """Those positions, each with its slot."""
+        positions = self._positions(name, group, end)
+        places = self._slots(self.blocks[name][group], len(positions))
+        return list(zip(positions, places, strict=True))
+
+    def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
+        """The slots of the first tokens in these blocks."""
+        return slots(torch.tensor(blocks), tokens, self.block_tokens).tolist()
 
     def _state(self, name: str, position: int) -> int:
         """A number that stands for the tokens up to a position, and for no others."""
@@ -89,36 +110,40 @@ class SimulatedWorker:
         return states[position]
 
     def _write(self, name: str, begin: int, end: int) -> None:
-        positions = self._positions(name, end)
-        places = slots(self.blocks[name], len(positions), self.block_tokens)
-        for position, place in list(zip(positions, places, strict=True))[begin - end :]:
-            self.memory[place] = self._state(name, position)
+        for group in range(len(self.windows)):
+            for position, place in self._places(name, group, end)[begin - end :]:
+                self.memory[place] = self._state(name, position)
 
-    def _check(self, name: str, end: int) -> None:
-        positions = self._positions(name, end)
-        places = slots(self.blocks[name], len(positions), self.block_tokens)
-        for position, place in zip(positions, places, strict=True):
-            assert self.memory[place] == self._state(name, position), (name, position, end)
+    def _check(self, name: str, begin: int, end: int) -> None:
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else begin - window + 1
+            for position, place in self._places(name, group, end):
+                found = position < first or self.memory[place] == self._state(name, position)
+                assert found, (name, group, position, end)
 
     def _carry_out(self, orders: dict[str, Any]) -> None:
         for name, order in orders.items():
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
         ending = {name: order for name, order in orders.items() if order.compress}
         assert all(self.queries[name] == one.policy.query_tokens for name, one in ending.items())
-        kept = {}
+        written = {}
         for name, order in ending.items():
             positions = kept_positions(order.prompt_tokens, order.kept_tokens)
-            kept[name] = positions, [self._state(name, position) for position in positions]
-        for name, order in ending.items():
-            blocks = list(order.target_blocks or self.blocks[name])
-            positions, states = kept[name]
-            for place, state in zip(
-                slots(blocks, len(states), self.block_tokens), states, strict=True
-            ):
-                self.memory[place] = state
-            needed = -(-len(states) // self.block_tokens)
-            self.held[name], self.moved[name] = positions, blocks[:needed]
+            states = [self._state(name, position) for position in positions]
+            for move in order.moves:
+                held = self._places(name, move.group, order.prompt_tokens)
+                assert {place // self.block_tokens for _, place in held} == set(move.sources)
+                targets = self._slots(move.targets, len(states))
+                written |= dict(zip(targets, states, strict=True))
+            assert [move.group for move in order.moves] == self._compressed_groups
+            self.held[name], self.moved[name] = positions, order.moves
             self.compressed += 1
+        for place, state in written.items():
+            self.memory[place] = state
+
+    @property
+    def _compressed_groups(self) -> list[int]:
+        return [group for group, window in enumerate(self.windows) if window is None]
 
     def _sample(self, name: str, end: int) -> list[int]:
         """The next token, which the tokens before it decide; none inside a prompt."""

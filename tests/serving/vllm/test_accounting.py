@@ -7,6 +7,7 @@ import torch
 
 PAGE = 4
 BLOCKS = 26
+BLOCKS_OF_A_WINDOW = 10
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,8 @@ def config(folder):
     return EngineArgs(folder, **options).create_engine_config()
 
 
-def simulation(config, *, caching, ahead):
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+def simulation(config, *, caching, ahead, windows=(None,)):
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
     from snapkv.serving.blocks import CompressedSpec, register_spec
@@ -33,21 +34,28 @@ def simulation(config, *, caching, ahead):
     config.scheduler_config.async_scheduling = bool(ahead)
     config.cache_config.enable_prefix_caching = caching
     config.cache_config.block_size = PAGE
-    config.cache_config.num_gpu_blocks = BLOCKS
-    spec = CompressedSpec(block_size=PAGE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    blocks = sum(BLOCKS_OF_A_WINDOW if window else BLOCKS for window in windows)
+    config.cache_config.num_gpu_blocks = blocks
+    sizes = {"block_size": PAGE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [
+        SlidingWindowSpec(**sizes, sliding_window=window) if window else CompressedSpec(**sizes)
+        for window in windows
+    ]
     made = scheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
-            num_blocks=BLOCKS,
+            num_blocks=blocks,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer-{number}"], spec) for number, spec in enumerate(specs)
+            ],
         ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=PAGE,
         hash_block_size=PAGE,
         log_stats=False,
     )
-    return Simulation(made, SimulatedWorker(BLOCKS, PAGE), ahead)
+    return Simulation(made, SimulatedWorker(blocks, PAGE, windows), ahead)
 
 
 def request(name, tokens, generate, extra_args):
@@ -73,13 +81,18 @@ def answer(tokens, generate):
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "windows",
+    [(None,), (None, 8), (8, None), (None, None, 12)],
+    ids=["full", "full-sliding", "sliding-full", "two-full-one-sliding"],
+)
 def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
-    config, caching, ahead, seed
+    config, windows, caching, ahead, seed
 ):
     """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
     draw = random.Random(seed)
-    running = simulation(config, caching=caching, ahead=ahead)
+    running = simulation(config, caching=caching, ahead=ahead, windows=windows)
     scheduler, worker = running.scheduler, running.worker
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     openings = [[draw.randrange(1, 90) for _ in range(40)] for _ in range(3)]
@@ -109,9 +122,10 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
     assert worker.compressed > 20
     assert running.preempted > 0
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
-    assert not scheduler._blocks.dropped_tokens
     assert not scheduler._policies
-    assert not scheduler._blocks.req_to_blocks
+    for manager in scheduler._blocks._managers.values():
+        assert not manager.dropped_tokens
+        assert not manager.req_to_blocks
 
 
 def abort(scheduler, name, aborted):
@@ -121,33 +135,53 @@ def abort(scheduler, name, aborted):
     aborted.add(name)
 
 
+def blocks_of(config, *, caching, windows=(None,)):
+    """The compressed blocks of a scheduler, and the manager of their first group."""
+    blocks = simulation(config, caching=caching, ahead=0, windows=windows).scheduler._blocks
+    return blocks, next(iter(blocks._managers.values()))
+
+
 def test_where_nothing_is_free_a_shared_prompt_stays_whole(config):
     """Both requests hold all blocks of the prompt, and the pool has none to move to."""
-    running = simulation(config, caching=True, ahead=0)
-    blocks = running.scheduler._blocks
-    pool = blocks.block_pool
+    blocks, manager = blocks_of(config, caching=True)
+    pool = manager.block_pool
     mine = pool.get_new_blocks(6)
     pool.touch(mine)
-    blocks.req_to_blocks["a"] = list(mine)
+    manager.req_to_blocks["a"] = list(mine)
     others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
     assert blocks.compress("a", prompt_tokens=24, kept_tokens=8) is None
-    assert blocks.dropped_tokens == {"a": 0}
-    assert blocks.req_to_blocks["a"] == mine
-    del blocks.dropped_tokens["a"]
+    assert blocks.ended("a")
+    assert manager.dropped_tokens == {"a": 0}
+    assert manager.req_to_blocks["a"] == mine
+    del manager.dropped_tokens["a"]
     pool.free_blocks(others)
-    done = blocks.compress("a", prompt_tokens=24, kept_tokens=8)
-    assert (done.blocks_freed, blocks.dropped_tokens) == (4, {"a": 16})
+    (move,) = blocks.compress("a", prompt_tokens=24, kept_tokens=8)
+    assert (len(move.sources), len(move.targets)) == (6, 2)
+    assert manager.dropped_tokens == {"a": 16}
+    assert move.sources == tuple(block.block_id for block in mine)
     assert [block.ref_cnt for block in mine] == [1] * 6
-    assert [block.block_id for block in blocks.req_to_blocks["a"]] == list(done.target_blocks)
+    assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
 
 
 def test_in_place_the_first_blocks_stay(config):
-    blocks = simulation(config, caching=False, ahead=0).scheduler._blocks
-    mine = blocks.block_pool.get_new_blocks(6)
-    blocks.req_to_blocks["a"] = list(mine)
-    done = blocks.compress("a", prompt_tokens=23, kept_tokens=9)
-    assert (done.target_blocks, done.blocks_freed) == (None, 3)
-    assert blocks.req_to_blocks["a"] == mine[:3]
+    blocks, manager = blocks_of(config, caching=False)
+    mine = manager.block_pool.get_new_blocks(6)
+    manager.req_to_blocks["a"] = list(mine)
+    (move,) = blocks.compress("a", prompt_tokens=23, kept_tokens=9)
+    assert (move.sources[:3], len(move.sources)) == (move.targets, 6)
+    assert manager.req_to_blocks["a"] == mine[:3]
     # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
-    assert blocks.allocate_new_blocks("a", 26, 26) == []
-    assert len(blocks.allocate_new_blocks("a", 27, 27)) == 1
+    assert manager.allocate_new_blocks("a", 26, 26) == []
+    assert len(manager.allocate_new_blocks("a", 27, 27)) == 1
+
+
+def test_every_group_with_full_attention_is_compressed_and_no_other(config):
+    blocks, first = blocks_of(config, caching=False, windows=(None, 8, None))
+    assert list(blocks._managers) == [0, 2]
+    for number, manager in blocks._managers.items():
+        manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)
+    moves = blocks.compress("a", prompt_tokens=16, kept_tokens=5)
+    assert [(move.group, len(move.sources), len(move.targets)) for move in moves] == [
+        (0, 4, 2),
+        (2, 4, 2),
+    ]

@@ -1,90 +1,63 @@
 """One engine with compressed prompts, against the library and against itself without them."""
 
-import functools
-
 import pytest
 import torch
 
-from snapkv import TOVA, CompressedCache, SnapKV
-from snapkv.app.models import load
-from tests.serving.vllm.engines import Engine, greedy
+from snapkv import TOVA, SnapKV
+from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.models import ids_of
 
-BUDGET = 256
+BUDGET = 64
+CHUNK = 150
 
 
 @pytest.fixture(scope="module")
-def engine(folder):
-    with Engine(folder, budget=BUDGET, max_num_batched_tokens=700) as running:
+def engine(small):
+    with small_engine(small, budget=BUDGET, max_num_batched_tokens=CHUNK) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def stock(folder):
-    with Engine(folder, compressed=False, max_num_batched_tokens=700) as running:
+def stock(small):
+    with small_engine(small, compressed=False, max_num_batched_tokens=CHUNK) as running:
         yield running
 
 
-@functools.cache
-def library_model():
-    return load("demo").model
+LENGTHS = (30, 63, 64, 65, 80, 150, 151, 181, 299, 302, 450)
 
 
-def library(ids, policy, tokens):
-    """The library's answer and what it kept, on the same prompt."""
-    model = library_model()
-    cache = CompressedCache(model, policy)
-    prompt = torch.tensor([ids])
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        min_new_tokens=tokens,
-    )
-    return output[0, len(ids) :].tolist(), cache
-
-
-def kept_of(cache, layer, budget):
-    """What the library kept of the prompt: (1, Hkv, budget)."""
-    return cache.kept_positions(layer)[..., :budget].expand(-1, 3, -1)
-
-
-LENGTHS = (100, 255, 256, 257, 288, 700, 701, 1391, 1402, 2100)
-
-
-def test_kept_sets_and_answers_are_those_of_the_library(engine, text_ids):
-    """Lengths around the budget, and windows that lie across chunks of 700."""
-    prompts = [text_ids[n : 2 * n] for n in LENGTHS]
+def test_kept_sets_and_answers_are_those_of_the_library(engine, small):
+    """Lengths around the budget, and windows that lie across chunks of 150."""
+    prompts = [ids_of(n, seed=n) for n in LENGTHS]
     with engine.watching() as kept:
-        answers = engine.answers(prompts, greedy(24))
+        answers = engine.answers(prompts, greedy(16))
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected, cache = library(prompt, SnapKV(BUDGET), 24)
+        expected, cache = small.library(prompt, SnapKV(BUDGET), 16)
         assert answer == expected, len(prompt)
         if len(prompt) > BUDGET:
             for layer, keep in enumerate(kept.of(prompt)):
-                assert torch.equal(keep, kept_of(cache, layer, BUDGET)), (len(prompt), layer)
+                assert torch.equal(keep, small.kept(cache, layer, BUDGET)), (len(prompt), layer)
     assert kept.prompts == sum(n > BUDGET for n in LENGTHS)
 
 
-def test_a_request_has_its_own_budget_window_kernel_and_pooling(engine, text_ids):
-    prompt = text_ids[3000:4500]
+def test_a_request_has_its_own_budget_window_kernel_and_pooling(engine, small):
+    prompt = ids_of(400)
     settings = [
-        {"snapkv_budget": 128},
-        {"snapkv_window_size": 64, "snapkv_kernel_size": 13, "snapkv_pooling": "avg"},
+        {"snapkv_budget": 40},
+        {"snapkv_window_size": 16, "snapkv_kernel_size": 13, "snapkv_pooling": "avg"},
         {"snapkv_budget": 0},
     ]
-    answers = engine.answers([prompt] * 3, [greedy(24, extra_args=own) for own in settings])
-    policies = [SnapKV(128), SnapKV(BUDGET, window_size=64, kernel_size=13, pooling="avg")]
-    expected = [library(prompt, policy, 24)[0] for policy in [*policies, SnapKV(4096)]]
+    answers = engine.answers([prompt] * 3, [greedy(16, extra_args=own) for own in settings])
+    policies = [SnapKV(40), SnapKV(BUDGET, window_size=16, kernel_size=13, pooling="avg")]
+    expected = [small.answer(prompt, policy, 16) for policy in [*policies, SnapKV(512)]]
     assert answers == expected
-    assert len({tuple(answer) for answer in answers}) > 1
+    assert len({tuple(answer) for answer in answers}) == 3
 
 
-def test_a_budget_of_the_prompt_changes_nothing(engine, stock, text_ids):
-    prompts = [text_ids[n : n + length] for n, length in enumerate((40, 300, 650, 1100, 1800))]
-    off = [greedy(32, extra_args={"snapkv_budget": own}) for own in (0, 300, 4096, 1100, 0)]
-    assert engine.answers(prompts, off) == stock.answers(prompts, greedy(32))
+def test_a_budget_of_the_prompt_changes_nothing(engine, stock):
+    prompts = [ids_of(length, seed=length) for length in (20, 100, 200, 350, 450)]
+    off = [greedy(24, extra_args={"snapkv_budget": own}) for own in (0, 100, 4096, 350, 0)]
+    assert engine.answers(prompts, off) == stock.answers(prompts, greedy(24))
 
 
 @pytest.mark.parametrize(
@@ -97,23 +70,23 @@ def test_a_budget_of_the_prompt_changes_nothing(engine, stock, text_ids):
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused_before_the_engine_sees_them(engine, text_ids, own):
+def test_wrong_settings_are_refused_before_the_engine_sees_them(engine, own):
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError, match=r"snapkv_|budget|kernel_size"):
-        engine.answers([text_ids[:50]], greedy(4, extra_args=own))
-    assert len(engine.answers([text_ids[:50]], greedy(4))[0]) == 4
+        engine.answers([ids_of(50)], greedy(4, extra_args=own))
+    assert len(engine.answers([ids_of(50)], greedy(4))[0]) == 4
 
 
-def test_blocks_are_really_freed_and_all_come_back(engine, text_ids):
+def test_blocks_are_really_freed_and_all_come_back(engine):
     with engine.watching() as kept:
-        engine.answers([text_ids[:2000]], greedy(4))
-    assert kept.blocks_held == [-(-BUDGET // engine.block_tokens)]
+        engine.answers([ids_of(430)], greedy(4))
+    assert kept.blocks_held == [[BUDGET // engine.block_tokens]]
     assert engine.free_blocks == engine.all_blocks
 
 
-def test_samples_of_one_prompt_and_log_probabilities(engine, stock, text_ids):
-    prompt = text_ids[:900]
+def test_samples_of_one_prompt_and_log_probabilities(engine, stock):
+    prompt = ids_of(260)
     sampling = greedy(12, n=3, temperature=1.0, logprobs=2, prompt_logprobs=1)
     ours = engine.outputs([prompt], sampling)[0]
     theirs = stock.outputs([prompt], sampling)[0]
@@ -129,25 +102,24 @@ def test_samples_of_one_prompt_and_log_probabilities(engine, stock, text_ids):
             assert mine[token].logprob == pytest.approx(stocks[token].logprob, abs=1e-3)
 
 
-def test_aborted_requests_leave_nothing_behind(engine, text_ids):
+def test_aborted_requests_leave_nothing_behind(engine, small):
     """Before, during and after the prompt."""
     for steps in range(6):
-        engine.start([text_ids[:1500], text_ids[1500:1900]], greedy(32))
+        engine.start([ids_of(400, seed=1), ids_of(110, seed=2)], greedy(32))
         for _ in range(steps):
             engine.step()
         engine.abort_all()
         assert engine.free_blocks == engine.all_blocks, steps
-    prompt = text_ids[:1200]
-    assert engine.answers([prompt], greedy(8))[0] == library(prompt, SnapKV(BUDGET), 8)[0]
+    prompt = ids_of(300, seed=3)
+    assert engine.answers([prompt], greedy(8))[0] == small.answer(prompt, SnapKV(BUDGET), 8)
     assert engine.leftovers() == []
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("tova", TOVA)])
-def test_other_methods_keep_what_the_library_keeps(folder, text_ids, policy, kind):
-    prompt = text_ids[:1000]
-    with Engine(folder, budget=200, policy=policy, max_num_batched_tokens=512) as engine:
+def test_another_method_keeps_what_the_library_keeps(small):
+    prompt = ids_of(300)
+    with small_engine(small, budget=50, policy="tova", max_num_batched_tokens=CHUNK) as engine:
         with engine.watching() as kept:
             engine.answers([prompt], greedy(2))
-        _, cache = library(prompt, kind(200), 1)
+        _, cache = small.library(prompt, TOVA(50), 1)
     for layer, keep in enumerate(kept.of(prompt)):
-        assert torch.equal(keep.expand(-1, 3, -1), kept_of(cache, layer, 200))
+        assert torch.equal(keep.expand(-1, small.kv_heads, -1), small.kept(cache, layer, 50))

@@ -1,37 +1,26 @@
-"""Two processes: heads shared out among them, or engines of their own."""
+"""Two processes: heads or layers shared out among them, or engines of their own."""
 
 import pytest
 
-from snapkv.app.models import load
-from tests.families import random_ids, tiny_config
+from snapkv import SnapKV
+from tests.serving.vllm.models import ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
+
+PROMPTS = [ids_of(tokens, seed=tokens) for tokens in (70, 200, 350)]
+
+# vLLM's CPU worker makes room for what a pipeline stage receives only when it warms up for
+# compiling: with --enforce-eager stock vLLM ends its engine at the first request.
+TRACED = ("--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}')
 
 
 @pytest.fixture(scope="module")
 def even_heads(tmp_path_factory):
-    """A model whose heads two processes can share; the demo has three KV heads."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("even-heads")
-    torch.manual_seed(0)
-    tokenizer = load("demo").tokenizer
-    sizes = {"hidden_size": 256, "num_key_value_heads": 4, "vocab_size": len(tokenizer)}
-    config = tiny_config("llama", **sizes)
-    model = AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim >= 2 and "embed" not in name:
-                weight.mul_(4.0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return with_tokenizer(tmp_path_factory.mktemp("even-heads"))
 
 
 def answers(folder, budget, *options):
     """Greedy answers of a few prompts, from a server with these options."""
-    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (70, 200, 350)]
-    common = ["--budget", str(budget), "--max-num-batched-tokens", "256"]
+    common = ["--policy", "snapkv", "--budget", str(budget), "--max-num-batched-tokens", "256"]
     with Server(folder, *common, *options, model=folder, longest=512) as server:
         completions = server.client().completions
         given = [
@@ -45,40 +34,25 @@ def answers(folder, budget, *options):
                     "ignore_eos": True,
                 },
             )
-            for ids in prompts
+            for ids in PROMPTS
         ]
         return [one.choices[0].token_ids for one in given], server.metric(
             "snapkv:requests_total", outcome="compressed"
         )
 
 
-def library(folder, budget):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from snapkv import CompressedCache, SnapKV
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    found = []
-    for length in (70, 200, 350):
-        ids = random_ids(1, length, seed=length)
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=CompressedCache(model, SnapKV(budget)),
-            max_new_tokens=16,
-            do_sample=False,
-        )
-        found.append(output[0, length:].tolist())
-    return found
-
-
 @pytest.mark.parametrize(
     "options",
-    [("--tensor-parallel-size", "2"), ("--data-parallel-size", "2")],
-    ids=["tensor", "data"],
+    [
+        ("--tensor-parallel-size", "2"),
+        ("--data-parallel-size", "2"),
+        ("--pipeline-parallel-size", "2", *TRACED),
+    ],
+    ids=["tensor", "data", "pipeline"],
 )
-def test_two_processes_answer_as_the_library_does(even_heads, options):
-    got, compressed = answers(even_heads, 64, *options)
-    assert got == library(even_heads, 64)
+def test_two_processes_answer_as_the_library_does(even_heads, options, second_runner):
+    if second_runner and "--pipeline-parallel-size" in options:
+        pytest.skip("Triton's interpreter ends vLLM's profile run of a stage: All-NaN slice")
+    got, compressed = answers(even_heads.folder, 64, *options)
+    assert got == [even_heads.answer(ids, SnapKV(64), 16) for ids in PROMPTS]
     assert compressed == 3

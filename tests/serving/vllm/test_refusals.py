@@ -7,9 +7,9 @@ import pytest
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.serving import ServingSettings, engine_args
 from snapkv.serving.refusals import (
+    compressed_managers,
+    compressible_layers,
     require_supported,
-    require_supported_blocks,
-    require_supported_layers,
 )
 
 
@@ -44,25 +44,29 @@ def changed(config, **parts):
 
 def test_the_demo_is_supported(config):
     require_supported(config)
+    require_supported(changed(config, speculative_config={"method": "ngram"}))
+    require_supported(changed(config, lora_config=object()))
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": {"method": "eagle3"}}, 'drafts .* to "ngram"'),
+        ({"speculative_config": {"method": "ngram_gpu"}}, "drafts of another kind than n-grams"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode context parallel"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill context parallel"),
         ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
         ({"parallel_config": {"tensor_parallel_size": 6}}, "--tensor-parallel-size 3"),
         ({"kv_transfer_config": object()}, "KV connector"),
-        ({"model_config": {"use_mla": True}}, "MLA"),
-        ({"model_config": {"is_hybrid": True}}, "without full attention"),
-        ({"model_config": {"is_attention_free": True}}, "without full attention"),
+        (
+            {"model_config": {"use_mla": True}, "parallel_config": {"tensor_parallel_size": 3}},
+            "all heads vote on one latent",
+        ),
+        ({"model_config": {"is_attention_free": True}}, "without attention"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
         ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
         ({"cache_config": {"cache_dtype": "fp8"}}, "quantised KV cache"),
-        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
     ids=str,
 )
@@ -100,7 +104,7 @@ def test_tova_averages_over_heads_that_other_processes_hold(config):
         )
 
 
-def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, kind=None, **spec):
+def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, **spec):
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -108,34 +112,67 @@ def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, kind=None, **spec):
     layer = SimpleNamespace(
         impl=SimpleNamespace(alibi_slopes=alibi),
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
+        use_sparse=sparse,
     )
     return {"model.layer": layer}, {"model.layer": (kind or FullAttentionSpec)(**sizes, **spec)}
 
 
 def test_layers_of_another_kind_are_refused():
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec, SlidingWindowSpec
 
-    require_supported_layers(*layer_and_spec())
+    latent = {"kind": MLAAttentionSpec, "backend": "CPU_MLA"}
+    for accepted in (layer_and_spec(), layer_and_spec(**latent)):
+        assert compressible_layers(*accepted) == {"model.layer"}
     refused = {
-        "sliding or chunked": layer_and_spec(sliding_window=64),
-        "keeps a SlidingWindowSpec": layer_and_spec(kind=SlidingWindowSpec, sliding_window=64),
-        "keeps a MLAAttentionSpec": layer_and_spec(kind=MLAAttentionSpec),
+        "window in one group": layer_and_spec(sliding_window=64),
+        "keeps SlidingWindowSpec": layer_and_spec(kind=SlidingWindowSpec, sliding_window=64),
+        "keeps a RSWASpec": layer_and_spec(kind=RSWASpec, rswa_window=64),
+        "chooses the tokens it attends to": layer_and_spec(**latent, sparse=True),
         "ALiBi": layer_and_spec(alibi=[0.5]),
         "FLASHINFER, expected one of CPU_ATTN": layer_and_spec(backend="FLASHINFER"),
-        "no attention layers": ({}, {}),
+        "AMX_MLA, expected one of": layer_and_spec(**latent | {"backend": "AMX_MLA"}),
+        "keeps nothing": ({}, {}),
     }
     for words, (layers, specs) in refused.items():
         with pytest.raises(UnsupportedModelError, match=words):
-            require_supported_layers(layers, specs)
+            compressible_layers(layers, specs)
     layers, specs = layer_and_spec()
     layers["model.later"] = SimpleNamespace(kv_sharing_target_layer_name="model.layer")
     with pytest.raises(UnsupportedModelError, match=r"model.later reads another layer's cache"):
-        require_supported_layers(layers, specs)
+        compressible_layers(layers, specs)
+
+
+def test_layers_with_a_window_stay_as_they_are():
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    layers, specs = layer_and_spec()
+    _, windows = layer_and_spec(kind=SlidingWindowSpec, sliding_window=64)
+    specs |= {"model.window": windows["model.layer"]}
+    assert compressible_layers(layers, specs) == {"model.layer"}
+
+
+def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
+    """Without its manager for hybrid models vLLM puts layers with windows among the others."""
+    from snapkv.serving.blocks import compressed, is_compressed
+
+    plain, windowed = (
+        layer_and_spec(**own)[1]["model.layer"] for own in ({}, {"sliding_window": 64})
+    )
+    ours = compressed(plain)
+    assert is_compressed(ours)
+    assert not is_compressed(plain)
+    assert is_compressed(SimpleNamespace(kv_cache_specs={"a": ours, "b": ours}))
+    assert not is_compressed(SimpleNamespace(kv_cache_specs={"a": plain, "b": plain}))
+    merged = type(ours).merge([ours, compressed(windowed)])
+    apart = SimpleNamespace(kv_cache_specs={"a": ours, "b": plain})
+    for mixed in (merged, windowed, apart):
+        with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
+            is_compressed(mixed)
 
 
 def test_a_scheduler_without_its_worker_is_refused():
     with pytest.raises(UnsupportedModelError, match="together"):
-        require_supported_blocks([object()], dict)
+        compressed_managers([object()])
 
 
 @pytest.mark.parametrize("taken", ["worker_cls", "scheduler_cls"])
@@ -153,10 +190,11 @@ def test_other_options_are_passed_on():
     assert given["logits_processors"][0] == "a:B"
 
 
-def test_a_model_with_sliding_layers_does_not_start(tmp_path):
-    from tests.families import tiny_model
-    from tests.serving.vllm.engines import Engine
+def test_a_hybrid_model_in_one_group_of_blocks_does_not_start(tmp_path):
+    from tests.serving.vllm.engines import small_engine
+    from tests.serving.vllm.families import FamilyModel
 
-    tiny_model("gemma2", "eager").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"sliding|SlidingWindow"):
-        Engine(str(tmp_path), budget=64, skip_tokenizer_init=True, max_model_len=256)
+    with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
+        small_engine(
+            FamilyModel(tmp_path, "gemma3_text"), budget=64, disable_hybrid_kv_cache_manager=True
+        )

@@ -20,18 +20,36 @@ def test_the_scheduler_asks_where_a_step_ends_for_every_request():
     assert calls == 2  # for running requests and for waiting ones
 
 
-def test_the_scheduler_looks_up_prefixes_and_moves_on_after_a_step():
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+def test_the_scheduler_looks_up_prefixes_which_can_be_asked_to_end_earlier():
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
 
     assert parameters(Scheduler._get_local_prefix_cache_hit) == ["self", "request"]
     assert "self._get_local_prefix_cache_hit(request)" in inspect.getsource(Scheduler.schedule)
+    expected = ["self", "block_hashes", "max_cache_hit_length"]
+    assert parameters(KVCacheCoordinator.find_longest_cache_hit)[:3] == expected
+    assert parameters(KVCacheManager.create_kv_cache_blocks)[:2] == ["self", "blocks"]
+
+
+def test_the_scheduler_moves_on_after_a_step_and_frees_requests():
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     assert parameters(Scheduler._update_after_schedule) == ["self", "scheduler_output"]
     source = inspect.getsource(Scheduler.schedule)
     assert source.rstrip().endswith("return scheduler_output")
     assert "self._update_after_schedule(scheduler_output)" in source
     assert issubclass(AsyncScheduler, Scheduler)
     assert "_free_request" in vars(Scheduler)
+
+
+def test_scheduler_worker_and_settings_are_arguments():
+    from vllm.engine.arg_utils import EngineArgs
+
+    from snapkv.serving.engine import OWN
+
+    assert {*OWN} <= {field.name for field in dataclasses.fields(EngineArgs)}
 
 
 def test_scheduler_output_carries_further_attributes_between_processes():
@@ -75,24 +93,162 @@ def test_a_spec_of_ones_own_has_a_manager_of_ones_own():
     assert KVCacheSpecRegistry.get_manager_class(plain) is not CompressedManager
 
 
-def test_the_runner_prepares_lengths_and_slots_and_then_runs_the_model():
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def runners():
+    """The classes that vLLM's own processes make, first and second."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
 
-    prepare = inspect.getsource(GPUModelRunner._prepare_inputs)
-    for part in ("self.seq_lens[:num_reqs]", "self.optimistic_seq_lens_cpu", "self.req_indices"):
+    return First, Second
+
+
+def in_order(function, *parts):
+    """Whether the parts stand in a function's source, one behind the other."""
+    source = inspect.getsource(function)
+    places = [source.index(part) for part in parts]
+    return places == sorted(places)
+
+
+def test_both_runners_ask_for_specs_and_make_metadata_builders():
+    from vllm.v1.worker.utils import AttentionGroup
+
+    for runner in runners():
+        assert parameters(runner.get_kv_cache_spec) == ["self"]
+        assert parameters(runner.initialize_kv_cache)[:2] == ["self", "kv_cache_config"]
+        source = inspect.getsource(inspect.getmodule(runner))
+        assert "self.attn_groups" in source
+        assert "self.kv_cache_config = " in source
+        assert "self.max_num_reqs = " in source
+    group = AttentionGroup(object, [], None, 0)
+    assert group.metadata_builders == []
+    group.metadata_builders.append("built")
+    assert group.get_metadata_builder() == "built"  # what we told is what is asked
+
+
+def test_a_step_says_which_requests_begin_anew():
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+    for runner in runners():
+        assert parameters(runner.execute_model)[:2] == ["self", "scheduler_output"]
+        source = inspect.getsource(inspect.getmodule(runner))
+        assert "scheduler_output.finished_req_ids" in source
+    names = {field.name for field in dataclasses.fields(SchedulerOutput)}
+    assert {"finished_req_ids", "preempted_req_ids", "scheduled_new_reqs"} <= names
+    names = {field.name for field in dataclasses.fields(CachedRequestData)}
+    assert {"req_ids", "resumed_req_ids", "new_block_ids"} <= names
+
+
+def test_metadata_is_built_from_lengths_that_can_be_replaced():
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    expected = ["self", "common_prefix_len", "common_attn_metadata", "fast_build"]
+    for kind in (AttentionMetadataBuilder, CPUAttentionMetadataBuilder):
+        assert parameters(kind.build) == expected
+    for capture in ("build_for_cudagraph_capture", "build_for_drafting"):
+        assert "self.build(" in inspect.getsource(getattr(AttentionMetadataBuilder, capture))
+    builder = object.__new__(CPUAttentionMetadataBuilder)
+    builder.build = "ours"  # set on the object, before the class's own
+    assert builder.build == "ours"
+
+
+def test_lengths_stand_in_four_fields_of_the_metadata():
+    """A field with another length would have to be told too."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    names = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    assert {name for name in names if "seq_len" in name or "num_computed" in name} == {
+        "seq_lens",
+        "seq_lens_cpu_upper_bound",
+        "max_seq_len",
+        "_num_computed_tokens_cache",
+        "dcp_local_seq_lens",  # context parallelism, which is refused
+        "dcp_local_seq_lens_cpu_upper_bound",
+        "encoder_seq_lens",  # encoder-decoders, which are refused
+        "encoder_seq_lens_cpu",
+    } | (names & {"_seq_lens_cpu", "_num_computed_tokens_cpu"})
+    assert callable(CommonAttentionMetadata.replace)
+
+
+def test_the_first_runner_prepares_slots_before_it_runs_the_model():
+    from vllm.v1.worker.block_table import BlockTable
+
+    first, _ = runners()
+    prepare = inspect.getsource(first._prepare_inputs)
+    for part in ("self.query_start_loc.np", "self.positions[", "compute_slot_mapping("):
         assert part in prepare
-    assert "compute_slot_mapping(" in prepare
-    execute = inspect.getsource(GPUModelRunner.execute_model)
-    order = [
+    expected = ["self", "num_reqs", "query_start_loc", "positions"]
+    assert parameters(BlockTable.compute_slot_mapping) == expected
+    assert in_order(
+        first.execute_model,
         "self._update_states(",
         "self._prepare_inputs(",
         "self._build_attention_metadata(",
         "self._model_forward(",
-    ]
-    places = [execute.index(part) for part in order]
-    assert places == sorted(places)
-    metadata = inspect.getsource(GPUModelRunner._build_attention_metadata)
+    )
+    metadata = inspect.getsource(first._build_attention_metadata)
     assert "self.seq_lens[:num_reqs_padded]" in metadata
+
+
+def test_the_first_runner_keeps_block_lists_and_rows():
+    from vllm.v1.worker.block_table import MultiGroupBlockTable
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    first, _ = runners()
+    assert "block_ids" in {field.name for field in dataclasses.fields(CachedRequestState)}
+    assert parameters(MultiGroupBlockTable.add_row) == ["self", "block_ids", "row_idx"]
+    assert parameters(MultiGroupBlockTable.clear_row) == ["self", "row_idx"]
+    update = inspect.getsource(first._update_states)
+    for part in ("self.requests", "req_state.block_ids", "self.input_batch.req_id_to_index"):
+        assert part in update
+
+
+def test_the_first_runner_asks_whether_all_requests_decode():
+    first, _ = runners()
+    assert "force_uniform_decode" in parameters(first._is_uniform_decode)
+    decide = inspect.getsource(first._determine_batch_execution_and_padding)
+    assert decide.count("self._is_uniform_decode(") == 1
+    assert in_order(
+        first.execute_model, "self._prepare_inputs(", "self._determine_batch_execution_and_padding("
+    )
+
+
+def test_the_second_runner_prepares_slots_before_it_runs_the_model():
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    _, second = runners()
+    assert parameters(second.prepare_attn) == ["self", "input_batch"]
+    expected = ["self", "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"]
+    assert parameters(BlockTables.compute_slot_mappings) == expected
+    assert "self.slot_mappings = " in inspect.getsource(BlockTables.__init__)
+    assert in_order(
+        second.execute_model,
+        "self.gather_batch_req_state(",
+        "self.prepare_inputs(",
+        "self.prepare_attn(input_batch)",
+        "self.model_state.prepare_attn(",
+    )
+
+
+def test_the_second_runner_stages_writes_of_block_tables():
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.states import RequestState
+
+    append = inspect.getsource(BlockTables.append_block_ids)
+    assert "self.block_tables[i].stage_write(req_index, start, block_ids)" in append
+    assert "self.num_blocks.np[i, req_index] = end" in append
+    assert "self.req_id_to_index" in inspect.getsource(RequestState.__init__)
+    _, second = runners()
+    assert in_order(
+        second.execute_model, "self.update_requests(", "self.block_tables.apply_staged_writes("
+    )
+
+
+def test_the_second_runner_says_whether_all_requests_decode():
+    _, second = runners()
+    expected = ["self", "scheduler_output", "dummy_run"]
+    assert parameters(second.gather_batch_req_state) == expected
+    execute = inspect.getsource(second.execute_model)
+    assert "batch_req_state, uniform_tok_count = self.gather_batch_req_state(" in execute
 
 
 def test_attention_calls_its_implementation_with_the_queries_first():
@@ -101,6 +257,19 @@ def test_attention_calls_its_implementation_with_the_queries_first():
     source = inspect.getsource(attention)
     assert "self.impl.forward(" in source
     assert Attention.get_attn_backend is not None
+
+
+def test_latent_attention_takes_queries_first_and_keeps_the_matrix_that_turns_them():
+    from vllm.model_executor.layers.attention import MLAAttention, mla_attention
+
+    assert parameters(MLAAttention.forward_impl)[:2] == ["self", "q"]
+    source = inspect.getsource(mla_attention)
+    assert "self.forward_impl(" in source or "layer.forward_impl(" in source
+    kept = inspect.getsource(MLAAttention.process_weights_after_loading)
+    assert 'replace_parameter(self, "W_UK_T", W_UK.permute(1, 2, 0)' in kept
+    made = inspect.getsource(MLAAttention.__init__)
+    for part in ("kv_cache", "scale", "qk_nope_head_dim", "kv_lora_rank"):
+        assert f"self.{part} =" in made
 
 
 @pytest.mark.parametrize(
@@ -138,7 +307,7 @@ def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
 
     cache = torch.randn(5, 2, 16, 2 * 8)  # blocks, heads, tokens, keys and values
     keys, values = cache.transpose(1, 2).split(8, dim=-1)
-    layout, blocks = PlainLayout(cache, 8), torch.tensor([3, 0])
+    layout, blocks = PlainLayout([cache], 8), torch.tensor([3, 0])
     assert torch.equal(layout.read_keys(blocks, 20)[0, 1, :16], keys[3, :, 1])
     read = layout.read_values(blocks, torch.arange(20)[None, None])
     assert torch.equal(read[0, 0, 16:], values[0, :4, 0])
@@ -153,7 +322,7 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
     from snapkv.serving.layouts.cpu import CpuLayout
 
     cache = torch.zeros(6, 3, block_tokens, 2 * head_size, dtype=dtype)
-    layout = CpuLayout(cache, isa)
+    layout = CpuLayout([cache], isa)
     tokens = 2 * block_tokens + 5
     keys, values = torch.randn(2, 1, 3, tokens, head_size).to(dtype)
     blocks = torch.tensor([4, 1, 5])
@@ -172,7 +341,7 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
     from snapkv.serving.layouts.cpu import _packings
 
-    assert all(packing.strides for packing in _packings("vec", 128, head_size, dtype))
+    assert all(packing.tokens for packing in _packings("vec", 128, head_size, dtype))
 
 
 def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
@@ -180,13 +349,13 @@ def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
 
     places = torch.randperm(16 * 64, generator=torch.Generator().manual_seed(0))
     packing = cpu._Packing.of(places, 16, 64)
-    assert packing.strides is None
+    assert packing.tokens is None
     monkeypatch.setattr(cpu, "_packings", lambda *of: (packing, packing))
     keys = torch.randn(2, 3, 16, 64)
     cache = torch.zeros(2, 3, 16, 2 * 64)
     for half in cache.view(2, 3, 32, 64).chunk(2, dim=2):
         half.copy_(keys.flatten(2)[..., places.argsort()].view(keys.shape))
-    layout, blocks = cpu.CpuLayout(cache, "vec"), torch.tensor([1, 0])
+    layout, blocks = cpu.CpuLayout([cache], "vec"), torch.tensor([1, 0])
     expected = torch.cat([keys[1], keys[0]], dim=1)[None]
     assert torch.equal(layout.read_keys(blocks, 20), expected[:, :, :20])
     assert torch.equal(
@@ -198,6 +367,9 @@ def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+    from vllm.v1.worker.gpu.sample.logits_processor import (
+        build_custom_logits_processors_params_validator,
+    )
 
     from snapkv.serving import ServingSettings
     from snapkv.serving.requests import name_of_check
@@ -207,6 +379,27 @@ def test_custom_logits_processors_are_found_by_name_and_asked_about_requests():
     wrong = SamplingParams(extra_args={"snapkv_budget": 40})
     with pytest.raises(VLLMValidationError, match="window_size=48"):
         validate_logits_processors_parameters([name], wrong)
+    ask = build_custom_logits_processors_params_validator([name])  # of the second runner
+    ask(SamplingParams())
+    with pytest.raises(VLLMValidationError, match="window_size=48"):
+        ask(wrong)
+
+
+def test_workers_keep_the_logits_processors_of_others():
+    from snapkv.serving import ServingSettings
+    from snapkv.serving.requests import name_of_check, without_checks
+
+    ours = name_of_check(ServingSettings())
+    assert without_checks(["theirs:One", ours, dict]) == ["theirs:One", dict]
+    assert without_checks([ours]) is without_checks(None) is None
+
+
+def test_the_scheduler_ends_requests_with_an_error():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.update_from_output)
+    assert "error_req_ids = set(self.grammar_compile_error_reqs)" in source
+    assert "self.grammar_compile_error_reqs.clear()" in source
 
 
 def test_the_plugin_is_found_and_does_nothing_by_itself():
@@ -223,15 +416,25 @@ def test_the_plugin_is_found_and_does_nothing_by_itself():
 
 
 def test_workers_take_the_runner_that_they_made_themselves():
-    from snapkv.serving.runner import CompressingRunner
+    """Only that one: others of its class stay as they are."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from snapkv.serving.runners.compressing import CompressingRunner
+
+    for worker in (CPUWorker, Worker):
+        assert "init_device" in vars(worker)
+        assert "self.model_runner" in inspect.getsource(inspect.getmodule(worker))
 
     class Runner:
-        def __init__(self):
-            self.vllm_config = None
+        max_num_reqs, device = 4, torch.device("cpu")
+        vllm_config = None
 
     one, other = Runner(), Runner()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("snapkv.serving.runner.require_supported", lambda config: None)
+        module = "snapkv.serving.runners.compressing"
+        patch.setattr(f"{module}.require_supported", lambda config: None)
+        patch.setattr(f"{module}.compression_stopwatch", lambda config, device: None)
         assert CompressingRunner.over(one) is one
     assert isinstance(one, CompressingRunner)
     assert isinstance(one, Runner)
@@ -245,3 +448,35 @@ def test_ray_takes_no_cpus():
 
     assert CpuPlatform.ray_device_key == ""
     assert "does not support ray" in inspect.getsource(ray_utils.initialize_ray_cluster)
+
+
+def test_workers_measure_their_memory_with_the_runners_profile_run():
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    source = inspect.getsource(Worker.determine_available_memory)
+    assert "memory_profiling(" in source
+    assert source.count("self.model_runner.profile_run(") == 2  # once without measuring
+    for runner in (GPUModelRunner, SecondRunner):
+        assert parameters(runner.profile_run) == ["self", "randomize_inputs"]
+
+
+def test_a_worker_knows_whether_it_is_the_first_of_its_engine():
+    from vllm.distributed import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    assert parameters(get_tp_group) == parameters(get_pp_group) == []
+    assert isinstance(GroupCoordinator.is_first_rank, property)
+
+
+def test_a_web_application_is_made_over_an_engine():
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    assert parameters(make_arg_parser) == ["parser"]
+    assert parameters(build_async_engine_client)[:1] == ["args"]
+    assert parameters(build_app) == ["args", "supported_tasks", "model_config"]
+    assert parameters(init_app_state) == ["engine_client", "state", "args", "supported_tasks"]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from snapkv import SnapKV
 from tests.serving.vllm.servers import Server
 
 BUDGET = 128
@@ -16,16 +17,21 @@ GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(served, tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     with Server(
         folder,
+        "--policy",
+        "snapkv",
         "--budget",
         str(BUDGET),
+        "--policy",
+        "snapkv",
         "--set",
         "kernel_size=13",
         "--max-num-batched-tokens",
         "512",
+        model=served.folder,
     ) as running:
         yield running
 
@@ -39,8 +45,8 @@ def own(**settings):
     return {"vllm_xargs": {f"snapkv_{name}": value for name, value in settings.items()}}
 
 
-def prompt(text_ids, start=0, tokens=700):
-    return text_ids[start : start + tokens]
+def prompt(many_ids, start=0, tokens=700):
+    return many_ids[start : start + tokens]
 
 
 def answer(client, ids, **options):
@@ -57,11 +63,11 @@ def wait_until(condition, seconds=120):
         time.sleep(0.5)
 
 
-def test_completions_chat_and_streams_are_served(client, text_ids):
-    whole = answer(client, prompt(text_ids))
+def test_completions_chat_and_streams_are_served(client, many_ids):
+    whole = answer(client, prompt(many_ids))
     assert whole.usage.prompt_tokens == 700
     assert whole.usage.completion_tokens == 12
-    parts = answer(client, prompt(text_ids), stream=True)
+    parts = answer(client, prompt(many_ids), stream=True)
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
 
     text = "The license. " * 150 + "What is repeated above?"
@@ -74,28 +80,13 @@ def test_completions_chat_and_streams_are_served(client, text_ids):
     assert streamed == chat.choices[0].message.content
 
 
-def test_answers_are_those_of_the_library(client, text_ids):
-    import torch
-
-    from snapkv import CompressedCache, SnapKV
-    from snapkv.app.models import load
-
-    model = load("demo").model
-    ids = prompt(text_ids, 1200)
-    cache = CompressedCache(model, SnapKV(BUDGET, kernel_size=13))
-    inputs = torch.tensor([ids])
-    expected = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        past_key_values=cache,
-        max_new_tokens=12,
-        do_sample=False,
-    )
-    got = answer(client, ids).choices[0].token_ids
-    assert got == expected[0, len(ids) :].tolist()
+def test_answers_are_those_of_the_library(client, served, many_ids):
+    ids = prompt(many_ids, 1200)
+    expected = served.answer(ids, SnapKV(BUDGET, kernel_size=13), 12)
+    assert answer(client, ids).choices[0].token_ids == expected
 
 
-def test_metrics_tell_what_compression_does(server, client, text_ids):
+def test_metrics_tell_what_compression_does(server, client, many_ids):
     def counts():
         return [
             server.metric("snapkv:prompt_tokens_seen_total", model_name="demo", engine="0"),
@@ -107,8 +98,8 @@ def test_metrics_tell_what_compression_does(server, client, text_ids):
         ]
 
     before = counts()
-    answer(client, prompt(text_ids, 77))
-    answer(client, prompt(text_ids, 99), extra_body=own(budget=0))
+    answer(client, prompt(many_ids, 77))
+    answer(client, prompt(many_ids, 99), extra_body=own(budget=0))
     gained = [after - start for after, start in zip(counts(), before, strict=True)]
     # 700 tokens lie in 22 blocks of 32; 128 of them in 4
     assert gained == [1400, BUDGET + 700, 18, 1, 1, 2]
@@ -125,14 +116,49 @@ def test_metrics_tell_what_compression_does(server, client, text_ids):
         ({"kernel_size": 4}, "odd"),
         ({"pooling": "median"}, "pooling"),
         ({"budgets": 64}, "did you mean snapkv_budget"),
+        ({"window_size": 1400, "budget": 2000}, "at most 128 on this server, got 1,400"),
+        ({"kernel_size": 1_000_000_001}, "at most 129 on this server"),
     ],
     ids=str,
 )
-def test_wrong_settings_are_a_400_with_a_clear_message(client, text_ids, settings, words):
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_wrong_settings_are_a_400_with_a_clear_message(client, many_ids, settings, words, stream):
     import openai
 
     with pytest.raises(openai.BadRequestError, match=words):
-        answer(client, prompt(text_ids, tokens=60), extra_body=own(**settings))
+        answer(client, prompt(many_ids, tokens=60), extra_body=own(**settings), stream=stream)
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODIES = {
+    "/v1/completions": {"prompt": ["Hi", "Ho"], "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES], "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/invocations": {"prompt": "Hi", "max_tokens": 2},
+}
+MISTAKES = {
+    "expected more than window_size=32": {"vllm_xargs": {"snapkv_budget": 3}},
+    "expected inside vllm_xargs": {"snapkv_budget": 64},
+    "write snapkv_budget": {"vllm_xargs": {"budget": 64}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", BODIES)
+def test_every_endpoint_refuses_before_it_answers(server, path, stream):
+    for words, mistake in MISTAKES.items():
+        status, said = server.post(path, BODIES[path] | {"stream": stream} | mistake)
+        assert (status, words in said) == (400, True), said
+    if not (path.endswith("batch") and stream):
+        right = {"stream": stream, "vllm_xargs": {"snapkv_budget": 64}}
+        status, said = server.post(path, BODIES[path] | right)
+        assert status == 200, said
+
+
+def test_the_model_is_called_as_it_was_asked_for(client):
+    assert [model.id for model in client.models.list()] == ["demo"]
 
 
 MALFORMED = (
@@ -153,7 +179,7 @@ MALFORMED = (
 )
 
 
-def test_malformed_requests_are_refused_and_hurt_nobody(server, client, text_ids):
+def test_malformed_requests_are_refused_and_hurt_nobody(server, client, many_ids):
     for body in MALFORMED:
         request = urllib.request.Request(
             f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
@@ -161,11 +187,11 @@ def test_malformed_requests_are_refused_and_hurt_nobody(server, client, text_ids
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=120)
         assert 400 <= refused.value.code < 500, body
-    assert answer(client, prompt(text_ids, tokens=200)).usage.completion_tokens == 12
+    assert answer(client, prompt(many_ids, tokens=200)).usage.completion_tokens == 12
 
 
-def test_many_clients_at_once_get_what_each_gets_alone(client, text_ids):
-    prompts = [prompt(text_ids, 400 * n, 300 + 60 * n) for n in range(6)]
+def test_many_clients_at_once_get_what_each_gets_alone(client, many_ids):
+    prompts = [prompt(many_ids, 400 * n, 300 + 60 * n) for n in range(6)]
     settings = [own(), own(budget=0), own(budget=200), own(kernel_size=5), own(), own()]
 
     def ask(n):
@@ -176,10 +202,10 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, text_ids):
         assert list(pool.map(ask, range(6))) == alone
 
 
-def test_disconnected_clients_free_their_blocks(server, client, text_ids):
+def test_disconnected_clients_free_their_blocks(server, client, many_ids):
     body = {
         "model": "demo",
-        "prompt": prompt(text_ids, 50, 1500),
+        "prompt": prompt(many_ids, 50, 1500),
         "max_tokens": 400,
         "stream": True,
         "ignore_eos": True,
@@ -200,9 +226,9 @@ def test_disconnected_clients_free_their_blocks(server, client, text_ids):
         thread.join()
     wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
     wait_until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
-    assert answer(client, prompt(text_ids, tokens=200)).usage.completion_tokens == 12
+    assert answer(client, prompt(many_ids, tokens=200)).usage.completion_tokens == 12
 
 
-def test_samples_of_one_prompt_share_its_blocks(client, text_ids):
-    several = answer(client, prompt(text_ids, 30), n=3, temperature=1.0)
+def test_samples_of_one_prompt_share_its_blocks(client, many_ids):
+    several = answer(client, prompt(many_ids, 30), n=3, temperature=1.0)
     assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]

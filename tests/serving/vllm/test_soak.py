@@ -79,6 +79,7 @@ def check(scores):
     assert found / asked >= whole_found / whole_asked - 0.1, scores
 
 
+@pytest.mark.slow
 def test_two_minutes_of_random_work(folder):
     check(soak(folder, 120, seed=1))
 

@@ -7,14 +7,18 @@ from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes import blocked, reference, scan
+from snapkv.ops.votes import blocked, by_head, reference, scan
 
-Implementation = Literal["auto", "reference", "blocked", "scan", "triton"]
+Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
 
-_VOTES = {"reference": reference.window_votes, "blocked": blocked.window_votes}
+_VOTES = {
+    "reference": reference.window_votes,
+    "blocked": blocked.window_votes,
+    "by_head": by_head.window_votes,
+}
 _POOLING = {"reference": reference.pool_votes}
 _FADING = {"reference": reference.fade_votes, "scan": scan.fade_votes}
 _GATHERING = {"reference": reference.gather_tokens}
@@ -37,8 +41,9 @@ def window_votes(
         score_options: what the model's attention does to its scores.
         pad_tokens: (B,), leading pads of each row; pads neither vote nor receive votes.
         group_reduce: how the query heads of a KV head are combined, as in `reduce_group`.
-        impl: "reference"; "blocked", which holds no more than a block of scores; "triton", kernels
-            for CUDA that hold none. "auto" takes the kernels where they can run, else "blocked".
+        impl: "reference"; "blocked", which holds no more than a block of scores; "by_head", the
+            quicker for half precision; "triton", kernels for CUDA that hold no scores. "auto" takes
+            the kernels where they can run, else "blocked".
 
     Returns:
         (B, Hkv, P) float32; (B, Hq, P) for "none".

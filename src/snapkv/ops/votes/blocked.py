@@ -35,7 +35,7 @@ def window_votes(
         scores = (grouped @ keys[:, :, start:stop].float().transpose(-1, -2)).view(B, Hq, W, -1)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        return _hide(scores, start, T, pad_tokens)
+        return hide_unseen(scores, start, T, pad_tokens)
 
     highest = queries.new_full((B, Hq, W, 1), float("-inf"), dtype=torch.float32)
     total = torch.zeros_like(highest)
@@ -52,7 +52,7 @@ def window_votes(
     for start in range(0, T - W, block_tokens):
         stop = min(start + block_tokens, T - W)
         if whole is None:
-            received = shares @ scores_of(start, stop).sub_(_shift(highest)).exp_()
+            received = shares @ scores_of(start, stop).sub_(finite(highest)).exp_()
         else:
             received = shares @ whole[..., :stop]
         received = received.squeeze(-2)
@@ -66,17 +66,17 @@ def _add_block(scores: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, 
     Turns the block's scores into exponentials.
     """
     higher = torch.maximum(scores.amax(dim=-1, keepdim=True), highest)
-    shift = _shift(higher)
+    shift = finite(higher)
     of_block = scores.sub_(shift).exp_().sum(dim=-1, keepdim=True)
     return higher, total * (highest - shift).exp_() + of_block
 
 
-def _shift(highest: Tensor) -> Tensor:
+def finite(highest: Tensor) -> Tensor:
     """What is subtracted before the exponential; rows that have seen nothing stay at zero."""
     return highest.masked_fill(highest.isneginf(), 0.0)
 
 
-def _hide(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | None) -> Tensor:
+def hide_unseen(scores: Tensor, start: int, tokens: int, pad_tokens: Tensor | None) -> Tensor:
     """Put minus infinity where a query of the window comes before a key, and at pads."""
     W, stop = scores.shape[2], start + scores.shape[3]
     first = max(start, tokens - W)  # before it, the whole window sees every token

@@ -51,11 +51,34 @@ def keep_best(
         least, most = 0, int(keep_tokens.max())
     else:
         least, most = min(keep_tokens), max(keep_tokens)
+    if 0 < least == most and _is_at_hand(scores):
+        highest = torch.topk(scores, most, dim=-1, sorted=False).values
+        if not highest.isnan().any():
+            return _places(scores, highest)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]
     if least < most:
         wanted = torch.as_tensor(keep_tokens, device=scores.device).view(scores.shape[0], -1, 1)
         order = order.masked_fill(torch.arange(most, device=scores.device) >= wanted, -1)
     return order.sort(dim=-1).values
+
+
+def _is_at_hand(states: Tensor) -> bool:
+    """Whether Python may ask for a value without waiting for a device."""
+    return states.is_cpu
+
+
+def _places(scores: Tensor, highest: Tensor) -> Tensor:
+    """Where the highest scores stand, (B, H, K), without putting all the others in order.
+
+    Args:
+        scores: (B, H, P).
+        highest: (B, H, K), the K highest of every head, in any order; no NaN.
+    """
+    least = highest.amin(dim=-1, keepdim=True)
+    tied = scores == least
+    room = (highest == least).sum(dim=-1, keepdim=True)
+    kept = (scores > least) | (tied & (tied.cumsum(dim=-1) <= room))
+    return kept.nonzero()[:, -1].view(highest.shape)
 
 
 def kept_indices(kept: Tensor) -> Tensor:

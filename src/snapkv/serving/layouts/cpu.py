@@ -5,6 +5,7 @@ their own place are written with that kernel and looked for afterwards, once per
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,42 +23,75 @@ class CpuLayout:
     """Reads through the measured packing, writes with the kernel.
 
     Args:
-        cache: (blocks, Hkv, block_tokens, 2 * D).
+        caches: of each layer, (blocks, Hkv, block_tokens, 2 * D).
         isa: vLLM's name of the packing.
     """
 
-    def __init__(self, cache: Tensor, isa: str) -> None:
-        blocks, heads, self._block_tokens, twice = cache.shape
-        self._head_size = twice // 2
-        halves = cache.view(blocks, heads, 2 * self._block_tokens, self._head_size).chunk(2, dim=2)
-        self._keys, self._values = halves
+    def __init__(self, caches: Sequence[Tensor], isa: str) -> None:
+        self._caches = caches
         self._isa = isa
+        _, self._heads, self._block_tokens, twice = caches[0].shape
+        self._head_size = twice // 2
+
+    def part(self, layers: slice) -> Self:
+        """See `Layout`."""
+        return type(self)(self._caches[layers], self._isa)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
         """See `Layout`."""
-        return self._unpacked(self._keys[blocks], self._packings()[0])[:, :, :tokens]
+        return self._read(0, blocks)[:, :, :tokens]
+
+    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        if keys.stride(-2) != 1:
+            return gather_tokens(keys, keep)
+        columns = keep.unsqueeze(2).expand(-1, self._heads, self._head_size, -1)
+        return keys.mT.gather(3, columns).mT
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
         """See `Layout`."""
-        return gather_tokens(self._unpacked(self._values[blocks], self._packings()[1]), keep)
+        if not self._packings()[1].in_rows:
+            return gather_tokens(self._read(1, blocks), keep)
+        head = torch.arange(self._heads)[:, None]
+        halves = 2 * (blocks[keep // self._block_tokens] * self._heads + head) + 1
+        rows = halves * self._block_tokens + keep % self._block_tokens
+        picked = self._caches[0].new_empty(*rows.shape, self._head_size)
+        for cache, of_layer, out in zip(self._caches, rows, picked, strict=True):
+            every_row = cache.view(-1, self._head_size)
+            torch.index_select(every_row, 0, of_layer.flatten(), out=out.view(-1, self._head_size))
+        return picked
 
     def _packings(self) -> "tuple[_Packing, _Packing]":
-        return _packings(self._isa, self._block_tokens, self._head_size, self._keys.dtype)
+        sizes = self._block_tokens, self._head_size
+        return _packings(self._isa, *sizes, self._caches[0].dtype)
 
-    def _unpacked(self, packed: Tensor, packing: "_Packing") -> Tensor:
-        """Blocks as they lie in memory, (blocks, Hkv, block_tokens, D), as (1, Hkv, T, D)."""
-        by_head = packed.flatten(2).transpose(0, 1)
-        if packing.strides is None:
-            rows = by_head[..., packing.places]
-        else:
-            sizes = (*by_head.shape[:2], *packing.sizes)
-            rows = by_head.as_strided(sizes, (*by_head.stride()[:2], *packing.strides))
-        return rows.reshape(1, by_head.shape[0], -1, self._head_size)
+    def _halves(self, cache: Tensor) -> Sequence[Tensor]:
+        """Where the keys of a layer lie and where its values, (blocks, Hkv, block_tokens, D)."""
+        by_half = cache.view(*cache.shape[:2], 2 * self._block_tokens, self._head_size)
+        return by_half.chunk(2, dim=2)
+
+    def _read(self, half: int, blocks: Tensor) -> Tensor:
+        """All keys, or all values, of these blocks: (layers, Hkv, T, D)."""
+        packing = self._packings()[half]
+        return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Layout`."""
-        by_token = [states[0].transpose(0, 1).contiguous() for states in (keys, values)]
-        ops.cpu_attn_reshape_and_cache(*by_token, self._keys, self._values, slots, self._isa)
+        for cache, *states in zip(self._caches, keys, values, strict=True):
+            by_token = map(_by_token, states)
+            ops.cpu_attn_reshape_and_cache(*by_token, *self._halves(cache), slots, self._isa)
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """(Hkv, K, D) as a contiguous (K, Hkv, D)."""
+    heads, kept, head_size = states.shape
+    if states.mT.is_contiguous():  # one matrix, which is transposed faster than several
+        return states.mT.reshape(-1, kept).t().contiguous().view(kept, heads, head_size)
+    return states.transpose(0, 1).contiguous()
+
+
+_Axes = tuple[tuple[int, int], ...]
+"""Lengths and strides, from the longest step down."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +100,61 @@ class _Packing:
 
     Attributes:
         places: (block_tokens * D,) int64.
-        sizes: lengths of axes whose product that is, from the tokens down to the head's numbers.
-        strides: of these axes in memory, where that is all there is to say; copying by them is
-            several times faster than looking up every place.
+        tokens, numbers: the axes that the tokens of a block, and the numbers of a head, have in
+            memory; None where axes do not say it all. Copying by them is several times faster than
+            looking up every place.
     """
 
     places: Tensor
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    tokens: _Axes | None = None
+    numbers: _Axes | None = None
 
     @classmethod
     def of(cls, places: Tensor, block_tokens: int, head_size: int) -> Self:
         """Tell whether the places are those of axes as short as can be."""
-        sizes = (*_factors(block_tokens), *_factors(head_size))
+        of_tokens = _factors(block_tokens)
+        sizes = (*of_tokens, *_factors(head_size))
         strides, described, step = [], places[:1], places.numel()
         for size in sizes:
             step //= size
             strides.append(int(places[step] - places[0]))
             described = (described[:, None] + torch.arange(size) * strides[-1]).flatten()
-        simple = int(places[0]) == 0 and torch.equal(described, places)
-        return cls(places, sizes, tuple(strides) if simple else None)
+        if int(places[0]) or not torch.equal(described, places):
+            return cls(places)
+        axes = tuple(zip(sizes, strides, strict=True))
+        return cls(places, axes[: len(of_tokens)], axes[len(of_tokens) :])
+
+    @functools.cached_property
+    def in_rows(self) -> bool:
+        """Whether they lie token by token indeed."""
+        return torch.equal(self.places, torch.arange(len(self.places)))
+
+    def read(self, caches: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Some blocks of each cache of (blocks, Hkv, block_tokens, D), token by token.
+
+        Returns:
+            (layers, Hkv, T, D). Where the tokens of a block lie side by side in memory, all do:
+            what is read for them together is read in one go.
+        """
+        heads, head_size = caches[0].shape[1], caches[0].shape[3]
+        if self.tokens is None or self.numbers is None:
+            rows = [cache[blocks].flatten(2)[..., self.places] for cache in caches]
+            return torch.stack(rows).transpose(1, 2).reshape(len(caches), heads, -1, head_size)
+        side_by_side = self.tokens[-1][1] == 1
+        axes = self.numbers + self.tokens if side_by_side else self.tokens + self.numbers
+        sizes, strides = zip(*axes, strict=True)
+        before = len(self.numbers) if side_by_side else 0  # axes between the heads and the blocks
+        states = caches[0].new_empty(
+            len(caches), heads, *sizes[:before], len(blocks), *sizes[before:]
+        )
+        for cache, found in zip(caches, states, strict=True):
+            blocks_of = cache.as_strided(
+                (*cache.shape[:2], *sizes), (*cache.stride()[:2], *strides)
+            )
+            torch.index_select(blocks_of, 0, blocks, out=found.movedim(1 + before, 0))
+        if side_by_side:
+            return states.reshape(len(caches), heads, head_size, -1).mT
+        return states.reshape(len(caches), heads, -1, head_size)
 
 
 def _factors(number: int) -> list[int]:
@@ -132,6 +201,6 @@ def _packed(states: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def layout(layer: Any) -> CpuLayout:
-    """The layout of a layer."""
-    return CpuLayout(layer.kv_cache, layer.isa)
+def layout(layers: Sequence[Any]) -> CpuLayout:
+    """The layout of layers that are alike."""
+    return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa)

@@ -1,0 +1,86 @@
+"""What attention is told of requests that hold fewer tokens than they have seen."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class HeldTokens:
+    """Lengths counted in tokens held, beside the runner's own, which stay true.
+
+    The buffers live as long as the runner, so CUDA graphs that read them at their capture read the
+    lengths of each step at their replay.
+
+    Args:
+        most_requests: rows of the largest batch, with padding.
+        device: where lengths are read.
+    """
+
+    def __init__(self, most_requests: int, device: torch.device) -> None:
+        self._dropped_cpu = torch.zeros(most_requests, dtype=torch.int32)
+        self._dropped = self._dropped_cpu.to(device)
+        self._seq_lens = torch.zeros(most_requests, dtype=torch.int32, device=device)
+        self._any = False
+
+    def enter(self, requests: Sequence[str], dropped: Mapping[str, int]) -> None:
+        """Take over what the requests of this step's batch have dropped.
+
+        Args:
+            requests: of the batch, row by row.
+            dropped: tokens dropped, of the requests that dropped any.
+        """
+        self.leave()
+        self._any = any(request in dropped for request in requests)
+        if self._any:
+            rows = np.fromiter(
+                (dropped.get(request, 0) for request in requests), np.int32, len(requests)
+            )
+            self._dropped_cpu[: len(requests)] = torch.from_numpy(rows)
+            self._dropped.copy_(self._dropped_cpu, non_blocking=True)
+
+    def leave(self) -> None:
+        """The step is over; what follows may be a dummy batch."""
+        if self._any:
+            self._dropped_cpu.zero_()
+            self._dropped.zero_()
+            self._any = False
+
+    def positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
+        """Where new tokens lie among those held: (tokens,); None where that is where they are.
+
+        Args:
+            positions: (tokens,) int64, true positions of the batch's tokens.
+            query_start_loc: (requests + 1,) int32, where the tokens of each request begin.
+        """
+        if not self._any:
+            return None
+        ends = query_start_loc[1:].contiguous()
+        tokens = torch.arange(len(positions), dtype=ends.dtype, device=ends.device)
+        rows = torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
+        return positions - self._dropped[rows]
+
+    def tell(self, builder: Any) -> None:
+        """Have one of vLLM's attention metadata builders count tokens held from now on."""
+        build = builder.build
+
+        def build_for_held(
+            common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            return build(common_prefix_len, self.as_held(common_attn_metadata), *args, **kwargs)
+
+        builder.build = build_for_held
+
+    def as_held(self, metadata: Any) -> Any:
+        """vLLM's `CommonAttentionMetadata` of a batch, with lengths counted in tokens held."""
+        rows = metadata.seq_lens.shape[0]
+        held = self._seq_lens[:rows]
+        torch.sub(metadata.seq_lens, self._dropped[:rows], out=held)
+        changed: dict[str, Any] = {"seq_lens": held, "_num_computed_tokens_cache": None}
+        bound = metadata.seq_lens_cpu_upper_bound
+        if self._any and bound is not None:
+            bound = bound - self._dropped_cpu[: bound.shape[0]]
+            changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}
+        return metadata.replace(**changed)

@@ -1,0 +1,79 @@
+"""How a request names its own settings, and what is said to those who misspell them.
+
+Neither torch nor vLLM is needed here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+
+PREFIX = "snapkv_"
+"""What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
+
+PROTECT_FIRST = "protect_first"
+
+OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay", PROTECT_FIRST)
+"""What a request may set for itself, where the server's method has it."""
+
+_LONGEST = 60
+"""Characters of what a client sent that are said again, or looked at, in one piece."""
+
+
+def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """A request's settings by their names without the prefix; other names belong to others.
+
+    Raises:
+        InvalidArgumentError: a name that lacks the prefix or spells it otherwise.
+    """
+    own = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            continue
+        if name.startswith(PREFIX):
+            own[name.removeprefix(PREFIX)] = value
+        elif name in OF_A_REQUEST:
+            _refuse_spelling(name, PREFIX + name)
+        elif is_ours(name):
+            bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ")
+            _refuse_spelling(name, PREFIX + (bare if bare in OF_A_REQUEST else "budget"))
+    return own
+
+
+def is_ours(name: str) -> bool:
+    """Whether whoever wrote a name meant a setting of this plugin."""
+    return name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
+
+
+def _refuse_spelling(name: str, right: str) -> None:
+    raise InvalidArgumentError(
+        f"{shown(name)}: expected the name of a setting, such as {right}, got {shown(name)}; "
+        f"write {right}"
+    )
+
+
+def shown(name: str) -> str:
+    """A name of any length and any characters, on one line of an error message."""
+    plain = name.encode("unicode_escape").decode()
+    return plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]}..."
+
+
+def require_readable(name: str, value: Any) -> None:
+    """Raise where a value is none, or longer than any setting, before anybody prints it.
+
+    Raises:
+        InvalidTypeError: there is none.
+        InvalidArgumentError: it is too long.
+    """
+    if value is None:
+        raise InvalidTypeError(f"{name}: expected a value, got none; leave {name} out")
+    try:
+        fits = not isinstance(value, str | list | tuple | dict) or len(value) <= _LONGEST
+        fits = fits and len(repr(value)) <= 2 * _LONGEST
+    except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
+        fits = False
+    if not fits:
+        raise InvalidArgumentError(
+            f"{name}: expected a number, a word or a pair, got something of type "
+            f"{type(value).__name__} that is longer than any of them; pass a shorter one"
+        )

@@ -1,0 +1,97 @@
+"""The largest votes of a server, held while vLLM measures how much memory it needs.
+
+vLLM gives the KV cache what its own largest step leaves free. A step may also put queries aside in
+every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
+no more than `layer_runs.MOST_BYTES`; both are tried out here at the sizes that the server allows.
+On a GPU that compiles the kernels too. Not counted: where several groups of layers are compressed,
+all that is kept in a step is held at once.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapkv import ops
+from snapkv.policies import Policy, PromptLayer
+from snapkv.serving.layers import voting_layer
+from snapkv.serving.settings import ServingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """How large one step may become.
+
+    Attributes:
+        policy: of what requests may ask for, what takes the most memory.
+        prompt_tokens: of the longest prompt.
+        step_tokens: that one step computes, and so the most that short prompts keep in it.
+        recorded_tokens: whose queries may wait in all layers: those of the prompts that end in one
+            step, and of one window that began before it.
+    """
+
+    policy: Policy
+    prompt_tokens: int
+    step_tokens: int
+    recorded_tokens: int
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Largest":
+        """What vLLM's configuration allows, with the server's settings in it."""
+        settings = ServingSettings.from_config(vllm_config.additional_config)
+        scheduler, prompt_tokens = (
+            vllm_config.scheduler_config,
+            vllm_config.model_config.max_model_len,
+        )
+        policy = settings.costliest(prompt_tokens)
+        step_tokens, window = scheduler.max_num_batched_tokens, policy.query_tokens
+        return cls(
+            policy=policy,
+            prompt_tokens=prompt_tokens,
+            step_tokens=step_tokens,
+            recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window) + window,
+        )
+
+
+@contextlib.contextmanager
+def rehearsed(
+    layers: Sequence[Any], largest: Largest, *, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
+    """Hold the queries that may wait for their vote, and vote after the block.
+
+    Args:
+        layers: vLLM's attention layers that are compressed.
+        largest: how large a step may become.
+        dtype: of queries, keys and values.
+        device: where the cache will be.
+    """
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    tokens = largest.recorded_tokens if largest.policy.query_tokens else 0
+    waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
+    yield
+    if layers:
+        widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
+        _vote(widest, largest, kind)
+    del waiting
+
+
+@torch.inference_mode()
+def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
+    tokens, width = largest.prompt_tokens, layer.head_size
+    window = min(largest.policy.query_tokens, tokens)
+    keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **kind)
+    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, width, **kind)]
+    prompt = PromptLayer(
+        queries=torch.zeros(1, layer.num_heads, window, width, **kind),
+        keys=keys,
+        values=torch.empty_like(keys, device="meta"),
+        score_options=voting_layer(layer).score_options,
+        layer_idx=0,
+        depth=0,
+        num_layers=1,
+    )
+    selection = largest.policy.select(prompt)
+    if selection is not None:
+        kept += [ops.gather_tokens(keys, selection.keep_indices) for _ in range(2)]

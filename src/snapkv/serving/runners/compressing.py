@@ -1,0 +1,151 @@
+"""What both of vLLM's model runners need, so that requests may hold fewer tokens than they saw."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import torch
+
+from snapkv.serving.blocks import compressed, is_compressed
+from snapkv.serving.compressor import Compressor, QueryRecorder
+from snapkv.serving.held import HeldTokens
+from snapkv.serving.layers import attention_layers
+from snapkv.serving.metrics import compression_stopwatch
+from snapkv.serving.orders import Move, Order
+from snapkv.serving.refusals import compressible_layers, require_supported
+from snapkv.serving.rehearsal import Largest, rehearsed
+from snapkv.serving.scheduler import ORDERS
+from snapkv.serving.timing import Stopwatch
+
+
+class CompressingRunner:
+    """Laid over a runner of vLLM that a worker has made; a subclass for each kind of runner.
+
+    The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
+    told the tokens that a request holds, and new tokens go to the slots behind those.
+    """
+
+    _orders: dict[str, Order]
+    _dropped: dict[str, int]
+    _moved: dict[str, tuple[Move, ...]]
+    _recorder: QueryRecorder
+    _compressor: Compressor
+    _held: HeldTokens
+    _stopwatch: Stopwatch
+    _compressed_groups: tuple[int, ...]
+
+    @classmethod
+    def over(cls, runner: Any) -> Self:
+        """Give a runner these abilities; only this one, others of its class stay as they are."""
+        require_supported(runner.vllm_config)
+        kind = type(runner)
+        runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
+        runner._orders, runner._dropped, runner._moved = {}, {}, {}
+        runner._recorder = QueryRecorder()
+        runner._held = HeldTokens(runner.max_num_reqs, runner.device)
+        runner._stopwatch = compression_stopwatch(runner.vllm_config, runner.device)
+        adapted: Self = runner
+        return adapted
+
+    # What the two runners do differently.
+
+    @abstractmethod
+    def _enter_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
+        """Let a request that was compressed go on with the blocks it was left."""
+
+    # What they share.
+
+    def get_kv_cache_spec(self: Any) -> Any:
+        """What the layers keep, those with full attention as blocks that may be compressed."""
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        chosen = compressible_layers(attention_layers(self.vllm_config), specs)
+        return {name: compressed(spec) if name in chosen else spec for name, spec in specs.items()}
+
+    def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Let vLLM measure a step with the largest votes that the server allows."""
+        specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
+        chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
+        largest = Largest.of(self.vllm_config)
+        with rehearsed(chosen, largest, dtype=self.dtype, device=self.device):
+            super().profile_run(*args, **kwargs)  # type: ignore[misc]
+
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Allocate the cache, and look up where its keys and values lie."""
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        groups = {
+            number: group
+            for number, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            if is_compressed(group.kv_cache_spec)
+        }
+        self._compressed_groups = tuple(groups)
+        for number in groups:
+            for attention in self.attn_groups[number]:
+                for builder in attention.metadata_builders:
+                    self._held.tell(builder)
+        if not hasattr(self, "_compressor"):
+            layers = attention_layers(self.vllm_config)
+            of_group = {
+                number: {name: layers[name] for name in layers if name in group.layer_names}
+                for number, group in groups.items()
+            }
+            self._compressor = Compressor(of_group, self._recorder, device=self.device)
+        self._compressor.bind_caches(
+            {number: group.kv_cache_spec.block_size for number, group in groups.items()}
+        )
+
+    @torch.inference_mode()
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, and carry out the orders that came with it behind the model."""
+        self._forget(requests_that_begin_anew(scheduler_output))
+        for request_id, moves in self._moved.items():
+            self._enter_blocks(request_id, moves)
+        self._moved = {}
+        self._orders = getattr(scheduler_output, ORDERS, {})
+        try:
+            output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._recorder.wanted = {}
+            self._held.leave()
+        self._carry_out()
+        return output
+
+    def _forget(self, requests: Iterable[str]) -> None:
+        for request_id in requests:
+            self._dropped.pop(request_id, None)
+            self._moved.pop(request_id, None)
+            self._recorder.forget(request_id)
+
+    def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
+        """Note what this step's requests hold, and whose queries to put aside.
+
+        Args:
+            requests: of the batch, row by row.
+            query_ends: where the tokens of each request end in the batch.
+        """
+        self._held.enter(requests, self._dropped)
+        self._recorder.wanted = {
+            request_id: slice(int(end) - self._orders[request_id].query_tokens, int(end))
+            for request_id, end in zip(requests, query_ends, strict=True)
+            if request_id in self._orders and self._orders[request_id].query_tokens
+        }
+
+    def _carry_out(self) -> None:
+        orders, self._orders = self._orders, {}
+        self._stopwatch.report()
+        if any(order.compress for order in orders.values()):
+            with self._stopwatch.timing():
+                self._compressor.compress(orders)
+        for request_id, order in orders.items():
+            if order.compress:
+                self._dropped[request_id] = order.dropped_tokens
+                self._moved[request_id] = order.moves
+
+
+def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
+    """Those of which a step says that they have ended, or start from their first token."""
+    return {
+        *scheduler_output.finished_req_ids,
+        *(scheduler_output.preempted_req_ids or ()),
+        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
+        *(request.req_id for request in scheduler_output.scheduled_new_reqs),
+    }

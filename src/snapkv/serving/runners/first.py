@@ -1,0 +1,43 @@
+"""vLLM's first model runner, which serves where there is no Triton and what the second refuses."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from snapkv.serving.orders import Move
+from snapkv.serving.runners.compressing import CompressingRunner
+
+
+class CompressingFirstRunner(CompressingRunner):
+    """Its private parts: rows and block tables in `input_batch`, block lists in `requests`."""
+
+    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        blocks = list(state.block_ids)
+        for move in moves:
+            blocks[move.group] = list(move.targets)
+        state.block_ids = tuple(blocks)
+        row = self.input_batch.req_id_to_index.get(request_id)
+        if row is not None:
+            self.input_batch.block_table.clear_row(row)
+            self.input_batch.block_table.add_row(state.block_ids, row)
+
+    def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
+        requests = self.input_batch.num_reqs
+        starts = self.query_start_loc
+        self._enter_batch(self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist())
+        tokens = scheduler_output.total_num_scheduled_tokens
+        on_device = starts.gpu[: requests + 1]
+        positions = self._held.positions(self.positions[:tokens], on_device)
+        if positions is not None:
+            for group in self._compressed_groups:
+                table = self.input_batch.block_table[group]
+                table.compute_slot_mapping(requests, on_device, positions)
+        return prepared
+
+    def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
+        """No graph is replayed in a step with orders: queries are put aside beside the model."""
+        uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        return bool(uniform) and not self._orders

@@ -1,0 +1,102 @@
+"""Random batches: whatever meets, every answer is the library's."""
+
+import functools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from snapkv import SnapKV
+from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.models import ids_of
+
+PAGE = 32
+BLOCKS = 15  # 14 to give away: the 12 of one longest request, and two more
+REQUESTS = 24
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: its prompt is an opening that others share, and an ending of its own."""
+
+    opening: int
+    ending: int
+    seed: int
+    budget: int
+    window: int
+    tokens: int
+
+    @classmethod
+    def random(cls, draw, seed):
+        window = draw.choice([1, 5, 16, 32])
+        return cls(
+            opening=draw.choice([0, 32, 70, 140]),
+            ending=draw.randrange(1, 170),
+            seed=seed,
+            budget=draw.choice([0, 512, *(window + more for more in (1, 8, 31, 32, 60))]),
+            window=window,
+            tokens=draw.randrange(1, 60),
+        )
+
+    @property
+    def ids(self):
+        return ids_of(self.opening) + ids_of(self.ending, seed=self.seed)
+
+    @property
+    def policy(self):
+        return SnapKV(self.budget or 512, window_size=self.window)
+
+    @property
+    def sampling(self):
+        own = {"snapkv_budget": self.budget, "snapkv_window_size": self.window}
+        return greedy(self.tokens, extra_args=own)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+def engine(small, request):
+    """Of few blocks and short chunks, so that requests are preempted and prompts are cut."""
+    with small_engine(
+        small,
+        budget=64,
+        max_model_len=384,
+        kv_cache_memory_bytes=small.blocks_bytes(BLOCKS, PAGE),
+        max_num_batched_tokens=90,
+        enable_prefix_caching=request.param,
+    ) as running:
+        yield running
+        assert running.preempted > 0, "the pool was large enough"
+
+
+@pytest.fixture(scope="module")
+def expected(small):
+    return functools.cache(lambda asked: small.answer(asked.ids, asked.policy, asked.tokens))
+
+
+@pytest.mark.parametrize("seed", range(ROUNDS))
+def test_every_answer_is_the_librarys(engine, expected, seed):
+    """Random lengths, budgets, windows, arrivals and aborts, in a pool that is too small."""
+    draw = random.Random(seed)
+    asked, answers = {}, {}
+    for number in range(REQUESTS):
+        one = Asked.random(draw, seed=1000 * seed + number)
+        (name,) = engine.start([one.ids], one.sampling)
+        asked[name] = one
+        for _ in range(draw.randrange(5)):
+            take(engine.step(), answers)
+        if draw.random() < 0.15:
+            gone = draw.choice(sorted(asked))
+            if gone not in answers:
+                engine.abort(gone)
+                del asked[gone]
+    while engine.scheduler.requests:
+        take(engine.step(), answers)
+    for name, one in asked.items():
+        assert answers[name] == expected(one), one
+    assert engine.free_blocks == engine.all_blocks
+    assert engine.leftovers() == []
+
+
+def take(outputs, answers):
+    for output in outputs:
+        answers[output.request_id] = list(output.outputs[0].token_ids)
