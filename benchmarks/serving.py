@@ -172,7 +172,7 @@ class Engine:
 
         def keep_and_note(*args: Any) -> torch.Tensor:
             indices: torch.Tensor = keep(*args)
-            noted.setdefault(args[2].prompt_tokens, []).extend(indices.split(1))
+            noted.setdefault(args[2].seen_tokens, []).extend(indices.split(1))
             return indices
 
         compressor._keep_indices = keep_and_note

@@ -15,7 +15,9 @@ from snapkv.serving.compressor import Compressor, QueryRecorder, slots
 from snapkv.serving.layers import voting_layer
 from snapkv.serving.layouts import layout_of
 from snapkv.serving.layouts.plain import PlainLayout
-from snapkv.serving.orders import Move, Order, order_for
+from snapkv.serving.choices import EndOfPrompt
+from snapkv.serving.orders import Move, Order
+from snapkv.serving.plans import Plan
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
@@ -100,12 +102,13 @@ def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32)
         fill(layer, blocks, keys, values)
     computed, length = 0, k.shape[1]
     for step in chunks:
+        plan = Plan(prompt_tokens=length, policy=policy)
+        order = plan.order(computed, computed, step, range(length))
         computed += step
-        order = order_for(policy, prompt_tokens=length, computed_tokens=computed, step_tokens=step)
         if order is None:
             continue
         targets = target_blocks or blocks[: -(-order.kept_tokens // BLOCK)]
-        order = replace(order, moves=move(blocks, targets))
+        order = replace(order, moves=move(blocks, targets) if order.ends else ())
         rows = slice(step - order.query_tokens, step)
         recorder.wanted = {"a": rows} if order.query_tokens else {}
         for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
@@ -167,10 +170,12 @@ def test_requests_of_a_step_read_before_any_writes(prompt):
     fill(layer, mine, k, v)
     fill(layer, yours, -k, -v)
     order = Order(
-        policy=StreamingLLM(32, positions="original"),
-        prompt_tokens=150,
+        choice=EndOfPrompt(StreamingLLM(32, positions="original")),
         query_tokens=0,
-        compress=True,
+        seen_tokens=150,
+        held_tokens=150,
+        ends=True,
+        kept_tokens=32,
     )
     swapped = {
         "a": replace(order, moves=move(mine, (10, 11))),
@@ -287,10 +292,12 @@ def test_layers_that_share_memory_are_all_read_before_any_is_written(prompt):
     fill(first, mine, k, v)
     fill(second, yours, -k, -v)
     order = Order(
-        policy=StreamingLLM(32, positions="original"),
-        prompt_tokens=150,
+        choice=EndOfPrompt(StreamingLLM(32, positions="original")),
         query_tokens=0,
-        compress=True,
+        seen_tokens=150,
+        held_tokens=150,
+        ends=True,
+        kept_tokens=32,
         moves=(
             Move(group=0, sources=mine, targets=(10, 11)),
             Move(group=1, sources=yours, targets=(0, 1)),

@@ -7,7 +7,8 @@ import pytest
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.serving.names import OF_A_REQUEST, PREFIX
 from snapkv.serving.protecting import ProtectingFirst
-from snapkv.serving.settings import ServingSettings, kept_tokens
+from snapkv.serving.plans import kept_tokens
+from snapkv.serving.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import random_settings
 
@@ -46,7 +47,7 @@ def require_clear(message, given, server):
     assert len(message) < 500
     assert message.isprintable()
     ours = [name for name in given if "snapkv" in name.lower() or name in OF_A_REQUEST]
-    own = [PREFIX + name for name in ("budget", "window_size", "protect_first")]
+    own = [PREFIX + name for name in ("budget", "window_size", "protect_first", "cap")]
     said = message.partition(":")[0].partition(",")[0]
     shortened = said.removesuffix("...")
     names = [name.encode("unicode_escape").decode() for name in (*ours, *own)]

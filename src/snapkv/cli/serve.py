@@ -1,5 +1,6 @@
 """`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,8 @@ from snapkv.cli import interrupts
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
+    DEFAULT_CHUNK,
+    DEFAULT_EVERY,
     MAX_KERNEL_SIZE,
     MAX_WINDOW_SIZE,
     require_at_least,
@@ -44,6 +47,21 @@ def serve(
     max_kernel_size: Annotated[
         int, typer.Option(help="The widest kernel that a request may ask for")
     ] = MAX_KERNEL_SIZE,
+    cap: Annotated[
+        int, typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all")
+    ] = 0,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens read between two compressions of a prompt with a cap")
+    ] = DEFAULT_CHUNK,
+    decode_budget: Annotated[
+        int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all")
+    ] = 0,
+    decode_policy: Annotated[
+        str, typer.Option(help="What evicts while generating: tova or streaming-llm")
+    ] = "tova",
+    evict_every: Annotated[
+        int, typer.Option(help="Generated tokens between two evictions")
+    ] = DEFAULT_EVERY,
     print_command: Annotated[
         bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
     ] = False,
@@ -58,7 +76,15 @@ def serve(
             "snapkv serve demo --budget 1024"
         )
     caps = {"max_window_size": max_window_size, "max_kernel_size": max_kernel_size}
-    settings = _settings(policy, set_ or [], budget=budget, protect_first=protect_first, **caps)
+    limits = {
+        "cap": cap,
+        "chunk_tokens": chunk_tokens,
+        "decode_budget": decode_budget,
+        "decode_policy": decode_policy,
+        "evict_every": evict_every,
+    }
+    sizes = {"budget": budget, "protect_first": protect_first, **caps}
+    settings = _settings(policy, set_ or [], limits, **sizes)
     from snapkv.app.models import place_of
 
     if print_command:
@@ -72,7 +98,9 @@ def serve(
     run_server(place_of(model), settings, context.args, name=model)
 
 
-def _settings(policy: str, assignments: list[str], **sizes: int) -> "ServingSettings":
+def _settings(
+    policy: str, assignments: list[str], limits: Mapping[str, int | str], **sizes: int
+) -> "ServingSettings":
     """What the options say; checked before torch is imported, as far as they can be."""
     require_int("budget", sizes["budget"], minimum=0)
     require_int("protect_first", sizes["protect_first"], minimum=0)
@@ -82,9 +110,10 @@ def _settings(policy: str, assignments: list[str], **sizes: int) -> "ServingSett
     from snapkv.cli.policy import typed_assignments  # imports torch
     from snapkv.policies import SnapKV
     from snapkv.policies.default import default_parameters
-    from snapkv.serving import ServingSettings
+    from snapkv.serving import Limits, ServingSettings
 
     parameters = typed_assignments(policy, assignments)
     if policy == DEFAULT:
         policy, parameters = SnapKV.name, default_parameters(parameters)
-    return ServingSettings(policy=policy, parameters=parameters, **sizes)
+    held = Limits.from_config(limits)
+    return ServingSettings(policy=policy, parameters=parameters, limits=held, **sizes)

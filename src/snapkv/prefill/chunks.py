@@ -17,6 +17,7 @@ there the last queries of the piece itself vote.
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,17 +103,25 @@ def _read(
     if "logits_to_keep" in inspect.signature(forward).parameters:
         earlier["logits_to_keep"] = 1  # nobody sees them
     seen, window = cache.get_seq_length(), _voting_tokens(cache)
+    prompt_end = cache.reading.end_by(seen + tokens) - seen  # drafts may stand behind it
     every = torch.arange(tokens, device=_prompt(kwargs).device)
-    for start in range(0, tokens, chunk_tokens):
-        stop = min(start + chunk_tokens, tokens)
+    last = every[:prompt_end][-window:]
+    ends = _ends(min(tokens, prompt_end), chunk_tokens, cache.policy.query_tokens)
+    for start, stop in itertools.pairwise([0, *ends, tokens]):
         given = kwargs if stop == tokens else earlier
-        if window and stop <= tokens - window and cache.reading.is_over_cap(stop - start):
-            places = torch.cat([every[start:stop], every[-window:]])
+        if window and stop < tokens and cache.reading.is_over_cap(stop - start):
+            places = torch.cat([every[start:stop], last])
             with cache.reading.looking_ahead(window):
                 forward(**_parts({"position_ids": None, **given}, places, seen))
         else:
             output = forward(**_parts(given, every[start:stop], seen))
     return output
+
+
+def _ends(prompt_tokens: int, chunk_tokens: int, query_tokens: int) -> range:
+    """Where pieces end but for the last one, which has more than the tokens that vote."""
+    least = 1 if query_tokens == ALL_QUERIES else query_tokens + 1
+    return range(chunk_tokens, prompt_tokens - least + 1, chunk_tokens)
 
 
 def _voting_tokens(cache: CompressedCache) -> int:

@@ -11,16 +11,29 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
-from snapkv.serving.orders import Move
+from snapkv.serving.orders import Move, Order
+from snapkv.serving.plans import Plan
+from snapkv.serving.settings import ServingSettings
+
+
+class _Compressed(FullAttentionSpec):
+    """Tells vLLM that a request never holds more than the server's settings promise."""
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """What the largest request may take."""
+        settings = ServingSettings.from_config(vllm_config.additional_config)
+        tokens = vllm_config.model_config.max_model_len
+        most = settings.limits.most_held(tokens, settings.window_tokens)
+        return cdiv(most, self.block_size) * self.page_size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedSpec(FullAttentionSpec):
+class CompressedSpec(_Compressed, FullAttentionSpec):
     """Full attention whose requests may hold fewer tokens than they have seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedLatentSpec(MLAAttentionSpec):
+class CompressedLatentSpec(_Compressed, MLAAttentionSpec):
     """The same where a latent is stored for all heads."""
 
 
@@ -65,47 +78,60 @@ class CompressedManager(FullAttentionManager):
     """Counts the tokens a request holds, which are those it has seen less those it dropped.
 
     Attributes:
-        dropped_tokens: of every request whose prompt has ended; 0 where it was left whole.
+        dropped_tokens: of every request that was compressed.
+        plans: of all requests that are known, by request; the scheduler's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
+        self.plans: Mapping[str, Plan] = {}
 
     def unshared_blocks(self, request_id: str) -> int:
         """Blocks of a request that go back to the pool when it gives them up."""
         return sum(block.ref_cnt == 1 for block in self.req_to_blocks[request_id])
 
-    def keep(self, request_id: str, *, prompt_tokens: int, kept_tokens: int) -> tuple[int, ...]:
-        """Free the blocks that the kept tokens of a prompt do not need.
+    def moves_out(self, request_id: str) -> bool:
+        """Whether kept tokens go to other blocks, since others may find or share the request's."""
+        return self.enable_caching and request_id not in self.dropped_tokens
+
+    def keep(self, request_id: str, order: Order) -> Move:
+        """Free the blocks that the kept tokens of a request do not need.
 
         Without prefix caching the kept tokens move to the front of the request's own blocks. With
         it those blocks may be shared and can be found by their content, so they are released as
-        they are and the kept tokens go to others. Those may be released ones: the workers read all
-        that a step keeps before they write any of it.
-
-        Returns:
-            The blocks for the kept tokens.
+        they are, the first time, and the kept tokens go to others. Those may be released ones: the
+        workers read all that a step keeps before they write any of it.
         """
         blocks = self.req_to_blocks[request_id]
-        needed = cdiv(kept_tokens, self.block_size)
-        if self.enable_caching:
+        needed = cdiv(order.kept_tokens, self.block_size)
+        sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
+        if self.moves_out(request_id):
             self.block_pool.free_blocks(reversed(blocks))
             blocks[:] = self.block_pool.get_new_blocks(needed)
         else:
             released = blocks[needed:]
             del blocks[needed:]
             self.block_pool.free_blocks(reversed(released))
-        self.dropped_tokens[request_id] = prompt_tokens - kept_tokens
-        return tuple(block.block_id for block in blocks)
+        self.dropped_tokens[request_id] = order.dropped_tokens
+        return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
     # What vLLM asks, in tokens seen.
 
     def get_num_blocks_to_allocate(
-        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
+        self,
+        request_id: str,
+        num_tokens: int,
+        *args: Any,
+        apply_admission_cap: bool = False,
+        **kwargs: Any,
     ) -> int:
-        """Blocks that a request lacks."""
-        held = num_tokens - self.dropped_tokens.get(request_id, 0)
+        """Blocks that a request lacks; before it is admitted, the most that it will."""
+        plan = self.plans.get(request_id)
+        if apply_admission_cap and plan is not None:
+            held = plan.most_held(num_tokens)
+        else:
+            held = num_tokens - self.dropped_tokens.get(request_id, 0)
         missing: int = super().get_num_blocks_to_allocate(request_id, held, *args, **kwargs)
         return missing
 
@@ -121,8 +147,12 @@ class CompressedManager(FullAttentionManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer full blocks to other requests; those of a compressed one are no prefix any more."""
-        if not self.dropped_tokens.get(request.request_id):
-            super().cache_blocks(request, num_tokens, *args, **kwargs)
+        if request.request_id in self.dropped_tokens:
+            return
+        plan = self.plans.get(request.request_id)
+        shared = None if plan is None else plan.shared_tokens
+        tokens = num_tokens if shared is None else min(num_tokens, shared)
+        super().cache_blocks(request, tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
@@ -131,51 +161,45 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
 
+def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
+    return tuple(block.block_id for block in blocks)
+
+
 class CompressedBlocks:
     """The blocks of compressed requests, in all KV cache groups with full attention.
 
     Args:
         managers: those groups' managers, by the group's index.
+        plans: of all requests, which the scheduler goes on to write.
     """
 
-    def __init__(self, managers: Mapping[int, CompressedManager]) -> None:
+    def __init__(
+        self, managers: Mapping[int, CompressedManager], plans: Mapping[str, Plan]
+    ) -> None:
         self._managers = managers
+        for manager in managers.values():
+            manager.plans = plans
 
-    def ended(self, request_id: str) -> bool:
-        """Whether the request's prompt has ended, compressed or not."""
-        return any(request_id in one.dropped_tokens for one in self._managers.values())
+    def dropped_tokens(self, request_id: str) -> int:
+        """How many tokens the request has dropped, in every group."""
+        return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
-    def leave_whole(self, request_id: str) -> None:
-        """Note that the request's prompt has ended and stays as it is."""
-        for manager in self._managers.values():
-            manager.dropped_tokens[request_id] = 0
-
-    def compress(
-        self, request_id: str, *, prompt_tokens: int, kept_tokens: int
-    ) -> tuple[Move, ...] | None:
-        """Free the blocks that the kept tokens of a prompt do not need, in every group.
+    def compress(self, request_id: str, order: Order) -> tuple[Move, ...] | None:
+        """Free the blocks that the kept tokens of a request do not need, in every group.
 
         Returns:
-            None where there is no room for the kept tokens: all blocks of the prompt are shared and
-            too few others are free. The request then stays whole.
+            None where there is no room for the kept tokens: all blocks of the request are shared
+            and too few others are free. The request then stays as it is.
         """
-        if not self._room(request_id, kept_tokens):
-            self.leave_whole(request_id)
+        if not self._room(request_id, order.kept_tokens):
             return None
-        moves = []
-        for group, manager in self._managers.items():
-            held = manager.req_to_blocks[request_id]
-            used = cdiv(prompt_tokens, manager.block_size)
-            sources = tuple(block.block_id for block in held[:used])
-            targets = manager.keep(request_id, prompt_tokens=prompt_tokens, kept_tokens=kept_tokens)
-            moves.append(Move(group=group, sources=sources, targets=targets))
-        return tuple(moves)
+        return tuple(manager.keep(request_id, order) for manager in self._managers.values())
 
     def _room(self, request_id: str, kept_tokens: int) -> bool:
-        """Whether the blocks for the kept tokens are there once the prompt's own are given up."""
+        """Whether the blocks for the kept tokens are there once the request's own are given up."""
         room = needed = 0
         for manager in self._managers.values():
-            if not manager.enable_caching:
+            if not manager.moves_out(request_id):
                 return True
             room = max(room, manager.block_pool.get_num_free_blocks())
             needed += cdiv(kept_tokens, manager.block_size)

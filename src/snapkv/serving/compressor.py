@@ -68,7 +68,7 @@ class _Kept:
 
 
 class Compressor:
-    """Votes on prompts that end in a step, and moves what stays.
+    """Chooses what stays of requests, and moves it.
 
     Args:
         groups: vLLM's attention layers by name, in the order of the model, of every KV cache group
@@ -117,16 +117,17 @@ class Compressor:
         self._runs = list(layer_runs(self._groups))
 
     def compress(self, orders: Mapping[str, Order]) -> None:
-        """Compress the requests whose prompt ends in the step that has just run.
+        """Compress the requests of which a choice is due behind the step that has just run.
 
         Args:
             orders: of the step, by request.
         """
-        ending = {request: order for request, order in orders.items() if order.compress}
-        for runs in self._turns(ending.values()):
+        ending = {request: order for request, order in orders.items() if order.ends}
+        moving = {request: order for request, order in ending.items() if order.moves}
+        for runs in self._turns(moving.values()):
             kept = [
                 self._kept(run, request, order, move)
-                for request, order in ending.items()
+                for request, order in moving.items()
                 for move in order.moves
                 for run in runs
                 if run.group == move.group
@@ -143,7 +144,7 @@ class Compressor:
         that another group gives up, whose layers share the memory of their caches with this one's.
         Layers of one group never do.
         """
-        longest = max((order.prompt_tokens for order in orders), default=0)
+        longest = max((order.held_tokens for order in orders), default=0)
         kept = sum(order.kept_tokens for order in orders)
         runs = [part for run in self._runs for part in run.within_bounds(longest, kept)]
         groups = {run.group for run in runs}
@@ -152,7 +153,7 @@ class Compressor:
     def _kept(self, run: LayerRun, request: str, order: Order, move: Move) -> _Kept:
         sources = self._sources(run, move)
         targets = torch.tensor(move.targets, device=self._device)
-        keys = run.layout.read_keys(sources, order.prompt_tokens)
+        keys = run.layout.read_keys(sources, order.held_tokens)
         keep = self._keep_indices(run, request, order, keys)
         values = run.layout.read_values(sources, keep)
         block_tokens = self._block_tokens[move.group]
@@ -169,8 +170,8 @@ class Compressor:
         return (sources[:, None] * parts + within).flatten()
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
-        """What the policy keeps of a run of layers: (layers, H, K)."""
-        window = order.policy.query_tokens
+        """What is kept of a run of layers: (layers, H, K)."""
+        window = order.choice.query_tokens
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if window:
             queries = torch.cat(
@@ -189,11 +190,11 @@ class Compressor:
             num_layers=len(self._layers),
             votes_impl=run.votes_impl,
         )
-        selection = order.policy.select(layer)
-        if selection is None or selection.keep_indices.shape[-1] != order.kept_tokens:
-            kept = None if selection is None else selection.keep_indices.shape[-1]
+        keep = order.choice.keep(layer, order.kept_tokens)
+        if keep is None or keep.shape[-1] != order.kept_tokens:
+            kept = None if keep is None else keep.shape[-1]
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
-        return selection.keep_indices
+        return keep
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
+from snapkv.serving.limits import Limits
 from snapkv.serving.settings import ServingSettings
 from snapkv.serving.versions import require_supported_version
 from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE
@@ -18,6 +19,7 @@ def engine_args(
     protect_first: int = 0,
     max_window_size: int = MAX_WINDOW_SIZE,
     max_kernel_size: int = MAX_KERNEL_SIZE,
+    limits: Limits | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
@@ -25,12 +27,13 @@ def engine_args(
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
             ``extra_args={"snapkv_budget": ...}``.
-        policy: "snapkv", "streaming-llm" or "tova"; all of them compress the prompt at its end
-            and leave what is generated as it is.
+        policy: "snapkv", "streaming-llm" or "tova"; all of them compress the prompt at its end.
         parameters: of the method, such as ``{"kernel_size": 13}``.
         protect_first: first tokens of every prompt that stay.
         max_window_size: the longest window that a request may ask for.
         max_kernel_size: the widest kernel that a request may ask for.
+        limits: how many tokens a request may hold while its prompt is read and while its answer
+            grows; by default all of them.
         options: any other option of vLLM; its own of the same kind are kept.
 
     Raises:
@@ -44,6 +47,7 @@ def engine_args(
         protect_first=protect_first,
         max_window_size=max_window_size,
         max_kernel_size=max_kernel_size,
+        limits=limits or Limits(),
     )
     return {**options, **arguments(settings, options)}
 

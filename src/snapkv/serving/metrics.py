@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
+from snapkv.serving.orders import Order
 from snapkv.serving.timing import Stopwatch
 
 _LABELS = ("model_name", "engine")
@@ -24,6 +25,11 @@ def _series() -> dict[str, Any]:
         "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read to the end.", _LABELS),
         "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens that stayed.", _LABELS),
         "freed": Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
+        "compressions": Counter(
+            "snapkv:compressions",
+            "Compressions: while a prompt is read, at its end, while an answer is generated.",
+            (*_LABELS, "stage"),
+        ),
         "requests": Counter(
             "snapkv:requests",
             "Requests whose prompt has ended: compressed, whole, or whole for want of room.",
@@ -75,11 +81,13 @@ class PromptMetrics:
         self._series = _series()
         self._counted: set[str] = set()
 
-    def prompt_ended(
-        self, request: Any, *, kept_tokens: int, blocks_freed: int = 0, no_room: bool = False
-    ) -> None:
-        """Count one prompt; what a preempted request frees again counts, its prompt does not."""
+    def compressed(self, order: Order, blocks_freed: int) -> None:
+        """Count one compression; what a preempted request frees again counts again."""
         self._series["freed"].labels(*self._labels).inc(blocks_freed)
+        self._series["compressions"].labels(*self._labels, order.choice.stage).inc()
+
+    def prompt_ended(self, request: Any, *, kept_tokens: int, no_room: bool = False) -> None:
+        """Count one prompt; that of a preempted request counts once."""
         if request.request_id in self._counted:
             return
         self._counted.add(request.request_id)

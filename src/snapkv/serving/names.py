@@ -13,7 +13,17 @@ PREFIX = "snapkv_"
 
 PROTECT_FIRST = "protect_first"
 
-OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay", PROTECT_FIRST)
+LIMITS = ("cap", "decode_budget")
+
+OF_A_REQUEST = (
+    "budget",
+    "window_size",
+    "kernel_size",
+    "pooling",
+    "decay",
+    PROTECT_FIRST,
+    *LIMITS,
+)
 """What a request may set for itself, where the server's method has it."""
 
 _LONGEST = 60

@@ -1,18 +1,18 @@
 """What the scheduler tells the workers about one step; no vLLM is needed here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from snapkv.policies import Policy
-from snapkv.serving.settings import kept_tokens
+from snapkv.serving.choices import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Where the blocks of a request lie before and after its prompt is compressed.
+    """Where the blocks of a request lie before and after it is compressed.
 
     Attributes:
         group: index of vLLM's KV cache group.
-        sources: the blocks that hold the prompt.
+        sources: the blocks that hold its tokens.
         targets: the blocks that hold the kept tokens; some of the sources, or others.
     """
 
@@ -22,77 +22,51 @@ class Move:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """The prompt's last tokens, which are read behind a piece of it, vote, and are forgotten.
+
+    Attributes:
+        first_position: the true position of the first of them.
+        token_ids: their ids.
+    """
+
+    first_position: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Ids and true positions."""
+        first = self.first_position
+        return self.token_ids, range(first, first + len(self.token_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Order:
     """What the workers do with one request in the step that carries the order.
 
     Attributes:
-        policy: the method that chooses what stays.
-        prompt_tokens: length of the whole prompt.
-        query_tokens: how many of the request's last tokens in this step belong to the window, whose
-            queries are put aside.
-        compress: whether the prompt ends with this step and is compressed after it.
-        moves: what happens to the blocks of each compressed KV cache group, if it is.
+        choice: what chooses the tokens that stay.
+        query_tokens: how many of the request's last tokens in this step have queries that the
+            choice wants, which are put aside.
+        seen_tokens: computed when the step is done, those read ahead left out.
+        held_tokens: of which keys and values are cached then, those read ahead among them.
+        ends: whether the choice is made behind this step; what was put aside is then forgotten.
+        kept_tokens: how many stay, if it is.
+        ahead: what the last tokens of the step are, where they are not the next ones.
+        moves: what happens to the blocks of each compressed KV cache group; none where the request
+            stays as it is.
     """
 
-    policy: Policy
-    prompt_tokens: int
+    choice: Choice
     query_tokens: int
-    compress: bool
+    seen_tokens: int
+    held_tokens: int
+    ends: bool
+    kept_tokens: int
+    ahead: Ahead | None = None
     moves: tuple[Move, ...] = ()
 
     @property
-    def kept_tokens(self) -> int:
-        """Tokens that stay."""
-        return kept_tokens(self.policy, self.prompt_tokens)
-
-    @property
     def dropped_tokens(self) -> int:
-        """Tokens that go."""
-        return self.prompt_tokens - self.kept_tokens
-
-
-def order_for(
-    policy: Policy | None, *, prompt_tokens: int, computed_tokens: int, step_tokens: int
-) -> Order | None:
-    """The order for a request of which this step computes more; None where there is none.
-
-    Args:
-        policy: the request's method; None leaves it whole.
-        prompt_tokens: length of its prompt.
-        computed_tokens: tokens computed when the step is done.
-        step_tokens: of those, the ones of this step.
-    """
-    if policy is None or kept_tokens(policy, prompt_tokens) == prompt_tokens:
-        return None
-    begin = computed_tokens - step_tokens
-    if begin >= prompt_tokens:
-        return None
-    window = max(begin, prompt_tokens - policy.query_tokens)
-    ends = computed_tokens == prompt_tokens
-    queries = max(computed_tokens - window, 0)
-    if not (queries or ends):
-        return None
-    return Order(policy=policy, prompt_tokens=prompt_tokens, query_tokens=queries, compress=ends)
-
-
-def step_end(prompt_tokens: int, computed_tokens: int, step_tokens: int) -> int:
-    """How many tokens a step may compute, so that no step runs past the prompt's end.
-
-    A request that was preempted while generating comes back with its answer behind its prompt;
-    both in one step would let the answer see the whole prompt.
-    """
-    if computed_tokens < prompt_tokens < computed_tokens + step_tokens:
-        return prompt_tokens - computed_tokens
-    return step_tokens
-
-
-def reusable_tokens(policy: Policy | None, prompt_tokens: int) -> int:
-    """How much of a cached prefix a request may reuse: what lies before the queries that vote.
-
-    Args:
-        policy: the request's method; None reuses everything.
-        prompt_tokens: length of its prompt.
-    """
-    if policy is None or kept_tokens(policy, prompt_tokens) == prompt_tokens:
-        return prompt_tokens
-    return max(prompt_tokens - policy.query_tokens, 0)
+        """Of all tokens seen, how many are held no more when the request has been compressed."""
+        return self.seen_tokens - self.kept_tokens

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.spans import Spans
+from snapkv.policies.states import LayerStates
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,8 @@ class ProtectingFirst(Policy):
 
     def __post_init__(self) -> None:
         """Check that they fit, and take over the budget."""
-        self.policy.require_protection(self._spans)
+        self.policy.require_protection(first_spans(self.first_tokens))
         object.__setattr__(self, "budget", getattr(self.policy, "budget", None))
-
-    @property
-    def _spans(self) -> Spans:
-        return Spans(((0, self.first_tokens),))
 
     @property
     def query_tokens(self) -> int:
@@ -43,10 +41,30 @@ class ProtectingFirst(Policy):
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """What the method keeps beside them."""
-        positions = torch.arange(layer.keys.shape[2], device=layer.keys.device)
-        protected = self._spans.cover(positions).expand(layer.keys.shape[0], 1, -1)
-        return self.policy.select(replace(layer, protected=protected))
+        return self.policy.select(self._protected(layer))
+
+    def require_cap(self, cap_tokens: int) -> None:
+        """Raise unless the method can hold to the cap."""
+        self.policy.require_cap(cap_tokens)
+
+    def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
+        """What the method holds beside them; they are the first that are held."""
+        return self.policy.select_under_cap(self._protected(layer), cap_tokens)
+
+    def _protected(self, layer: PromptLayer) -> PromptLayer:
+        return replace(layer, protected=protected_first(layer, self.first_tokens))
 
     def describe(self) -> dict[str, Any]:
         """The method's own, and how many tokens are protected."""
         return self.policy.describe() | {"protect_first": self.first_tokens}
+
+
+def first_spans(tokens: int) -> Spans:
+    """The first tokens, as the library calls them."""
+    return Spans(((0, tokens),))
+
+
+def protected_first(layer: LayerStates, tokens: int) -> Tensor:
+    """Those of the slots that hold the first tokens, which are its first: (rows, 1, S) bool."""
+    slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
+    return first_spans(tokens).cover(slots).expand(layer.keys.shape[0], 1, -1)

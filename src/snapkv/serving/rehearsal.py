@@ -26,10 +26,10 @@ class Largest:
 
     Attributes:
         policy: of what requests may ask for, what takes the most memory.
-        prompt_tokens: of the longest prompt.
+        prompt_tokens: that are held at most when a prompt is compressed.
         step_tokens: that one step computes, and so the most that short prompts keep in it.
         recorded_tokens: whose queries may wait in all layers: those of the prompts that end in one
-            step, and of one window that began before it.
+            step, of one window that began before it, and of answers that are evicted from.
     """
 
     policy: Policy
@@ -41,17 +41,18 @@ class Largest:
     def of(cls, vllm_config: Any) -> "Largest":
         """What vLLM's configuration allows, with the server's settings in it."""
         settings = ServingSettings.from_config(vllm_config.additional_config)
-        scheduler, prompt_tokens = (
-            vllm_config.scheduler_config,
-            vllm_config.model_config.max_model_len,
-        )
+        scheduler, limits = vllm_config.scheduler_config, settings.limits
+        longest = vllm_config.model_config.max_model_len
+        prompt_tokens = limits.most_read(longest, settings.window_tokens)
         policy = settings.costliest(prompt_tokens)
         step_tokens, window = scheduler.max_num_batched_tokens, policy.query_tokens
         return cls(
             policy=policy,
             prompt_tokens=prompt_tokens,
             step_tokens=step_tokens,
-            recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window) + window,
+            recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
+            + window
+            + scheduler.max_num_seqs * limits.queries_of_answers,
         )
 
 

@@ -7,11 +7,11 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from snapkv.errors import SnapKVError
-from snapkv.policies import Policy
+from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.serving.blocks import CompressedBlocks
 from snapkv.serving.metrics import PromptMetrics
-from snapkv.serving.orders import Order, order_for, reusable_tokens, step_end
+from snapkv.serving.orders import Order
+from snapkv.serving.plans import Plan
 from snapkv.serving.refusals import compressed_managers, require_supported
 from snapkv.serving.settings import ServingSettings
 
@@ -22,7 +22,7 @@ ORDERS = "snapkv_orders"
 
 
 class _CompressingScheduler(Scheduler):
-    """Orders the compression of a prompt in the very step that computes its end.
+    """Orders the compression of a request in the very step that computes its last token.
 
     The blocks it frees may be given away at once: whoever gets them writes in a later step, and
     workers run steps in order, also where several are under way.
@@ -32,36 +32,48 @@ class _CompressingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
+        self._plans: dict[str, Plan] = {}
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        self._blocks = CompressedBlocks(compressed_managers(managers))
+        compressed = compressed_managers(managers)
+        self._looks_ahead = len(compressed) == len(managers)
+        self._blocks = CompressedBlocks(compressed, self._plans)
         self._metrics = PromptMetrics(self.vllm_config)
-        self._policies: dict[str, Policy | None] = {}
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
         try:
-            self._policies[request.request_id] = self._policy_of(request)
+            self._plans[request.request_id] = self._plan_of(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
             self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
         super().add_request(request)
 
-    def _policy_of(self, request: Any) -> Policy | None:
-        """The request's method; none for sessions, whose prompts go on after their end."""
+    def _plan_of(self, request: Any) -> Plan:
+        """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
         if params is None or request.resumable:
-            return None
-        return self._settings.for_request(params.extra_args)
+            return Plan(prompt_tokens=request.num_prompt_tokens)
+        plan = self._settings.plan_for(
+            params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
+        )
+        if plan.cap is not None and request.prompt_token_ids is None:
+            raise InvalidArgumentError(
+                "prompt: expected tokens where a prompt is held to a cap, got embeddings; send "
+                "text or token ids"
+            )
+        return plan
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self._policies.pop(request.request_id, None)
         self._metrics.request_ended(request.request_id)
-        return super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
+        self._plans.pop(request.request_id, None)
+        return freed
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
-        usable = reusable_tokens(self._policies.get(request.request_id), request.num_prompt_tokens)
-        if cached > usable:
+        plan = self._plans.get(request.request_id)
+        usable = None if plan is None else plan.reusable_tokens
+        if usable is not None and cached > usable:
             manager = self.kv_cache_manager
             found, cached, _ = manager.coordinator.find_longest_cache_hit(
                 request.block_hashes, usable
@@ -75,9 +87,11 @@ class _CompressingScheduler(Scheduler):
         tokens: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        if self._policies.get(request.request_id) is None:
+        plan = self._plans.get(request.request_id)
+        if plan is None:
             return tokens
-        return step_end(request.num_prompt_tokens, num_computed_tokens, tokens)
+        held = num_computed_tokens - self._blocks.dropped_tokens(request.request_id)
+        return plan.step_tokens(num_computed_tokens, held, tokens)
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -89,35 +103,32 @@ class _CompressingScheduler(Scheduler):
         setattr(scheduler_output, ORDERS, orders)
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
-        request_id = request.request_id
-        if self._blocks.ended(request_id):
-            return None
-        order = order_for(
-            self._policies.get(request_id),
-            prompt_tokens=request.num_prompt_tokens,
-            computed_tokens=request.num_computed_tokens,
-            step_tokens=step_tokens,
-        )
-        if request.num_computed_tokens < request.num_prompt_tokens:
-            return order
-        return self._end_of_prompt(request, order)
-
-    def _end_of_prompt(self, request: Any, order: Order | None) -> Order | None:
-        """Free the blocks that the prompt no longer needs, and say so to the workers."""
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
-        if order is None:
-            self._blocks.leave_whole(request_id)
-            self._metrics.prompt_ended(request, kept_tokens=prompt_tokens)
-            return None
-        moves = self._blocks.compress(
-            request_id, prompt_tokens=prompt_tokens, kept_tokens=order.kept_tokens
-        )
+        plan = self._plans.get(request_id)
+        seen = request.num_computed_tokens - step_tokens
+        order = None
+        if plan is not None:
+            held = seen - self._blocks.dropped_tokens(request_id)
+            order = plan.order(seen, held, step_tokens, request.prompt_token_ids or ())
+        if order is not None and order.ends:
+            order = self._compressed(request, order)
+        if seen < prompt_tokens <= request.num_computed_tokens:
+            kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
+            no_room = order is not None and order.ends and not order.moves
+            self._metrics.prompt_ended(request, kept_tokens=kept, no_room=no_room)
+        return order
+
+    def _compressed(self, request: Any, order: Order) -> Order:
+        """Free the blocks that the request no longer needs, and say so to the workers."""
+        request.num_computed_tokens = order.seen_tokens  # less those read ahead
+        moves = self._blocks.compress(request.request_id, order)
         if moves is None:
-            logger.warning("Request %s stays whole: no free block to move it to", request_id)
-            self._metrics.prompt_ended(request, kept_tokens=prompt_tokens, no_room=True)
-            return None
+            logger.warning(
+                "Request %s stays whole for now: no free block to move it to", request.request_id
+            )
+            return order
         freed = sum(len(move.sources) - len(move.targets) for move in moves)
-        self._metrics.prompt_ended(request, kept_tokens=order.kept_tokens, blocks_freed=freed)
+        self._metrics.compressed(order, freed)
         return replace(order, moves=moves)
 
 

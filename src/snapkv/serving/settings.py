@@ -6,7 +6,9 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import POLICIES, Policy, SnapKV, StreamingLLM
+from snapkv.serving.limits import Limits
 from snapkv.serving.names import (
+    LIMITS,
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
@@ -14,6 +16,7 @@ from snapkv.serving.names import (
     require_readable,
     shown,
 )
+from snapkv.serving.plans import Cap, Growth, Plan
 from snapkv.serving.protecting import ProtectingFirst
 from snapkv.validation import (
     DEFAULT_BUDGET,
@@ -43,6 +46,7 @@ class ServingSettings:
             of a system message; they count towards the budget.
         max_window_size: the longest window that the server or a request may ask for.
         max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
+        limits: how many tokens a request may hold while it is read and while its answer grows.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -55,6 +59,7 @@ class ServingSettings:
     protect_first: int = 0
     max_window_size: int = MAX_WINDOW_SIZE
     max_kernel_size: int = MAX_KERNEL_SIZE
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         """Check everything once, here."""
@@ -69,7 +74,9 @@ class ServingSettings:
             require_at_least(cap, getattr(self, cap), 1)
         made = self._made(self.budget or None, self.parameters)
         if self.budget:
-            _protecting(made, self.protect_first)
+            made = _protecting(made, self.protect_first)
+        if self.budget or self.limits.cap:
+            self._limited(made if self.budget else None, self.protect_first, {})
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -81,17 +88,19 @@ class ServingSettings:
         given = dict(config.get(KEY) or {})
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
-        return cls(**own, parameters=given)
+        limits = Limits.from_config(given.pop("limits", {}))
+        return cls(**own, parameters=given, limits=limits)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
         first = {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
         caps = {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
-        own = {"policy": self.policy, "budget": self.budget, **first, **caps}
+        limits = {"limits": found} if (found := self.limits.to_config()) else {}
+        own = {"policy": self.policy, "budget": self.budget, **first, **caps, **limits}
         return {KEY: own | dict(self.parameters)}
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
-        """The method for one request; None leaves its prompt whole.
+        """The method for one request's prompt; None leaves it whole.
 
         Args:
             extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
@@ -101,14 +110,32 @@ class ServingSettings:
             InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
             InvalidTypeError: a value of the wrong type.
         """
+        return self.plan_for(extra_args, prompt_tokens=1).policy
+
+    def plan_for(
+        self,
+        extra_args: Mapping[str, Any] | None,
+        prompt_tokens: int,
+        *,
+        looks_ahead: bool = True,
+    ) -> Plan:
+        """When one request is compressed, and how.
+
+        Args:
+            extra_args: as for `for_request`, which raises the same.
+            prompt_tokens: length of its prompt.
+            looks_ahead: see `Cap`.
+        """
         given = own_settings(extra_args or {})
         for name, value in given.items():
             self._require_known(name)
             require_readable(PREFIX + name, value)
         try:
-            return self._chosen(given)
+            policy, first, asked = self._chosen(given)
+            cap, growth = self._limited(policy, first, asked, looks_ahead=looks_ahead)
         except (InvalidArgumentError, InvalidTypeError) as error:
             raise type(error)(f"{PREFIX}{error}") from error
+        return Plan(prompt_tokens=prompt_tokens, policy=policy, cap=cap, growth=growth)
 
     def costliest(self, prompt_tokens: int) -> Policy:
         """Of what requests may ask for, the method that takes the most memory.
@@ -122,21 +149,44 @@ class ServingSettings:
             own["window_size"] = self.max_window_size
         return self._made(max(prompt_tokens - 1, _ample(own)), own)
 
-    def _chosen(self, given: dict[str, Any]) -> Policy | None:
-        """The method for the settings of a request, by their names without the prefix."""
+    @property
+    def window_tokens(self) -> int:
+        """The longest window that votes."""
+        return self.costliest(1).query_tokens
+
+    def _chosen(self, given: dict[str, Any]) -> tuple[Policy | None, int, dict[str, int]]:
+        """The method for the settings of a request, by their names without the prefix.
+
+        Returns:
+            It, the first tokens that stay, and the limits that were asked for.
+        """
         budget = given.pop("budget", self.budget)
         require_int("budget", budget, minimum=0)
         first = given.pop(PROTECT_FIRST, self.protect_first)
         require_int(PROTECT_FIRST, first, minimum=0)
+        asked = {name: given.pop(name) for name in LIMITS if name in given}
         own = dict(self.parameters)
         if "pooling" in given:  # of the server's, what the request's has no use for
             own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
         policy = self._made(budget or None, own | given)
-        return _protecting(policy, first) if budget else None
+        return (_protecting(policy, first) if budget else None), first, asked
+
+    def _limited(
+        self,
+        policy: Policy | None,
+        protect_first: int,
+        asked: Mapping[str, int],
+        *,
+        looks_ahead: bool = True,
+    ) -> tuple[Cap | None, Growth | None]:
+        cap = self.limits.cap_of(asked.get("cap"), policy, looks_ahead=looks_ahead)
+        decode_budget = asked.get("decode_budget")
+        growth = self.limits.growth_of(decode_budget, policy, protect_first=protect_first)
+        return cap, growth
 
     def _require_known(self, name: str) -> None:
         known = [one for one in OF_A_REQUEST if one in _parameters(self.policy)]
-        known.append(PROTECT_FIRST)
+        known += [PROTECT_FIRST, *LIMITS]
         if name not in known:
             names = [PREFIX + one for one in known]
             raise InvalidArgumentError(
@@ -229,14 +279,3 @@ def _why_not_served(policy: object) -> str:
     if policy in reasons:
         return f", {reasons[policy]}"
     return nearest(policy, SERVED)
-
-
-def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
-    """Tokens that every layer and KV head keeps of a prompt of that length.
-
-    Args:
-        policy: what `ServingSettings.for_request` gave.
-        prompt_tokens: length of the prompt.
-    """
-    budget: int = getattr(policy, "budget", prompt_tokens)
-    return min(budget, prompt_tokens)

@@ -24,7 +24,7 @@ def blocks_bytes(blocks, block_tokens):
 
 @dataclass
 class Watched:
-    """What was kept while watching: per compressed prompt, by its length."""
+    """What was kept while watching: per compression, by how many tokens had been seen."""
 
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
     blocks_held: list[list[int]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Engine:
 
         own = {
             name: options.pop(name)
-            for name in ("budget", "policy", "parameters")
+            for name in ("budget", "policy", "parameters", "limits")
             if name in options
         }
         common: dict[str, Any] = {
@@ -133,11 +133,11 @@ class Engine:
         self.step()  # workers hear of finished requests with the next step
         managers = self.scheduler._blocks._managers.values()
         held = [
-            self.scheduler._policies,
+            self.scheduler._plans,
             self.scheduler._metrics._counted,
             *(manager.dropped_tokens for manager in managers),
             runner._dropped,
-            runner._moved,
+            runner._compressed,
             runner._recorder.recorded,
         ]
         return [request for one in held for request in one]
@@ -150,11 +150,11 @@ class Engine:
 
         def keep_and_note(run, request, order, keys):
             indices = keep(run, request, order, keys)
-            seen.kept.setdefault(order.prompt_tokens, []).extend(indices.split(1))
+            seen.kept.setdefault(order.seen_tokens, []).extend(indices.split(1))
             return indices
 
-        def compress_and_note(request_id, **sizes):
-            moves = compress(request_id, **sizes)
+        def compress_and_note(request_id, order):
+            moves = compress(request_id, order)
             seen.blocks_held.append([len(move.targets) for move in moves])
             return moves
 

@@ -5,8 +5,9 @@ every request finds exactly the states of its own tokens, or of those it kept. A
 out while the scheduler is already a step ahead, as under asynchronous scheduling.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +18,19 @@ from snapkv.serving.orders import Move
 from snapkv.serving.scheduler import ORDERS
 
 
-def kept_positions(prompt: int, kept: int) -> list[int]:
-    """Some choice that depends on nothing else: every few tokens, and the last ones."""
-    tail = kept // 2
-    front = [position * (prompt - tail) // (kept - tail) for position in range(kept - tail)]
-    return [*front, *range(prompt - tail, prompt)]
+def chosen(positions: Sequence[int], kept: int) -> list[int]:
+    """Some choice that depends on nothing else: every few of them, and the last ones."""
+    tail, held = kept // 2, len(positions)
+    front = [place * (held - tail) // (kept - tail) for place in range(kept - tail)]
+    return [positions[place] for place in (*front, *range(held - tail, held))]
+
+
+@dataclass
+class Kept:
+    """What a request held when it was compressed last."""
+
+    positions: list[int]
+    seen: int
 
 
 class SimulatedWorker:
@@ -43,22 +52,30 @@ class SimulatedWorker:
         self.states: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, list[list[int]]] = {}
-        self.held: dict[str, list[int] | None] = {}
+        self.held: dict[str, Kept] = {}
         self.moved: dict[str, Sequence[Move]] = {}
         self.queries: dict[str, int] = {}
-        self.compressed = 0
+        self.compressed: Counter[str] = Counter()
+        self.ahead: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
 
     def run(self, output: Any) -> ModelRunnerOutput:
         self._take_over(output)
         begin = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         begin |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        ends = {name: begin[name] + n for name, n in output.num_scheduled_tokens.items()}
+        orders = getattr(output, ORDERS)
+        self.ahead = {
+            name: order.ahead.rows for name, order in orders.items() if order.ahead is not None
+        }
+        ends = {
+            name: begin[name] + n - len(self.ahead.get(name, ((), ()))[0])
+            for name, n in output.num_scheduled_tokens.items()
+        }
         for name, end in ends.items():
             self._write(name, begin[name], end)
         for name, end in ends.items():
             self._check(name, begin[name], end)
-        self._carry_out(getattr(output, ORDERS))
+        self._carry_out(orders)
         sampled = [self._sample(name, end) for name, end in ends.items()]
         rows = {name: row for row, name in enumerate(ends)}
         return ModelRunnerOutput(list(ends), rows, sampled_token_ids=sampled)
@@ -86,11 +103,15 @@ class SimulatedWorker:
                     blocks += more
 
     def _positions(self, name: str, group: int, end: int) -> list[int]:
-        """Whose states a group holds of a request, in order, when it has seen `end` tokens."""
-        kept = self.held.get(name)
+        """Whose states a group holds of a request, in order, when it has seen `end` tokens.
+
+        Those read ahead in this step come last, with negative numbers.
+        """
+        kept, (_, ahead) = self.held.get(name), self.ahead.get(name, ((), ()))
+        read = [-position for position in ahead]
         if kept is None or self.windows[group] is not None:
-            return list(range(end))
-        return [*kept, *range(self.prompts[name], end)]
+            return [*range(end), *read]
+        return [*kept.positions, *range(kept.seen, end), *read]
 
     def _places(self, name: str, group: int, end: int) -> list[tuple[int, int]]:
         """Those positions, each with its slot."""
@@ -104,14 +125,18 @@ class SimulatedWorker:
 
     def _state(self, name: str, position: int) -> int:
         """A number that stands for the tokens up to a position, and for no others."""
+        if position < 0:  # read ahead, behind other tokens than its own
+            return position
         states, tokens = self.states[name], self.tokens[name]
         while len(states) <= position:
             states.append(hash((states[-1] if states else 0, tokens[len(states)])))
         return states[position]
 
     def _write(self, name: str, begin: int, end: int) -> None:
+        ids, ahead = self.ahead.get(name, ((), ()))
+        assert list(ids) == [self.tokens[name][position] for position in ahead]
         for group in range(len(self.windows)):
-            for position, place in self._places(name, group, end)[begin - end :]:
+            for position, place in self._places(name, group, end)[begin - end - len(ahead) :]:
                 self.memory[place] = self._state(name, position)
 
     def _check(self, name: str, begin: int, end: int) -> None:
@@ -124,20 +149,26 @@ class SimulatedWorker:
     def _carry_out(self, orders: dict[str, Any]) -> None:
         for name, order in orders.items():
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
-        ending = {name: order for name, order in orders.items() if order.compress}
-        assert all(self.queries[name] == one.policy.query_tokens for name, one in ending.items())
+        ending = {name: order for name, order in orders.items() if order.ends}
+        for name, one in ending.items():
+            assert self.queries.pop(name) == one.choice.query_tokens
         written = {}
         for name, order in ending.items():
-            positions = kept_positions(order.prompt_tokens, order.kept_tokens)
+            if not order.moves:
+                continue
+            held = self._positions(name, order.moves[0].group, order.seen_tokens)
+            assert len(held) == order.held_tokens
+            positions = chosen([one for one in held if one >= 0], order.kept_tokens)
             states = [self._state(name, position) for position in positions]
             for move in order.moves:
-                held = self._places(name, move.group, order.prompt_tokens)
-                assert {place // self.block_tokens for _, place in held} == set(move.sources)
+                places = self._places(name, move.group, order.seen_tokens)
+                assert {place // self.block_tokens for _, place in places} == set(move.sources)
                 targets = self._slots(move.targets, len(states))
                 written |= dict(zip(targets, states, strict=True))
             assert [move.group for move in order.moves] == self._compressed_groups
-            self.held[name], self.moved[name] = positions, order.moves
-            self.compressed += 1
+            self.held[name] = Kept(positions, order.seen_tokens)
+            self.moved[name] = order.moves
+            self.compressed[order.choice.stage] += 1
         for place, state in written.items():
             self.memory[place] = state
 

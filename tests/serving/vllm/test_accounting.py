@@ -10,13 +10,25 @@ BLOCKS = 26
 BLOCKS_OF_A_WINDOW = 10
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["without-limits", "with-limits"])
+def limits(request):
+    """Whether requests are held to a number of tokens."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def config(folder):
+def config(folder, limits):
     from vllm.engine.arg_utils import EngineArgs
 
-    from snapkv.serving import engine_args
+    from snapkv.serving import Limits, engine_args
 
-    options = engine_args(budget=12, parameters={"window_size": 6}, dtype="float32")
+    held_to = Limits(cap=20, chunk_tokens=8, decode_budget=23, evict_every=5)
+    options = engine_args(
+        budget=12,
+        parameters={"window_size": 6},
+        limits=held_to if limits else None,
+        dtype="float32",
+    )
     options |= {"max_model_len": 96, "max_num_batched_tokens": 24, "enforce_eager": True}
     options |= {"max_num_seqs": 8, "block_size": 32}
     return EngineArgs(folder, **options).create_engine_config()
@@ -55,7 +67,36 @@ def simulation(config, *, caching, ahead, windows=(None,)):
         hash_block_size=PAGE,
         log_stats=False,
     )
+    note_what_stays_whole(made._blocks)
     return Simulation(made, SimulatedWorker(blocks, PAGE, windows), ahead)
+
+
+def note_what_stays_whole(blocks):
+    blocks.stayed_whole, compress = set(), blocks.compress
+
+    def compress_and_note(request_id, order):
+        moves = compress(request_id, order)
+        if moves is None:
+            blocks.stayed_whole.add(request_id)
+        return moves
+
+    blocks.compress = compress_and_note
+
+
+def ended_at(seen, held, kept):
+    """A choice that is due."""
+    from snapkv import SnapKV
+    from snapkv.serving.choices import EndOfPrompt
+    from snapkv.serving.orders import Order
+
+    return Order(
+        choice=EndOfPrompt(SnapKV(kept, window_size=2)),
+        query_tokens=2,
+        seen_tokens=seen,
+        held_tokens=held,
+        ends=True,
+        kept_tokens=kept,
+    )
 
 
 def request(name, tokens, generate, extra_args):
@@ -88,7 +129,7 @@ def answer(tokens, generate):
     ids=["full", "full-sliding", "sliding-full", "two-full-one-sliding"],
 )
 def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
-    config, windows, caching, ahead, seed
+    config, limits, windows, caching, ahead, seed
 ):
     """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
     draw = random.Random(seed)
@@ -102,30 +143,50 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
         tokens = tokens + [draw.randrange(1, 90) for _ in range(draw.randrange(1, 20))]
         generate = draw.randrange(1, 36)
         extra_args = {"snapkv_budget": draw.choice([0, 7, 12, 13, 30])}
+        if limits:
+            extra_args = {"snapkv_budget": draw.choice([7, 12, 13])}
         if draw.random() < 0.3:
             extra_args = {}
+        if draw.random() < 0.3 and limits:
+            extra_args["snapkv_cap"] = draw.choice([13, 16, 20])
+        if draw.random() < 0.3 and limits:
+            extra_args["snapkv_decode_budget"] = draw.choice([20, 23])
         name = f"r{number}"
         scheduler.add_request(request(name, tokens, generate, extra_args))
         expected[name] = answer(tokens, generate)
         for _ in range(draw.randrange(8)):
             running.step()
+            require_promise(scheduler)
         if draw.random() < 0.15 and scheduler.requests:
             abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
     while scheduler.requests:
         running.step()
+        require_promise(scheduler)
     running.drain()
     running.step()  # so that the worker hears of the last ones
     running.drain()
     for name, tokens in expected.items():
         if name not in aborted:
             assert worker.tokens[name] == tokens
-    assert worker.compressed > 20
+    assert worker.compressed["prompt"] > 20
+    assert all((worker.compressed[stage] > 20) == limits for stage in ("reading", "generating"))
     assert running.preempted > 0
+    assert len(scheduler._blocks.stayed_whole) < 6 * caching + 1
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
-    assert not scheduler._policies
+    assert not scheduler._plans
     for manager in scheduler._blocks._managers.values():
         assert not manager.dropped_tokens
         assert not manager.req_to_blocks
+
+
+def require_promise(scheduler):
+    """No request holds more blocks than its plan says, but for those that found no room."""
+    for name, request in scheduler.requests.items():
+        if name in scheduler._blocks.stayed_whole:
+            continue
+        most = scheduler._plans[name].most_held(request.num_tokens + 1)
+        for manager in scheduler._blocks._managers.values():
+            assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
 
 
 def abort(scheduler, name, aborted):
@@ -149,13 +210,11 @@ def test_where_nothing_is_free_a_shared_prompt_stays_whole(config):
     pool.touch(mine)
     manager.req_to_blocks["a"] = list(mine)
     others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
-    assert blocks.compress("a", prompt_tokens=24, kept_tokens=8) is None
-    assert blocks.ended("a")
-    assert manager.dropped_tokens == {"a": 0}
+    assert blocks.compress("a", ended_at(24, 24, 8)) is None
+    assert blocks.dropped_tokens("a") == 0
     assert manager.req_to_blocks["a"] == mine
-    del manager.dropped_tokens["a"]
     pool.free_blocks(others)
-    (move,) = blocks.compress("a", prompt_tokens=24, kept_tokens=8)
+    (move,) = blocks.compress("a", ended_at(24, 24, 8))
     assert (len(move.sources), len(move.targets)) == (6, 2)
     assert manager.dropped_tokens == {"a": 16}
     assert move.sources == tuple(block.block_id for block in mine)
@@ -167,7 +226,7 @@ def test_in_place_the_first_blocks_stay(config):
     blocks, manager = blocks_of(config, caching=False)
     mine = manager.block_pool.get_new_blocks(6)
     manager.req_to_blocks["a"] = list(mine)
-    (move,) = blocks.compress("a", prompt_tokens=23, kept_tokens=9)
+    (move,) = blocks.compress("a", ended_at(23, 23, 9))
     assert (move.sources[:3], len(move.sources)) == (move.targets, 6)
     assert manager.req_to_blocks["a"] == mine[:3]
     # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
@@ -180,7 +239,7 @@ def test_every_group_with_full_attention_is_compressed_and_no_other(config):
     assert list(blocks._managers) == [0, 2]
     for number, manager in blocks._managers.items():
         manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)
-    moves = blocks.compress("a", prompt_tokens=16, kept_tokens=5)
+    moves = blocks.compress("a", ended_at(16, 16, 5))
     assert [(move.group, len(move.sources), len(move.targets)) for move in moves] == [
         (0, 4, 2),
         (2, 4, 2),

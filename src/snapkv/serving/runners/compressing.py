@@ -27,7 +27,7 @@ class CompressingRunner:
 
     _orders: dict[str, Order]
     _dropped: dict[str, int]
-    _moved: dict[str, tuple[Move, ...]]
+    _compressed: dict[str, Order]
     _recorder: QueryRecorder
     _compressor: Compressor
     _held: HeldTokens
@@ -40,7 +40,7 @@ class CompressingRunner:
         require_supported(runner.vllm_config)
         kind = type(runner)
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
-        runner._orders, runner._dropped, runner._moved = {}, {}, {}
+        runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
         runner._held = HeldTokens(runner.max_num_reqs, runner.device)
         runner._stopwatch = compression_stopwatch(runner.vllm_config, runner.device)
@@ -52,6 +52,10 @@ class CompressingRunner:
     @abstractmethod
     def _enter_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
         """Let a request that was compressed go on with the blocks it was left."""
+
+    @abstractmethod
+    def _step_back(self, request_id: str, tokens: int) -> None:
+        """Let a request forget that it computed so many tokens, which were read ahead."""
 
     # What they share.
 
@@ -97,9 +101,12 @@ class CompressingRunner:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and carry out the orders that came with it behind the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
-        for request_id, moves in self._moved.items():
-            self._enter_blocks(request_id, moves)
-        self._moved = {}
+        for request_id, order in self._compressed.items():
+            if order.ahead:
+                self._step_back(request_id, len(order.ahead.token_ids))
+            if order.moves:
+                self._enter_blocks(request_id, order.moves)
+        self._compressed = {}
         self._orders = getattr(scheduler_output, ORDERS, {})
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -112,7 +119,7 @@ class CompressingRunner:
     def _forget(self, requests: Iterable[str]) -> None:
         for request_id in requests:
             self._dropped.pop(request_id, None)
-            self._moved.pop(request_id, None)
+            self._compressed.pop(request_id, None)
             self._recorder.forget(request_id)
 
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
@@ -129,16 +136,32 @@ class CompressingRunner:
             if request_id in self._orders and self._orders[request_id].query_tokens
         }
 
+    def _read_ahead(self, requests: Sequence[str], query_ends: Sequence[int], inputs: Any) -> None:
+        """Put the prompt's last tokens where a step reads them ahead; their slots stay.
+
+        Args:
+            requests: of the batch, row by row.
+            query_ends: where the tokens of each request end in the batch.
+            inputs: (ids, positions), each (tokens,), of the batch.
+        """
+        for request_id, end in zip(requests, query_ends, strict=True):
+            order = self._orders.get(request_id)
+            if order is not None and order.ahead is not None:
+                rows = slice(end - len(order.ahead.token_ids), end)
+                for states, numbers in zip(inputs, order.ahead.rows, strict=True):
+                    states[rows] = torch.tensor(numbers, dtype=states.dtype).to(states.device)
+
     def _carry_out(self) -> None:
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
-        if any(order.compress for order in orders.values()):
+        if any(order.ends for order in orders.values()):
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if order.compress:
+            if order.moves:
                 self._dropped[request_id] = order.dropped_tokens
-                self._moved[request_id] = order.moves
+            if order.ends:
+                self._compressed[request_id] = order
 
 
 def requests_that_begin_anew(scheduler_output: Any) -> set[str]:

@@ -23,11 +23,15 @@ class CompressingFirstRunner(CompressingRunner):
             self.input_batch.block_table.clear_row(row)
             self.input_batch.block_table.add_row(state.block_ids, row)
 
+    def _step_back(self, request_id: str, tokens: int) -> None:
+        """The scheduler's number counts, with every step."""
+
     def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
         requests = self.input_batch.num_reqs
         starts = self.query_start_loc
-        self._enter_batch(self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist())
+        batch = self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist()
+        self._enter_batch(*batch)
         tokens = scheduler_output.total_num_scheduled_tokens
         on_device = starts.gpu[: requests + 1]
         positions = self._held.positions(self.positions[:tokens], on_device)
@@ -35,6 +39,7 @@ class CompressingFirstRunner(CompressingRunner):
             for group in self._compressed_groups:
                 table = self.input_batch.block_table[group]
                 table.compute_slot_mapping(requests, on_device, positions)
+        self._read_ahead(*batch, (self.input_ids.gpu, self.positions))
         return prepared
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:

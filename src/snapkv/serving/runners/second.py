@@ -18,6 +18,12 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.block_tables[move.group].stage_write(row, 0, list(move.targets))
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
+    def _step_back(self: Any, request_id: str, tokens: int) -> None:
+        """The device counts for itself."""
+        row = self.req_states.req_id_to_index.get(request_id)
+        if row is not None:
+            self.req_states.num_computed_tokens.gpu[row] -= tokens
+
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         """No graph is replayed in a step with orders: queries are put aside beside the model."""
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
@@ -28,7 +34,8 @@ class CompressingSecondRunner(CompressingRunner):
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         """Give new tokens of compressed requests the slots behind those they hold."""
         starts = input_batch.query_start_loc_np
-        self._enter_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
+        batch = input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist()
+        self._enter_batch(*batch)
         block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
         positions = self._held.positions(input_batch.positions, input_batch.query_start_loc)
         if positions is not None:
@@ -41,6 +48,7 @@ class CompressingSecondRunner(CompressingRunner):
             )
             for group in self._compressed_groups:
                 slots[group].copy_(held[group])
+        self._read_ahead(*batch, (input_batch.input_ids, input_batch.positions))
         return block_tables, slots
 
     def _held_slots(self: Any) -> Any:

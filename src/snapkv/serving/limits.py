@@ -1,0 +1,186 @@
+"""How many tokens a request may hold while it is read and while its answer grows."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self, cast
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import POLICIES, EvictingPolicy, Policy, StreamingLLM
+from snapkv.serving.plans import Cap, Growth
+from snapkv.serving.protecting import first_spans
+from snapkv.validation import (
+    DEFAULT_CHUNK,
+    DEFAULT_EVERY,
+    MOST,
+    nearest,
+    require_choice,
+    require_int,
+)
+
+SERVED_WHILE_GENERATING = ("tova", "streaming-llm")
+"""Methods that evict by the last queries and what is held alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server promises of every request; a request may ask for less, never for more.
+
+    Args:
+        cap: tokens of a prompt that every head holds between two chunks of it; 0 for all of them.
+        chunk_tokens: read between two compressions of a prompt that is held to a cap.
+        decode_budget: tokens of a prompt and its answer that every head holds while generating; 0
+            lets answers grow.
+        decode_policy: one of `SERVED_WHILE_GENERATING`, which evicts.
+        evict_every: generated tokens between two evictions, dropped at once.
+
+    Raises:
+        InvalidArgumentError: a method that cannot be served, or a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    cap: int = 0
+    chunk_tokens: int = DEFAULT_CHUNK
+    decode_budget: int = 0
+    decode_policy: str = SERVED_WHILE_GENERATING[0]
+    evict_every: int = DEFAULT_EVERY
+
+    def __post_init__(self) -> None:
+        """Check every value by itself."""
+        require_int("cap", self.cap, minimum=0)
+        require_int("chunk_tokens", self.chunk_tokens, minimum=1)
+        require_int("decode_budget", self.decode_budget, minimum=0)
+        require_int("evict_every", self.evict_every, minimum=1)
+        require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The limits out of what `to_config` gave.
+
+        Raises:
+            InvalidArgumentError: an unknown name.
+        """
+        known = [one.name for one in fields(cls)]
+        for name in config:
+            if name not in known:
+                raise InvalidArgumentError(
+                    f"limits: expected {', '.join(known)}, got {name!r}; leave it out"
+                    f"{nearest(name, known)}"
+                )
+        return cls(**config)
+
+    def to_config(self) -> dict[str, Any]:
+        """Those that differ from the defaults, ready for JSON."""
+        defaults = asdict(Limits())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+    def cap_of(self, asked: int | None, policy: Policy | None, *, looks_ahead: bool) -> Cap | None:
+        """What a request's prompt is held to while it is read.
+
+        Args:
+            asked: by the request; None where it asks for nothing.
+            policy: that compresses the prompt; None where it is to stay whole.
+            looks_ahead: see `Cap`.
+
+        Raises:
+            InvalidArgumentError: more than the server's cap, or a method that cannot hold to one.
+            InvalidTypeError: not an integer.
+        """
+        tokens = self.cap if asked is None else asked
+        require_int("cap", tokens, minimum=1 if self.cap else 0, maximum=self.cap or MOST)
+        if not tokens:
+            return None
+        if policy is None:
+            raise InvalidArgumentError(
+                "budget: expected at least 1 where prompts are held to a cap, got 0; pass a budget"
+            )
+        budget = getattr(policy, "budget", None) or 0
+        if tokens < budget:
+            raise InvalidArgumentError(
+                f"cap: expected at least the budget of {budget}, got {tokens}; raise it, or lower "
+                "the budget"
+            )
+        try:
+            policy.require_cap(tokens)
+        except InvalidArgumentError:
+            raise InvalidArgumentError(
+                f"cap: expected none with {policy.name}, which cannot rate a part of a prompt, got "
+                f"{tokens}; leave it out, or serve with --policy snapkv"
+            ) from None
+        if policy.query_tokens > self.chunk_tokens:
+            raise InvalidArgumentError(
+                f"window_size: expected at most the {self.chunk_tokens} tokens of a chunk where "
+                f"prompts are held to a cap, got {policy.query_tokens}; pass a smaller one"
+            )
+        return Cap(most_tokens=tokens, chunk_tokens=self.chunk_tokens, looks_ahead=looks_ahead)
+
+    def growth_of(
+        self, asked: int | None, policy: Policy | None, *, protect_first: int
+    ) -> Growth | None:
+        """What a request's prompt and answer are held to while the answer grows.
+
+        Args:
+            asked: by the request; None where it asks for nothing.
+            policy: that compresses the prompt; None where it stays whole.
+            protect_first: first tokens that stay.
+
+        Raises:
+            InvalidArgumentError: more than the server's budget, or too little for what is kept of
+                the prompt.
+            InvalidTypeError: not an integer.
+        """
+        tokens = self.decode_budget if asked is None else asked
+        if tokens and not self.decode_budget:
+            raise InvalidArgumentError(
+                f"decode_budget: expected none on this server, which lets answers grow, got "
+                f"{tokens}; leave it out, or start the server with --decode-budget"
+            )
+        least_allowed = 1 if self.decode_budget else 0
+        require_int("decode_budget", tokens, least_allowed, self.decode_budget or MOST)
+        if not tokens:
+            return None
+        least = (getattr(policy, "budget", None) or 1) + self.evict_every
+        if tokens < least:
+            raise InvalidArgumentError(
+                f"decode_budget: expected at least {least}, what is kept of a prompt and the "
+                f"{self.evict_every} tokens between two evictions, got {tokens}; raise it, or "
+                "lower the budget or evict_every"
+            )
+        evicting = self._evicting(tokens - self.evict_every, protect_first)
+        return Growth(
+            policy=evicting,
+            most_tokens=tokens,
+            evict_every=self.evict_every,
+            protect_first=protect_first,
+        )
+
+    def _evicting(self, kept_tokens: int, protect_first: int) -> EvictingPolicy:
+        """The method that keeps so many; it has room for what is protected."""
+        kind: Callable[..., Policy] = POLICIES[self.decode_policy]
+        options = {"positions": "original"} if self.decode_policy == StreamingLLM.name else {}
+        policy = cast(EvictingPolicy, kind(budget=kept_tokens, **options))
+        if protect_first:
+            policy.require_protection(first_spans(protect_first))
+        return policy
+
+    @property
+    def queries_of_answers(self) -> int:
+        """How many queries of every answer may wait for an eviction."""
+        if not self.decode_budget:
+            return 0
+        growth = self.growth_of(None, None, protect_first=0)
+        return 0 if growth is None else growth.query_tokens
+
+    def most_read(self, tokens: int, window_tokens: int) -> int:
+        """The most that any request holds while a prompt of so many tokens is read.
+
+        Args:
+            tokens: of the longest prompt.
+            window_tokens: of the longest window that votes.
+        """
+        return min(tokens, self.cap + self.chunk_tokens + window_tokens) if self.cap else tokens
+
+    def most_held(self, tokens: int, window_tokens: int) -> int:
+        """The most that any request holds that sees so many tokens, its answer among them."""
+        if not self.decode_budget:
+            return tokens
+        return min(tokens, max(self.decode_budget, self.most_read(tokens, window_tokens)))
