@@ -40,9 +40,7 @@ def six_tokens():
     keys = REPEATED[None, None]
     queries = torch.tensor([4.0, 3, 1, 100]).log()[None, None, None]
     options = ScoreOptions(scaling=1.0)
-    return PromptLayer(
-        queries=queries, keys=keys, values=keys, score_options=options, layer_idx=0
-    )
+    return PromptLayer(queries=queries, keys=keys, values=keys, score_options=options, layer_idx=0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,9 @@ def test_nothing_is_dropped_before_there_is_enough():
     policy = RKV(4, window_size=1, evict_every=3)
     assert policy.max_decode_tokens == 6
     assert policy.evict(step_of(six_tokens())).keep_indices is None
-    assert RKV(6, window_size=1).select(six_tokens()).keep_indices.tolist() == [[[0, 1, 2, 3, 4, 5]]]
+    assert RKV(6, window_size=1).select(six_tokens()).keep_indices.tolist() == [
+        [[0, 1, 2, 3, 4, 5]]
+    ]
 
 
 def test_max_pooling_keeps_the_neighbours_of_what_is_attended_to():
