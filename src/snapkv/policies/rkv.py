@@ -94,26 +94,37 @@ class RKV(EvictingPolicy):
         """Cut the prompt to the budget."""
         if layer.keys.shape[2] <= self.budget:
             return Selection.whole(layer)
-        kept = layer.row_tokens.clamp(max=self.budget)
-        return Selection.of(layer, self._keep(layer, kept))
+        return Selection.of(layer, self._keep(layer, self._best_tokens(layer, self.budget)))
 
     def evict(self, step: DecodeStep) -> Eviction:
         """Cut the rows that have no more room to the budget."""
         if step.keys.shape[2] <= self.max_decode_tokens:
             return Eviction()
-        held = step.row_tokens
-        kept = torch.where(held > self.max_decode_tokens, self.budget, held)
-        keep_indices = self._keep(step, kept)
-        fillers = None if step.filler_tokens is None else keep_indices.shape[-1] - kept
-        return Eviction(keep_indices=keep_indices, filler_tokens=fillers)
+        best_tokens = self._best_tokens(step, self.max_decode_tokens)
+        keep_indices = self._keep(step, best_tokens)
+        if step.filler_tokens is None:
+            return Eviction(keep_indices=keep_indices)
+        kept = step.row_tokens.clamp(max=self.window_size) + best_tokens
+        return Eviction(keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - kept)
 
     def require_protection(self, spans: Spans) -> None:
         """Raise unless they fit beside the window."""
         beside = f"beside its window of {self.window_size}"
         self._require_whole_spans(spans, self.budget - self.window_size, beside)
 
-    def _keep(self, states: LayerStates, kept: Tensor) -> Tensor:
-        """The window and the best before it, so many of every row."""
+    def _best_tokens(self, states: LayerStates, most_tokens: int) -> int | Tensor:
+        """How many tokens stay before the window, of all rows or (B,) of each.
+
+        Rows that hold no more than `most_tokens` keep all; without fillers every row holds more.
+        """
+        if states.leading_fillers is None:
+            return self.budget - self.window_size
+        held = states.row_tokens
+        kept = torch.where(held > most_tokens, self.budget, held)
+        return (kept - self.window_size).clamp(min=0)
+
+    def _keep(self, states: LayerStates, best_tokens: int | Tensor) -> Tensor:
+        """The window and the best before it."""
         window = self.window_size
         repeated = ops.redundancy(
             states.keys,
@@ -124,9 +135,8 @@ class RKV(EvictingPolicy):
         repeated = ops.reduce_group(repeated, states.num_kv_heads, "mean")
         scores = -(1 - self.mix_lambda) * repeated
         scores[..., :-window] += self.mix_lambda * self._importance(states)
-        before = kept - states.row_tokens.clamp(max=window)
         return keep_best_and_recent(
-            scores, before, window, states.leading_fillers, states.protected
+            scores, best_tokens, window, states.leading_fillers, states.protected
         )
 
     def _importance(self, states: LayerStates) -> Tensor:
