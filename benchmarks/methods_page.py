@@ -203,7 +203,8 @@ the number. Where it differs, or seems to:
 With the question hidden every method that votes loses: the end of an essay does not ask for the
 number. KeyDiff needs no queries, and tokens of a number among essays have keys unlike the others;
 of the methods that read the text once it alone is well ahead of Random. The comparisons of kvpress,
-which hide the question, say the same of SnapKV. There are two remedies. Let the question vote; or
-read the text twice: what the model needs to repeat it holds the number, too. KVzip whose heads
-share a layer's budget answers every document from a quarter of the tokens, and with half of them is
-as sure as the full cache. From a sixteenth it answers none."""
+which hide the question, say the same of SnapKV. R-KV, of whose score redundancy needs no question,
+is the only method that votes ahead of Random, and not by much. There are two remedies. Let the
+question vote; or read the text twice: what the model needs to repeat it holds the number, too.
+KVzip whose heads share a layer's budget answers every document from a quarter of the tokens, and
+with half of them is as sure as the full cache. From a sixteenth it answers none."""
