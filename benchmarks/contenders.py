@@ -5,6 +5,7 @@ from typing import Any
 from snapkv import FullCache
 from snapkv.policies import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CriticalKV,
@@ -67,6 +68,11 @@ def read_twice_at(budget: int) -> dict[str, Policy]:
     """Methods that read the text a second time, before the question is known."""
     kvzip = KVzip(budget, window_size=WINDOW_SIZE)
     return {"KVzip": kvzip, "AdaKV(KVzip)": AdaKV(kvzip)}
+
+
+def rkv_at(budget: int) -> dict[str, Policy]:
+    """R-KV, which also evicts one token at a time here, where its authors' evicts 128."""
+    return {"R-KV": RKV(budget, window_size=WINDOW_SIZE, evict_every=1)}
 
 
 def around_wide_pooling(budget: int) -> dict[str, Policy]:

@@ -5,6 +5,7 @@
     python -m benchmarks.methods --only timing    measure the times, keep the rows of the answers
     python -m benchmarks.methods --only pooling   measure the answers around the wide kernel
     python -m benchmarks.methods --only 'second reading'
+    python -m benchmarks.methods --only r-kv      measure the answers of R-KV
     python -m benchmarks.methods --only 'first tokens'   measure what sinks are worth
     python -m benchmarks.methods --render         render the page from the rows that are there
 
@@ -24,6 +25,7 @@ from benchmarks.contenders import (
     contenders_at,
     full_cache,
     read_twice_at,
+    rkv_at,
     without_budget,
 )
 from benchmarks.decode import decoder
@@ -145,6 +147,25 @@ def measure_second_reading(loaded: LoadedModel, haystack: Haystack) -> Iterator[
         yield from _rows_of(contenders, outcomes, prompt_tokens, "hidden")
 
 
+def measure_rkv(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
+    """Answers of R-KV, at every length, question and budget."""
+    for prompt_tokens, count in DOCUMENTS.items():
+        documents = make_documents(
+            loaded.tokenizer, haystack, prompt_tokens=prompt_tokens, count=count
+        )
+        contenders = [
+            (name, budget, policy)
+            for budget in BUDGETS[prompt_tokens]
+            for name, policy in rkv_at(budget).items()
+        ]
+        policies = [policy for *_, policy in contenders]
+        for question in QUESTIONS:
+            outcomes = measure_retrieval(
+                loaded.model, _announced(documents, question), policies, question=question
+            )
+            yield from _rows_of(contenders, outcomes, prompt_tokens, question)
+
+
 def _rows_of(
     contenders: list[tuple[str, int, Policy]],
     outcomes: list[Outcome],
@@ -238,6 +259,7 @@ PARTS: dict[str, Callable[[LoadedModel, Haystack], Iterator[Row]]] = {
     "quality": measure_quality,
     "pooling": measure_pooling,
     "second reading": measure_second_reading,
+    "r-kv": measure_rkv,
     "first tokens": measure_first_tokens,
     "timing": measure_timing,
 }

@@ -8,6 +8,9 @@ from benchmarks.records import Row, environment_line, markdown_table
 from benchmarks.retrieval import Question
 from snapkv.validation import format_bytes
 
+MEASURED_LATER = {"second reading": "The methods that read twice", "r-kv": "R-KV"}
+"""Parts whose rows stand in the tables of "quality", and whose they are."""
+
 
 def render(rows: list[Row]) -> str:
     """The page that these rows make."""
@@ -15,10 +18,12 @@ def render(rows: list[Row]) -> str:
     timing = [row for row in rows if row["part"] == "timing"]
     lengths = sorted({row["prompt_tokens"] for row in quality})
     sections = [_HEAD, environment_line(quality) + "."]
-    twice = [row for row in rows if row["part"] == "second reading"]
-    answered = quality + twice
-    if twice:
-        sections.append(f"The methods that read twice: {environment_line(twice)}.")
+    answered = quality
+    for part, who in MEASURED_LATER.items():
+        later = [row for row in rows if row["part"] == part]
+        answered = answered + later
+        if later:
+            sections.append(f"{who}: {environment_line(later)}.")
     sections += [_length([row for row in answered if row["prompt_tokens"] == n]) for n in lengths]
     sections += [_order(answered), _EXPLAINED]
     pooling = [row for row in rows if row["part"] == "pooling"]
@@ -34,7 +39,7 @@ def render(rows: list[Row]) -> str:
 
 def mean_nll(rows: list[Row], question: Question) -> dict[str, float]:
     """Each method's NLL, the mean over prompt lengths and budgets, best first."""
-    parts = ("quality", "second reading")
+    parts = ("quality", *MEASURED_LATER)
     asked = [row for row in rows if row["part"] in parts and row["question"] == question]
     of_method: dict[str, list[float]] = {}
     for row in asked:
@@ -167,8 +172,8 @@ A budget counts tokens per layer and KV head, on average over both, the window i
 methods of a column hold the same bytes after what they compress (a run with a method that does not
 stops), with one exception: StreamingLLM holds the keys of its 4 sinks twice, as they were and as
 they were moved, the room of 2 tokens; with original positions it does not. Windows are of 16
-tokens. Methods around SnapKV are around the one with kernel 7. Scissorhands drops one token at a
-time. KVzip reads the text twice before the question, so it has hidden columns only.
+tokens. Methods around SnapKV are around the one with kernel 7. Scissorhands and R-KV drop one token
+at a time. KVzip reads the text twice before the question, so it has hidden columns only.
 
 A cell is the fraction of documents whose answer was right in every token, and in brackets the
 negative log-likelihood of the answer after its first token, in nats, the mean over documents. With
@@ -198,7 +203,8 @@ the number. Where it differs, or seems to:
 With the question hidden every method that votes loses: the end of an essay does not ask for the
 number. KeyDiff needs no queries, and tokens of a number among essays have keys unlike the others;
 of the methods that read the text once it alone is well ahead of Random. The comparisons of kvpress,
-which hide the question, say the same of SnapKV. There are two remedies. Let the question vote; or
-read the text twice: what the model needs to repeat it holds the number, too. KVzip whose heads
-share a layer's budget answers every document from a quarter of the tokens, and with half of them is
-as sure as the full cache. From a sixteenth it answers none."""
+which hide the question, say the same of SnapKV. R-KV, of whose score redundancy needs no question,
+is the only method that votes ahead of Random, and not by much. There are two remedies. Let the
+question vote; or read the text twice: what the model needs to repeat it holds the number, too.
+KVzip whose heads share a layer's budget answers every document from a quarter of the tokens, and
+with half of them is as sure as the full cache. From a sixteenth it answers none."""

@@ -7,6 +7,7 @@ import torch
 
 from snapkv import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CompressedCache,
@@ -57,6 +58,7 @@ CACHES = {
     "streaming-llm": (StreamingLLM(24), {}),
     "streaming-llm, original": (StreamingLLM(24, positions="original"), {}),
     "scissorhands": (Scissorhands(24), {}),
+    "r-kv": (RKV(24, evict_every=2), {}),
     "fastgen": (FastGen(special_ids=(1, 2), punctuation_ids=(5, 6)), {}),
     "prompt, then decode": (PromptThenDecode(prompt=SNAPKV, decode=TOVA(24)), {}),
     "full": (FullCache(), {}),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from snapkv.library.library import Library
     from snapkv.policies import (
         H2O,
+        RKV,
         TOVA,
         AdaKV,
         AutoBudget,
@@ -72,6 +73,7 @@ __all__ = [
     "PromptThenDecode",
     "PromptTooLongError",
     "PyramidKV",
+    "RKV",
     "Random",
     "Scissorhands",
     "SnapKV",

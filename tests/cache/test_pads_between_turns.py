@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from snapkv import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CacheMismatchError,
@@ -51,6 +52,8 @@ EVICTING = {
     "streaming-llm-original": StreamingLLM(40, positions="original"),
     "scissorhands": Scissorhands(40, history=24, recent=8),
     "scissorhands-slots": Scissorhands(40, history=6, recent=8, drop=3, threshold="slots"),
+    "r-kv": RKV(40, evict_every=5),
+    "r-kv-one-at-a-time": RKV(40, window_size=4, evict_every=1),
     "fastgen": FastGen(0.8, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
     "snapkv-then-tova": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=TOVA(60)),
     "snapkv-then-h2o": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=H2O(48)),
@@ -225,7 +228,9 @@ def test_answers_that_turn_out_to_have_ended_are_as_alone_or_refused(name, optio
         assert "attention_mask: expected tokens that" in error
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "h2o", "scissorhands", "fastgen"])
+@pytest.mark.parametrize(
+    "name", ["snapkv", "pyramidkv", "adakv", "h2o", "scissorhands", "r-kv", "fastgen"]
+)
 @pytest.mark.parametrize(("family", "implementation"), WITHOUT_WINDOWS)
 def test_rows_are_as_alone_in_every_family(family, implementation, name):
     model, talk = tiny_model(family, implementation), Talk((70, 95, 33), turns=2, seed=3)

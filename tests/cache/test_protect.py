@@ -12,6 +12,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import read_twice
 from snapkv.policies import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     AutoBudget,
@@ -53,6 +54,7 @@ METHODS = {
     "streaming-llm": StreamingLLM(budget=40, positions="original"),
     "tova": TOVA(budget=40),
     "scissorhands": Scissorhands(budget=40, recent=4, drop=6, history=16),
+    "r-kv": RKV(budget=40, evict_every=3),
     "fastgen": FastGen(
         0.2, local_ratio=0.1, frequent_ratio=0.1, special_ids=(1,), punctuation_ids=(5, 9)
     ),
@@ -175,7 +177,13 @@ def test_protected_positions_stay_in_every_storage(storage, rows, tmp_path):
 
 def test_answers_of_several_turns_keep_spans_where_pads_stand_between_them():
     model, (ids, mask) = tiny_model("llama"), _padded("pads")
-    for policy in (METHODS["h2o"], METHODS["adakv"], METHODS["snapkv"], METHODS["scissorhands"]):
+    for policy in (
+        METHODS["h2o"],
+        METHODS["adakv"],
+        METHODS["snapkv"],
+        METHODS["scissorhands"],
+        METHODS["r-kv"],
+    ):
         options = {} if policy.name != "snapkv" else {"turns": "compress"}
         cache = CompressedCache(model, policy, protect=[*SPANS, (100, 103)], **options)
         text = _generate(model, cache, ids, mask)
@@ -230,6 +238,7 @@ ROOM = {
     "tova": (TOVA(budget=40), 39),
     "streaming": (StreamingLLM(budget=40, positions="original"), 35),
     "scissorhands": (Scissorhands(budget=40, recent=4, drop=6, history=16), 31),
+    "r-kv": (RKV(budget=40, evict_every=3), 32),
     "both": (PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=50)), 25),
 }
 

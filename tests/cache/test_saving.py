@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from snapkv import (
     H2O,
+    RKV,
     AdaKV,
     CacheFileError,
     CacheMismatchError,
@@ -56,6 +57,7 @@ KINDS = {
     "h2o": (H2O(40), {}),
     "sinks": (StreamingLLM(40), {}),
     "counts": (Scissorhands(40), {}),
+    "last queries": (RKV(40, evict_every=4), {}),
     "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
 }
 

@@ -9,6 +9,7 @@ import torch
 
 from snapkv import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CriticalKV,
@@ -55,6 +56,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "scissorhands-slots": lambda: Scissorhands(
         BUDGET, history=6, recent=6, drop=3, threshold="slots"
     ),
+    "r-kv": lambda: RKV(BUDGET, window_size=6, evict_every=4),
     "fastgen": lambda: FastGen(0.8, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
     "snapkv-then-h2o": lambda: PromptThenDecode(
         prompt=SnapKV(BUDGET, **_PICK), decode=H2O(BUDGET + 4)

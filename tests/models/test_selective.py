@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from snapkv import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     CompressedCache,
@@ -47,6 +48,7 @@ POLICIES = {
     "tova": TOVA(24),
     "streaming": StreamingLLM(24, positions="original"),
     "scissorhands": Scissorhands(24, history=16, recent=6),
+    "r-kv": RKV(24, evict_every=2),
     "criticalkv": CriticalKV(SnapKV(24, window_size=8)),
 }
 CASES_OF_ROWS = [(name, "append") for name in POLICIES] + [("snapkv", "compress")]

@@ -12,6 +12,7 @@ from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     H2O,
+    RKV,
     TOVA,
     AdaKV,
     DecodeStep,
@@ -55,12 +56,17 @@ BUDGETED = {
     "scissorhands": Scissorhands(BUDGET, history=16, recent=4),
     "scissorhands, one at a time": Scissorhands(BUDGET, drop=1, recent=1, threshold="slots"),
     "scissorhands, uneven layers": Scissorhands(BUDGET, history=8, recent=4, gamma=0.5),
+    "r-kv": RKV(BUDGET, evict_every=5),
+    "r-kv, one at a time": RKV(BUDGET, window_size=4, evict_every=1, exempt=2),
     "snapkv, then h2o": PromptThenDecode(prompt=SNAPKV, decode=H2O(BUDGET)),
     "snapkv, then tova with room to grow": PromptThenDecode(
         prompt=SnapKV(BUDGET - 4, window_size=8), decode=TOVA(BUDGET)
     ),
     "snapkv, then scissorhands": PromptThenDecode(
         prompt=SNAPKV, decode=Scissorhands(BUDGET, drop=6)
+    ),
+    "snapkv, then r-kv": PromptThenDecode(
+        prompt=SnapKV(BUDGET + 2, window_size=4), decode=RKV(BUDGET, evict_every=6)
     ),
     "pyramidkv, then streaming-llm": PromptThenDecode(
         prompt=PyramidKV(13, window_size=8), decode=StreamingLLM(BUDGET, positions="original")
@@ -78,6 +84,7 @@ ROOMY = {
     "streaming-llm": StreamingLLM(200),
     "tova": TOVA(200),
     "scissorhands": Scissorhands(200),
+    "r-kv": RKV(200),
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
     "fastgen": FastGen(1, **KINDS),
 }
@@ -94,6 +101,8 @@ def sizes(policy, steps, tokens=PROMPT, layer=0):
         room = layer_budgets(decode.budget, decode.gamma, 4)[layer]
         drop = decode.drop or room // 2
         budget = room if prompt is decode else budget
+    if isinstance(decode, RKV):
+        room, drop = decode.budget + decode.evict_every - 1, decode.evict_every
     sizes = [min(tokens, budget)]
     for _ in range(steps):
         held = sizes[-1] + 1

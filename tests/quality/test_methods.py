@@ -4,7 +4,14 @@ from dataclasses import fields, replace
 
 import pytest
 from benchmarks import first_tokens, methods
-from benchmarks.contenders import FULL, contenders_at, full_cache, read_twice_at, without_budget
+from benchmarks.contenders import (
+    FULL,
+    contenders_at,
+    full_cache,
+    read_twice_at,
+    rkv_at,
+    without_budget,
+)
 from benchmarks.magic_number import make_documents
 from benchmarks.methods_page import held_tokens, mean_nll
 from benchmarks.records import read_rows
@@ -25,7 +32,7 @@ def names_inside(policy):
 
 
 def test_every_method_there_is_takes_part(demo):
-    contenders = full_cache() | contenders_at(64) | read_twice_at(64)
+    contenders = full_cache() | contenders_at(64) | read_twice_at(64) | rkv_at(64)
     contenders |= without_budget(768, 64, demo.tokenizer)
     assert set().union(*map(names_inside, contenders.values())) == set(POLICIES)
 
@@ -60,7 +67,7 @@ def test_methods_of_a_column_hold_the_same_bytes():
 def test_the_last_queries_know_best_where_the_question_is_seen():
     """The order of the literature: window votes, then the last query's, then those without."""
     nll = mean_nll(ROWS, "visible")
-    voting = [name for name in nll if "SnapKV" in name or name == "PyramidKV"]
+    voting = [name for name in nll if "SnapKV" in name or name in ("PyramidKV", "R-KV")]
     assert list(nll)[: len(voting)] == voting
     assert nll["TOVA"] < min(nll["H2O"], nll["StreamingLLM"])
     assert min(nll["H2O"], nll["Scissorhands"]) > nll["Random"]
@@ -89,6 +96,23 @@ def test_reading_twice_finds_what_no_question_asked_for():
             share = row["budget"] / row["prompt_tokens"]
             assert row["accuracy"] == (1.0 if share >= 0.25 else 0.0)
             assert share < 0.5 or row["nll"] < full[row["prompt_tokens"]] + 0.05
+
+
+def test_the_rows_of_r_kv_hold_the_bytes_of_the_others():
+    rows = [row for row in ROWS if row["part"] == "r-kv"]
+    assert [(row["prompt_tokens"], row["question"], row["budget"]) for row in rows] == [
+        (prompt_tokens, question, budget)
+        for prompt_tokens, budgets in methods.BUDGETS.items()
+        for question in methods.QUESTIONS
+        for budget in budgets
+    ]
+    for row in rows:
+        assert row["policy"] == rkv_at(row["budget"])["R-KV"].describe()
+        assert row["end_bytes"] == row["held_bytes"]
+        assert held_tokens(row) == pytest.approx(row["budget"])
+    nll = mean_nll(ROWS, "hidden")
+    voting = [name for name in nll if "SnapKV" in name or name in ("PyramidKV", "TOVA")]
+    assert nll["KeyDiff"] < nll["R-KV"] < nll["Random"] < min(nll[name] for name in voting)
 
 
 def test_the_first_tokens_lower_the_loss_of_what_follows():

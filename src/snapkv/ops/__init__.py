@@ -1,10 +1,12 @@
-"""Window votes, pooling, group reduce, top-k and gather; attention to heads of any length."""
+"""Window votes, redundancy, pooling, group reduce, top-k, gather; attention to ragged heads."""
 
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
+from snapkv.ops.redundancy import redundancy
 from snapkv.ops.scores import ScoreOptions
 from snapkv.ops.votes.api import Implementation, fade_votes, gather_tokens, pool_votes, window_votes
 from snapkv.ops.votes.reference import (
+    attention_of_groups,
     attention_received,
     attention_received_by_distance,
     attention_to_stored,
@@ -20,6 +22,7 @@ __all__ = [
     "Implementation",
     "RaggedLayout",
     "ScoreOptions",
+    "attention_of_groups",
     "attention_received",
     "attention_received_by_distance",
     "attention_to_stored",
@@ -32,6 +35,7 @@ __all__ = [
     "pool_votes",
     "ragged_attention",
     "reduce_group",
+    "redundancy",
     "times_above",
     "window_visibility",
     "window_votes",

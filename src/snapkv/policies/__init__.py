@@ -14,6 +14,7 @@ from snapkv.policies.kvzip import KVzip
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
+from snapkv.policies.rkv import RKV
 from snapkv.policies.scissorhands import Scissorhands
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
@@ -33,6 +34,7 @@ POLICIES: dict[str, type[Policy]] = {
         StreamingLLM,
         TOVA,
         Scissorhands,
+        RKV,
         FastGen,
         PromptThenDecode,
         KeyDiff,
@@ -61,6 +63,7 @@ __all__ = [
     "PromptLayer",
     "PromptThenDecode",
     "PyramidKV",
+    "RKV",
     "Random",
     "Scissorhands",
     "Selection",

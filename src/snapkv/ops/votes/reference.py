@@ -76,6 +76,43 @@ def _weights(queries: Tensor, keys: Tensor, visible: Tensor, score_options: Scor
     return torch.softmax(scores, dim=-1)[..., :T]
 
 
+def attention_of_groups(
+    queries: Tensor,
+    keys: Tensor,
+    score_options: ScoreOptions,
+    *,
+    num_kv_heads: int,
+    pad_tokens: Tensor | None = None,
+) -> Tensor:
+    """Attention of groups of query heads to keys that all queries see, averaged over the queries.
+
+    A group's score of a key is the highest of its heads' scores, before the softmax (R-KV).
+
+    Args:
+        queries: (B, Hq, W, D), of tokens behind the keys.
+        keys: (B, Hkv, P, D).
+        score_options: as in `attention_weights`; a group has the highest of its sinks.
+        num_kv_heads: how many groups the query heads form.
+        pad_tokens: (B,), leading pads of each row; pads receive no attention.
+
+    Returns:
+        (B, num_kv_heads, P) float32; NaN where all keys of a row are pads.
+    """
+    B, Hq, W, D = queries.shape
+    Hkv, P = keys.shape[1], keys.shape[2]
+    grouped = queries.float().reshape(B, Hkv, (Hq // Hkv) * W, D)
+    products = grouped @ keys.float().transpose(-1, -2)
+    scores = score_options.scores(products).view(B, num_kv_heads, Hq // num_kv_heads, W, P)
+    highest = scores.amax(dim=2)
+    if pad_tokens is not None:
+        pads = torch.arange(P, device=keys.device) < pad_tokens[:, None, None, None]
+        highest = highest.masked_fill_(pads, float("-inf"))
+    if score_options.sink_logits is not None:
+        sinks = score_options.sink_logits.float().view(1, num_kv_heads, -1, 1).amax(dim=2)
+        highest = torch.cat([highest, sinks[..., None].expand(B, -1, W, 1)], dim=-1)
+    return highest.softmax(dim=-1)[..., :P].mean(dim=2)
+
+
 def attention_received(
     queries: Tensor,
     keys: Tensor,

@@ -1,0 +1,151 @@
+"""R-KV (Cai et al., NeurIPS 2025): what is attended to and not said again, for long reasoning."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from snapkv import ops
+from snapkv.policies.base import EvictingPolicy
+from snapkv.policies.recent import keep_best_and_recent
+from snapkv.policies.spans import Spans
+from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
+from snapkv.validation import (
+    DEFAULT_BUDGET,
+    require_budget,
+    require_int,
+    require_kernel,
+    require_share,
+)
+
+
+@dataclass(frozen=True)
+class RKV(EvictingPolicy):
+    """Keeps what the last queries attend to and no newer key repeats; drops many at once.
+
+    Whenever a head holds `evict_every` tokens more than its budget, it is cut back to the budget:
+    the last `window_size` tokens stay, and the best of those before them by
+    ``mix_lambda * importance - (1 - mix_lambda) * redundancy``. Importance is the attention of the
+    window's queries, averaged over them and max-pooled; redundancy is how much the keys of the
+    other tokens are like a token's own, the newest of similar ones being exempt. A prompt that is
+    longer than the budget is cut to it at its end.
+
+    As in the authors' code, a group of query heads attends by its highest score, the softmax leaves
+    out the window, and pooling comes after the average over the queries. Different from it, a token
+    that nothing is similar to exempts nothing, where the code exempts the first slot; and the
+    prompt is compressed too. The similarities of a long prompt cost the square of its length;
+    `PromptThenDecode` leaves the prompt to another method.
+
+    Args:
+        budget: tokens kept per KV head and layer right after an eviction, window included.
+        window_size: the last tokens, which are never dropped and whose queries are asked; the
+            layer holds on to these (the paper's alpha).
+        evict_every: how many tokens come between two evictions; 1 holds the budget at every step
+            (the paper's buffer).
+        kernel_size: width of the max pooling of the importance, odd; 1 for none.
+        mix_lambda: what importance weighs against redundancy, in [0, 1]: 1 leaves redundancy out.
+        threshold: keys whose cosine is above it are similar, in [0, 1].
+        exempt: how many of the newest tokens that are similar to a token do not count as its
+            repetitions (the paper's beta).
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    name: ClassVar[str] = "r-kv"
+
+    budget: int = DEFAULT_BUDGET
+    _: KW_ONLY
+    window_size: int = 8
+    evict_every: int = 128
+    kernel_size: int = 7
+    mix_lambda: float = 0.1
+    threshold: float = 0.5
+    exempt: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every parameter once, here."""
+        require_budget(self.budget, None, self.window_size)
+        require_int("evict_every", self.evict_every, minimum=1)
+        require_int("kernel_size", self.kernel_size, minimum=1)
+        require_kernel(self.kernel_size)
+        require_share("mix_lambda", self.mix_lambda, "0.1")
+        require_share("threshold", self.threshold, "0.5")
+        require_int("exempt", self.exempt, minimum=0)
+
+    @property
+    def query_tokens(self) -> int:
+        """The window."""
+        return self.window_size
+
+    @property
+    def history_tokens(self) -> int:
+        """The same while generating."""
+        return self.window_size
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """The budget and the tokens that come until the next eviction."""
+        return self.budget + self.evict_every - 1
+
+    def select(self, layer: PromptLayer) -> Selection:
+        """Cut the prompt to the budget."""
+        if layer.keys.shape[2] <= self.budget:
+            return Selection.whole(layer)
+        return Selection.of(layer, self._keep(layer, self._best_tokens(layer, self.budget)))
+
+    def evict(self, step: DecodeStep) -> Eviction:
+        """Cut the rows that have no more room to the budget."""
+        if step.keys.shape[2] <= self.max_decode_tokens:
+            return Eviction()
+        best_tokens = self._best_tokens(step, self.max_decode_tokens)
+        keep_indices = self._keep(step, best_tokens)
+        if step.filler_tokens is None:
+            return Eviction(keep_indices=keep_indices)
+        kept = step.row_tokens.clamp(max=self.window_size) + best_tokens
+        return Eviction(keep_indices=keep_indices, filler_tokens=keep_indices.shape[-1] - kept)
+
+    def require_protection(self, spans: Spans) -> None:
+        """Raise unless they fit beside the window."""
+        beside = f"beside its window of {self.window_size}"
+        self._require_whole_spans(spans, self.budget - self.window_size, beside)
+
+    def _best_tokens(self, states: LayerStates, most_tokens: int) -> int | Tensor:
+        """How many tokens stay before the window, of all rows or (B,) of each.
+
+        Rows that hold no more than `most_tokens` keep all; without fillers every row holds more.
+        """
+        if states.leading_fillers is None:
+            return self.budget - self.window_size
+        held = states.row_tokens
+        kept = torch.where(held > most_tokens, self.budget, held)
+        return (kept - self.window_size).clamp(min=0)
+
+    def _keep(self, states: LayerStates, best_tokens: int | Tensor) -> Tensor:
+        """The window and the best before it."""
+        window = self.window_size
+        repeated = ops.redundancy(
+            states.keys,
+            threshold=self.threshold,
+            exempt=self.exempt,
+            pad_tokens=states.leading_fillers,
+        )
+        repeated = ops.reduce_group(repeated, states.num_kv_heads, "mean")
+        scores = -(1 - self.mix_lambda) * repeated
+        scores[..., :-window] += self.mix_lambda * self._importance(states)
+        return keep_best_and_recent(
+            scores, best_tokens, window, states.leading_fillers, states.protected
+        )
+
+    def _importance(self, states: LayerStates) -> Tensor:
+        """(B, num_kv_heads, S - window) float32."""
+        received = ops.attention_of_groups(
+            states.queries[:, :, -self.window_size :],
+            states.keys[:, :, : -self.window_size],
+            states.score_options,
+            num_kv_heads=states.num_kv_heads,
+            pad_tokens=states.leading_fillers,
+        )
+        return ops.pool_votes(received, self.kernel_size, "max")

@@ -1,0 +1,303 @@
+"""R-KV by hand, its redundancy and its importance against loops, and when it drops.
+
+What it shares with the other methods that evict is in `test_evicting.py`.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from snapkv import RKV, CompressedCache, InvalidArgumentError, InvalidTypeError
+from snapkv.ops import ScoreOptions, attention_of_groups, redundancy
+from snapkv.policies import DecodeStep, PromptLayer
+from tests.families import random_ids, tiny_model
+from tests.ops.states import random_layer
+
+REPEATED = torch.tensor([[1.0, 0, 0, 0]] * 3 + [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+"""The first three keys are the same; nothing is like the others."""
+
+
+def step_of(layer, fillers=None, **fields):
+    """A step behind which the layer's states are all that is stored."""
+    columns = torch.arange(layer.keys.shape[2]).expand(*layer.keys.shape[:2], -1)
+    common = {
+        "queries": layer.queries,
+        "keys": layer.keys,
+        "score_options": layer.score_options,
+        "layer_idx": 0,
+        "columns": columns,
+        "seen_tokens": columns.shape[2],
+        "filler_tokens": fillers,
+    }
+    return DecodeStep(**common | fields)
+
+
+def six_tokens():
+    """The window is the last token; its query pays the first five 4, 4, 4, 3 and 1 of 16 parts."""
+    keys = REPEATED[None, None]
+    queries = torch.tensor([4.0, 3, 1, 100]).log()[None, None, None]
+    options = ScoreOptions(scaling=1.0)
+    return PromptLayer(queries=queries, keys=keys, values=keys, score_options=options, layer_idx=0)
+
+
+@pytest.mark.parametrize(
+    ("exempt", "means"), [(0, [2, 2, 2]), (1, [2, 1, 0]), (2, [0, 0, 0])], ids=str
+)
+def test_redundancy_by_hand(exempt, means):
+    """Of three equal keys each is like two others; the newest of the two is not held against it.
+
+    So of the first, the second and the third key the third is exempt for the first two, and the
+    second for the third.
+    """
+    found = redundancy(REPEATED[None, None], threshold=0.5, exempt=exempt)
+    expected = torch.tensor([*means, 0, 0, 0]).div(6).softmax(-1)
+    torch.testing.assert_close(found[0, 0], expected)
+
+
+def test_keys_at_the_threshold_are_not_similar():
+    keys = torch.tensor([[1.0, 0], [0, 1], [3, 4]])[None, None]
+    at, below = (
+        redundancy(keys, threshold=threshold, exempt=1)[0, 0].log().diff()
+        for threshold in (0.8, 0.79)
+    )
+    torch.testing.assert_close(at, torch.tensor([0.2, 0.6]) / 3)
+    torch.testing.assert_close(below, torch.tensor([-0.6, 0.6]) / 3)
+
+
+@pytest.mark.parametrize(
+    ("mix_lambda", "kept"),
+    [(1.0, [0, 1, 2, 5]), (0.1, [2, 3, 4, 5]), (0.0, [2, 3, 4, 5])],
+    ids=["importance alone", "the paper's", "redundancy alone"],
+)
+def test_a_drop_by_hand(mix_lambda, kept):
+    """Parts of the attention, 0.25 thrice, 0.1875 and 0.0625; redundancy 0.212, 0.180, else 0.152.
+
+    With 0.1 the scores of the first five are -0.166, -0.137, -0.112, -0.118 and -0.131. Where they
+    tie, the lower position stays.
+    """
+    policy = RKV(4, window_size=1, evict_every=2, kernel_size=1, mix_lambda=mix_lambda)
+    assert policy.evict(step_of(six_tokens())).keep_indices.tolist() == [[kept]]
+    assert policy.select(six_tokens()).keep_indices.tolist() == [[kept]]
+
+
+def test_nothing_is_dropped_before_there_is_enough():
+    policy = RKV(4, window_size=1, evict_every=3)
+    assert policy.max_decode_tokens == 6
+    assert policy.evict(step_of(six_tokens())).keep_indices is None
+    assert RKV(6, window_size=1).select(six_tokens()).keep_indices.tolist() == [
+        [[0, 1, 2, 3, 4, 5]]
+    ]
+
+
+def test_max_pooling_keeps_the_neighbours_of_what_is_attended_to():
+    layer = six_tokens()
+    queries = torch.tensor([1.0, 1, 50, 1]).log()[None, None, None]
+    layer = replace(layer, queries=queries)
+    alone, pooled = (
+        RKV(3, window_size=1, kernel_size=width, mix_lambda=1.0).select(layer).keep_indices
+        for width in (1, 3)
+    )
+    assert alone.tolist() == [[[0, 4, 5]]]
+    assert pooled.tolist() == [[[3, 4, 5]]]
+
+
+def test_the_attention_of_a_group_by_hand():
+    """Two heads score three keys by 1, 3, 2 and 2, 1, 1 parts: the group by 2, 3 and 2 of 7."""
+    queries = torch.tensor([[[1.0, 3, 2]], [[2, 1, 1]]]).log()[None]
+    keys = torch.eye(3)[None, None]
+    options = ScoreOptions(scaling=1.0)
+    found = attention_of_groups(queries, keys, options, num_kv_heads=1)
+    torch.testing.assert_close(found, torch.tensor([[[2.0, 3, 2]]]) / 7)
+    sinks = replace(options, sink_logits=torch.tensor([1.0, 7]).log())
+    found = attention_of_groups(queries, keys, sinks, num_kv_heads=1)
+    torch.testing.assert_close(found, torch.tensor([[[2.0, 3, 2]]]) / 14)
+
+
+# Against loops.
+
+
+def loop_redundancy(keys, threshold, exempt, pads):
+    """The definition in float64, one pair at a time."""
+    result = torch.zeros(keys.shape[:3])
+    for row, head in [(b, h) for b in range(keys.shape[0]) for h in range(keys.shape[1])]:
+        own = [key / key.norm() for key in keys[row, head, pads[row] :].double()]
+        sums = [0.0] * len(own)
+        for one, key in enumerate(own):
+            cosines = {other: float(key @ own[other]) for other in range(len(own)) if other != one}
+            similar = [other for other, cosine in cosines.items() if cosine > threshold]
+            for other, cosine in cosines.items():
+                if other not in similar[::-1][:exempt]:
+                    sums[other] += cosine
+        means = torch.tensor(sums) / len(own)
+        result[row, head, pads[row] :] = means.softmax(-1)
+    return result
+
+
+def loop_attention(layer, heads, pads, prefix):
+    """The definition in float64, one score at a time."""
+    options, Hq = layer.score_options, layer.queries.shape[1]
+    result = torch.zeros(layer.queries.shape[0], heads, prefix)
+    for row in range(layer.queries.shape[0]):
+        for group in range(heads):
+            members = range(group * Hq // heads, (group + 1) * Hq // heads)
+            for query in range(layer.queries.shape[2]):
+                scores = [
+                    max(_score(layer, row, head, query, slot) for head in members)
+                    for slot in range(pads[row], prefix)
+                ]
+                parts = [math.exp(score) for score in scores]
+                sink = 0.0
+                if options.sink_logits is not None:
+                    sink = math.exp(max(float(options.sink_logits[head]) for head in members))
+                for slot, part in enumerate(parts, pads[row]):
+                    share = part / (sum(parts) + sink) / layer.queries.shape[2]
+                    result[row, group, slot] += share
+    return result
+
+
+def _score(layer, row, head, query, slot):
+    options = layer.score_options
+    key = layer.keys[row, head * layer.keys.shape[1] // layer.queries.shape[1], slot].double()
+    score = float(layer.queries[row, head, query].double() @ key) * options.scaling
+    cap = options.softcap
+    return score if cap is None else cap * math.tanh(score / cap)
+
+
+@pytest.mark.parametrize("pads", [None, [0, 7], [12, 3]], ids=str)
+@pytest.mark.parametrize("exempt", [0, 1, 3])
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_redundancy_equals_its_definition(pads, exempt, rows):
+    keys = random_layer(3, batch=2, prompt_tokens=13, query_tokens=1).keys[..., :3]
+    pad_tokens = None if pads is None else torch.tensor(pads)
+    found = redundancy(
+        keys,
+        threshold=0.5,
+        exempt=exempt,
+        pad_tokens=pad_tokens,
+        most_cosines=rows * 2 * 2 * 13,
+    )
+    torch.testing.assert_close(found, loop_redundancy(keys, 0.5, exempt, pads or [0, 0]))
+
+
+@pytest.mark.parametrize("pads", [None, [4, 0]], ids=str)
+@pytest.mark.parametrize(("kv_heads", "groups"), [(4, 4), (2, 2), (1, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ScoreOptions(scaling=0.4),
+        ScoreOptions(scaling=0.7, softcap=1.5),
+        ScoreOptions(scaling=0.4, sink_logits=torch.tensor([0.3, 1.0, -2.0, 0.1])),
+    ],
+    ids=["plain", "softcap", "sinks"],
+)
+def test_the_attention_of_groups_equals_its_definition(kv_heads, groups, pads, options):
+    layer = random_layer(1, batch=2, prompt_tokens=11, query_tokens=3, kv_heads=kv_heads)
+    layer = replace(layer, score_options=options)
+    pad_tokens = None if pads is None else torch.tensor(pads)
+    found = attention_of_groups(
+        layer.queries, layer.keys, options, num_kv_heads=groups, pad_tokens=pad_tokens
+    )
+    torch.testing.assert_close(found, loop_attention(layer, groups, pads or [0, 0], 11))
+
+
+@pytest.mark.parametrize("stored_heads", [None, 1], ids=["own keys", "one latent"])
+@pytest.mark.parametrize("pads", [[0, 0], [0, 9], [25, 4], [28, 0]], ids=str)
+def test_what_stays_equals_the_definition(pads, stored_heads):
+    """Rows with room for what they hold keep all of it. Pads hold NaN: nothing reads them."""
+    policy = RKV(16, window_size=4, evict_every=3, kernel_size=3, mix_lambda=0.4)
+    layer = random_layer(2, batch=2, prompt_tokens=30, query_tokens=4, kv_heads=2)
+    heads, slots = stored_heads or 2, torch.arange(30)
+    hidden = (slots < torch.tensor(pads)[:, None])[:, None, :, None]
+    poisoned = replace(layer, keys=layer.keys.masked_fill(hidden, math.nan))
+    step = step_of(poisoned, torch.tensor(pads), stored_heads=stored_heads)
+    eviction = policy.evict(step)
+    attention = loop_attention(layer, heads, pads, 26)
+    repeated = loop_redundancy(layer.keys, 0.5, 1, pads).view(2, heads, -1, 30).mean(dim=2)
+    for row, pad in enumerate(pads):
+        held = 30 - pad
+        for head in range(heads):
+            scores = []
+            for slot in range(pad, 26):
+                pooled = float(attention[row, head, max(0, slot - 1) : slot + 2].max())
+                scores.append((0.4 * pooled - 0.6 * float(repeated[row, head, slot]), -slot))
+            kept = 16 if held > 18 else held
+            best = [-slot for _, slot in sorted(scores, reverse=True)[: max(kept - 4, 0)]]
+            expected = [*sorted(best), *range(26, 30)][-kept:]
+            found = eviction.keep_indices[row, head, int(eviction.filler_tokens[row]) :]
+            assert found.tolist() == expected
+
+
+def test_a_step_is_judged_by_what_it_shows_alone():
+    """Not by how many tokens were seen, nor by their columns, nor by earlier steps."""
+    policy = RKV(16, evict_every=3)
+    layer = random_layer(5, prompt_tokens=30, query_tokens=8)
+    step = step_of(layer)
+    later = replace(step, columns=3 * step.columns, seen_tokens=100)
+    more = torch.cat([torch.randn(1, 4, 5, 8), layer.queries], dim=2)
+    expected = policy.evict(step).keep_indices
+    for other in (later, replace(step, queries=more)):
+        assert torch.equal(policy.evict(other).keep_indices, expected)
+    assert torch.equal(policy.select(layer).keep_indices, expected)
+
+
+def test_the_trace_of_sizes():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, RKV(6, window_size=2, evict_every=3))
+    sizes = []
+    for token in random_ids(1, 14).split(1, dim=1):
+        model(token, past_key_values=cache)
+        sizes.append(cache.report().kept_tokens)
+    assert sizes == [1, 2, 3, 4, 5, 6, 7, 8, 6, 7, 8, 6, 7, 8]
+
+
+def test_tokens_that_come_together_leave_the_budget():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, RKV(24, evict_every=4))
+    model(random_ids(1, 60), past_key_values=cache)
+    model(random_ids(1, 20, seed=1), past_key_values=cache)
+    assert cache.report().kept_tokens == 24
+
+
+class Largest(TorchDispatchMode):
+    """How many values the largest tensor made has."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.values = max(self.values, made.numel())
+        return made
+
+
+def test_no_whole_matrix_of_similarities_is_held():
+    keys = random_layer(0, prompt_tokens=400, query_tokens=1).keys
+    with Largest() as largest:
+        redundancy(keys, threshold=0.5, most_cosines=20_000)
+    assert largest.values == 20_000
+    with Largest() as largest:
+        redundancy(keys, threshold=0.5)
+    assert largest.values == 2 * 400 * 400
+
+
+@pytest.mark.parametrize(
+    ("parameters", "error", "message"),
+    [
+        ({"budget": 8}, InvalidArgumentError, "budget: expected more than window_size=8"),
+        ({"budget": "auto"}, InvalidTypeError, "budget: expected an integer, got 'auto'"),
+        ({"window_size": 0}, InvalidArgumentError, "window_size: expected at least 1"),
+        ({"evict_every": 0}, InvalidArgumentError, "evict_every: expected at least 1"),
+        ({"kernel_size": 4}, InvalidArgumentError, "kernel_size: expected an odd number"),
+        ({"kernel_size": (0, 3)}, InvalidTypeError, "kernel_size: expected an integer"),
+        ({"mix_lambda": 1.5}, InvalidArgumentError, r"mix_lambda: expected a number in \[0, 1\]"),
+        ({"threshold": -0.5}, InvalidArgumentError, r"threshold: expected a number in \[0, 1\]"),
+        ({"exempt": -1}, InvalidArgumentError, "exempt: expected at least 0"),
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_refused(parameters, error, message):
+    with pytest.raises(error, match=message):
+        RKV(**parameters)
