@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
@@ -198,6 +198,7 @@ class _Looking(TOVA):
     history_tokens = 8
 
 
+@settings(deadline=None)
 @given(
     prompt=st.integers(1, 400),
     answer=st.integers(0, 120),

@@ -57,8 +57,8 @@ def serve(
         int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all")
     ] = 0,
     decode_policy: Annotated[
-        str, typer.Option(help="What evicts while generating: tova or streaming-llm")
-    ] = "tova",
+        str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
+    ] = "r-kv",
     evict_every: Annotated[
         int, typer.Option(help="Generated tokens between two evictions")
     ] = DEFAULT_EVERY,

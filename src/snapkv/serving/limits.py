@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, cast
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.policies import POLICIES, EvictingPolicy, Policy, StreamingLLM
-from snapkv.serving.plans import Cap, Growth
+from snapkv.policies import POLICIES, RKV, EvictingPolicy, Policy, StreamingLLM
+from snapkv.serving.plans import Cap, Growth, queries_of
 from snapkv.serving.protecting import first_spans
 from snapkv.validation import (
     DEFAULT_CHUNK,
@@ -17,7 +17,7 @@ from snapkv.validation import (
     require_int,
 )
 
-SERVED_WHILE_GENERATING = ("tova", "streaming-llm")
+SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that evict by the last queries and what is held alone."""
 
 
@@ -51,6 +51,12 @@ class Limits:
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
         require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
+        wanted = self.queries_of_answers
+        if self.evict_every < wanted:
+            raise InvalidArgumentError(
+                f"evict_every: expected at least {wanted}, as many queries as {self.decode_policy} "
+                f"looks at, got {self.evict_every}; raise it, or choose another decode_policy"
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -114,13 +120,13 @@ class Limits:
         return Cap(most_tokens=tokens, chunk_tokens=self.chunk_tokens, looks_ahead=looks_ahead)
 
     def growth_of(
-        self, asked: int | None, policy: Policy | None, *, protect_first: int
+        self, asked: int | None, prompt_policy: Policy | None, *, protect_first: int
     ) -> Growth | None:
         """What a request's prompt and answer are held to while the answer grows.
 
         Args:
             asked: by the request; None where it asks for nothing.
-            policy: that compresses the prompt; None where it stays whole.
+            prompt_policy: that compresses the prompt; None where it stays whole.
             protect_first: first tokens that stay.
 
         Raises:
@@ -129,46 +135,47 @@ class Limits:
             InvalidTypeError: not an integer.
         """
         tokens = self.decode_budget if asked is None else asked
+        require_int("decode_budget", tokens, minimum=0)
         if tokens and not self.decode_budget:
             raise InvalidArgumentError(
                 f"decode_budget: expected none on this server, which lets answers grow, got "
                 f"{tokens}; leave it out, or start the server with --decode-budget"
             )
-        least_allowed = 1 if self.decode_budget else 0
-        require_int("decode_budget", tokens, least_allowed, self.decode_budget or MOST)
-        if not tokens:
+        if not self.decode_budget:
             return None
-        least = (getattr(policy, "budget", None) or 1) + self.evict_every
+        require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
+        least = (getattr(prompt_policy, "budget", None) or 1) + self.evict_every
         if tokens < least:
             raise InvalidArgumentError(
                 f"decode_budget: expected at least {least}, what is kept of a prompt and the "
                 f"{self.evict_every} tokens between two evictions, got {tokens}; raise it, or "
                 "lower the budget or evict_every"
             )
-        evicting = self._evicting(tokens - self.evict_every, protect_first)
+        policy = self._evicting(tokens - self.evict_every)
+        if protect_first:
+            policy.require_protection(first_spans(protect_first))
         return Growth(
-            policy=evicting,
+            policy=policy,
             most_tokens=tokens,
             evict_every=self.evict_every,
             protect_first=protect_first,
         )
 
-    def _evicting(self, kept_tokens: int, protect_first: int) -> EvictingPolicy:
-        """The method that keeps so many; it has room for what is protected."""
+    def _evicting(self, kept_tokens: int) -> EvictingPolicy:
+        """The method that keeps so many."""
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
-        options = {"positions": "original"} if self.decode_policy == StreamingLLM.name else {}
-        policy = cast(EvictingPolicy, kind(budget=kept_tokens, **options))
-        if protect_first:
-            policy.require_protection(first_spans(protect_first))
-        return policy
+        own: dict[str, Any] = {
+            RKV.name: {"evict_every": self.evict_every},
+            StreamingLLM.name: {"positions": "original"},
+        }.get(self.decode_policy, {})
+        return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
 
     @property
     def queries_of_answers(self) -> int:
         """How many queries of every answer may wait for an eviction."""
         if not self.decode_budget:
             return 0
-        growth = self.growth_of(None, None, protect_first=0)
-        return 0 if growth is None else growth.query_tokens
+        return queries_of(self._evicting(self.decode_budget))
 
     def most_read(self, tokens: int, window_tokens: int) -> int:
         """The most that any request holds while a prompt of so many tokens is read.

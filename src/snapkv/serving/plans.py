@@ -45,11 +45,6 @@ class Growth:
     evict_every: int
     protect_first: int = 0
 
-    @property
-    def query_tokens(self) -> int:
-        """How many of the last queries the method wants to see."""
-        return self.policy.history_tokens or self.policy.query_tokens
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
@@ -126,7 +121,7 @@ class Plan:
         if growth is None:
             return None
         at = max(self.prompt_tokens, seen, seen + growth.most_tokens - held - 1) + 1
-        queries = min(growth.query_tokens, at - self.prompt_tokens)
+        queries = min(queries_of(growth.policy), at - self.prompt_tokens)
         return Compression(
             at=at,
             kept_tokens=growth.most_tokens - growth.evict_every,
@@ -217,6 +212,11 @@ class Plan:
 def _last(prompt_ids: Sequence[int], tokens: int) -> Ahead:
     first = len(prompt_ids) - tokens
     return Ahead(first_position=first, token_ids=tuple(prompt_ids[first:]))
+
+
+def queries_of(policy: EvictingPolicy) -> int:
+    """How many of the last queries a method wants to see when it evicts."""
+    return policy.history_tokens or policy.query_tokens
 
 
 def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
