@@ -158,10 +158,11 @@ def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder)
     assert not cache_folder.exists() or list(cache_folder.iterdir()) == []
 
 
-def test_what_was_converted_before_weights_were_counted_is_not_trusted(tiny_gguf, cache_folder):
+@pytest.mark.parametrize("earlier", ["", "-complete"], ids=["weights", "special tokens"])
+def test_what_was_converted_before_all_was_checked_is_not_trusted(tiny_gguf, cache_folder, earlier):
     path, _ = tiny_gguf
     converted = conversion.convert_once(path).folder
-    before = cache_folder / converted.name.removesuffix("-complete")
+    before = cache_folder / converted.name.replace("-complete-2", earlier)
     os.replace(converted, before)
     assert conversion.convert_once(path).folder == converted
 
@@ -207,6 +208,15 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert where.cache_folder() == Path.home() / ".cache" / "snapkv"
     monkeypatch.setenv("SNAPKV_CACHE_DIR", "/mine")
     assert where.cache_folder() == Path("/mine")
+
+
+def test_special_tokens_are_those_of_the_files_header(demo):
+    """transformers 5.17 takes the one that begins a text for the one that ends it."""
+    tokenizer, header = demo.tokenizer, gguf.GGUFReader(models.demo_file()).fields
+    for name, key in {"eos": "eos", "bos": "bos", "unk": "unknown", "pad": "padding"}.items():
+        expected = int(header[f"tokenizer.ggml.{key}_token_id"].contents())
+        assert getattr(tokenizer, f"{name}_token_id") == expected
+    assert tokenizer.eos_token == "<|im_end|>"
 
 
 def test_the_demo_is_the_packaged_model(demo):

@@ -71,7 +71,7 @@ SEAMS = (
     ),
     Seam(
         parts="`Scheduler._reserve_prefill_lookahead`",
-        purpose="a step ends where a prompt ends",
+        purpose="a step ends where a request is compressed",
         test="test_the_scheduler_asks_where_a_step_ends_for_every_request",
     ),
     Seam(
@@ -82,8 +82,13 @@ SEAMS = (
     ),
     Seam(
         parts="`Scheduler._update_after_schedule`, `_free_request`",
-        purpose="orders are given; settings are forgotten",
+        purpose="orders are given; plans are forgotten",
         test="test_the_scheduler_moves_on_after_a_step_and_frees_requests",
+    ),
+    Seam(
+        parts="`Request.num_computed_tokens`, `num_in_flight_tokens`",
+        purpose="tokens that were read ahead are forgotten",
+        test="test_the_scheduler_counts_what_is_computed_apart_from_what_is_under_way",
     ),
     Seam(
         parts="an attribute of `SchedulerOutput`",
@@ -93,7 +98,7 @@ SEAMS = (
     Seam(
         parts="`FullAttentionManager` and its base: `req_to_blocks`, `get_num_blocks_to_allocate`, "
         "`allocate_new_blocks`, `cache_blocks`, `pop_blocks_for_free`",
-        purpose="blocks are counted in tokens held",
+        purpose="blocks are counted in tokens held; a request is admitted by the most it will hold",
         test="test_blocks_are_counted_by_tokens",
     ),
     Seam(
@@ -142,9 +147,9 @@ SEAMS = (
         test="test_latent_attention_takes_queries_first_and_keeps_the_matrix_that_turns_them",
     ),
     Seam(
-        parts="`_prepare_inputs`, `query_start_loc`, `positions`, "
+        parts="`_prepare_inputs`, `query_start_loc`, `positions`, `input_ids`, "
         "`input_batch.block_table[...].compute_slot_mapping`",
-        purpose="new tokens go behind those held",
+        purpose="new tokens go behind those held; the prompt's last ones are read ahead",
         runner=FIRST,
         test="test_the_first_runner_prepares_slots_before_it_runs_the_model",
     ),
@@ -162,8 +167,9 @@ SEAMS = (
         test="test_the_first_runner_asks_whether_all_requests_decode",
     ),
     Seam(
-        parts="`prepare_attn`, `block_tables.compute_slot_mappings`, `slot_mappings`",
-        purpose="new tokens go behind those held",
+        parts="`prepare_attn`, `block_tables.compute_slot_mappings`, `slot_mappings`; of the batch "
+        "`input_ids`, `positions`",
+        purpose="new tokens go behind those held; the prompt's last ones are read ahead",
         runner=SECOND,
         test="test_the_second_runner_prepares_slots_before_it_runs_the_model",
     ),
@@ -173,6 +179,12 @@ SEAMS = (
         purpose="a compressed request goes on with the blocks it was left",
         runner=SECOND,
         test="test_the_second_runner_stages_writes_of_block_tables",
+    ),
+    Seam(
+        parts="`req_states.num_computed_tokens`",
+        purpose="what was read ahead is forgotten, where the device counts for itself",
+        runner=SECOND,
+        test="test_the_second_runner_counts_on_the_device_what_is_computed",
     ),
     Seam(
         parts="`gather_batch_req_state`",

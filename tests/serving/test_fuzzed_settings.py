@@ -6,8 +6,8 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.serving.names import OF_A_REQUEST, PREFIX
-from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.plans import kept_tokens
+from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.settings import ServingSettings
 from tests.ops.states import random_layer
 from tests.serving.fuzzing import random_settings

@@ -7,8 +7,8 @@ import torch
 
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.plans import kept_tokens
+from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.settings import ServingSettings
 from tests.ops.states import random_layer
 

@@ -31,8 +31,12 @@ _draw_progress = gguf_reading.tqdm
 
 _MAGIC = b"GGUF"
 
-_COMPLETE = "complete"
-"""Ends the names of folders: in those without it, weights that a file lacks are random numbers."""
+_COMPLETE = "complete-2"
+"""Ends the names of folders. In others weights that a file lacks are random numbers, or the tokens
+that end a text are those that transformers guessed."""
+
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""transformers' names of special tokens, and those in a GGUF header."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,7 @@ def _unpack(path: Path) -> tuple[Any, Any]:
     try:
         with _without_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+            _name_special_tokens(tokenizer, path)
             model = load_complete(
                 path,
                 path.parent,
@@ -126,6 +131,18 @@ def _unpack(path: Path) -> tuple[Any, Any]:
     model.hf_quantizer = None
     del model.config.quantization_config
     return model, tokenizer
+
+
+def _name_special_tokens(tokenizer: Any, path: Path) -> None:
+    """Give a tokenizer the special tokens of the file's header; transformers 5.17 mixes them up."""
+    from gguf import GGUFReader
+
+    header = GGUFReader(path).fields
+    for name, key in _SPECIAL_TOKENS.items():
+        field = header.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            token = tokenizer.convert_ids_to_tokens(int(field.contents()))
+            setattr(tokenizer, f"{name}_token", token)
 
 
 @contextlib.contextmanager

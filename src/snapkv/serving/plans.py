@@ -112,9 +112,7 @@ class Plan:
     def _at_the_end(self, held_then: int) -> Compression | None:
         if self.policy is None or (kept := kept_tokens(self.policy, held_then)) == held_then:
             return None
-        return Compression(
-            at=self.prompt_tokens, kept_tokens=kept, choice=EndOfPrompt(self.policy)
-        )
+        return Compression(at=self.prompt_tokens, kept_tokens=kept, choice=EndOfPrompt(self.policy))
 
     def _while_generating(self, seen: int, held: int) -> Compression | None:
         growth = self.growth
@@ -129,12 +127,15 @@ class Plan:
         )
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, those read ahead among them, so that none runs past `at`.
+        """How many tokens a step computes, so that none runs past the next compression.
 
         Args:
             seen_tokens: computed before the step.
             held_tokens: of those, the ones that are held.
             offered_tokens: how many there is room for.
+
+        Returns:
+            Those read ahead are among them.
         """
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.serving.limits import Limits
 from snapkv.serving.settings import ServingSettings
 
 LAYOUTS = {
@@ -26,6 +27,27 @@ _RULES: tuple[_Rule, ...] = (
         lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
         "a model that drafts has a cache of its own, in which no window votes, and no other kind "
         'was tested; set "method" in --speculative-config to "ngram", or leave it out',
+    ),
+    (
+        "drafts where answers are held to a budget",
+        lambda c: c.speculative_config is not None and _limits(c).decode_budget,
+        "a rejected draft would have counted; leave --speculative-config or --decode-budget out",
+    ),
+    (
+        "steps of fewer tokens than the window and one",
+        lambda c: _limits(c).cap and _shortest_step(c) <= _settings(c).window_tokens,
+        "where prompts are held to a cap, the window is read with the end of every chunk; raise "
+        "--max-num-batched-tokens and --long-prefill-token-threshold, or lower --max-window-size",
+    ),
+    (
+        "r-kv while generating and latent attention (MLA)",
+        lambda c: _evicts_by(c, "r-kv") and c.model_config.use_mla,
+        "a latent is no key that could be compared; pass --decode-policy tova",
+    ),
+    (
+        "tova while generating and tensor parallelism",
+        lambda c: _evicts_by(c, "tova") and c.parallel_config.tensor_parallel_size > 1,
+        "it averages over heads of other processes; pass --decode-policy r-kv",
     ),
     (
         "decode context parallelism",
@@ -85,6 +107,26 @@ _RULES: tuple[_Rule, ...] = (
 )
 
 
+def _settings(vllm_config: Any) -> ServingSettings:
+    return ServingSettings.from_config(vllm_config.additional_config)
+
+
+def _limits(vllm_config: Any) -> Limits:
+    return _settings(vllm_config).limits
+
+
+def _evicts_by(vllm_config: Any, policy: str) -> bool:
+    limits = _limits(vllm_config)
+    return bool(limits.decode_budget) and limits.decode_policy == policy
+
+
+def _shortest_step(vllm_config: Any) -> int:
+    """The most tokens of one request that a step may be given."""
+    scheduler = vllm_config.scheduler_config
+    steps = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
+    return min(tokens for tokens in steps if tokens)
+
+
 def require_supported(vllm_config: Any) -> None:
     """Raise where prompts cannot be compressed with this configuration.
 
@@ -107,8 +149,7 @@ def _require_whole_heads(vllm_config: Any) -> None:
             f"{kv_heads} KV heads: copies of a head would keep different tokens; use at most "
             f"--tensor-parallel-size {kv_heads}"
         )
-    settings = ServingSettings.from_config(vllm_config.additional_config)
-    if tensor_parallel > 1 and settings.policy == "tova":
+    if tensor_parallel > 1 and _settings(vllm_config).policy == "tova":
         raise UnsupportedModelError(
             "snapkv: cannot compress prompts with tova and tensor parallelism: it averages over "
             "heads of other processes; use --policy snapkv"

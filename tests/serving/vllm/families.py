@@ -71,7 +71,7 @@ class FamilyModel(SmallModel):
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
     @property
-    def layers_that_see_all(self) -> list[int]:
+    def compressed_layers(self) -> list[int]:
         """Those with full attention."""
         layers = range(self.model.config.num_hidden_layers)
         types = getattr(self.model.config, "layer_types", None)

@@ -40,6 +40,11 @@ class SmallModel:
         self.model.save_pretrained(folder)
         self.folder = str(folder)
 
+    @property
+    def compressed_layers(self) -> list[int]:
+        """Those with full attention."""
+        return list(range(self.model.config.num_hidden_layers))
+
     def blocks_bytes(self, blocks: int, block_tokens: int) -> int:
         """Memory of that many blocks of its cache, in float32."""
         config = self.model.config

@@ -1,4 +1,4 @@
-"""Requests held to a number of tokens while they are read and while they generate, in real engines."""
+"""Requests held to a number of tokens while they are read and while they generate."""
 
 import random
 from collections import defaultdict
@@ -10,6 +10,7 @@ from snapkv import RKV, TOVA, CompressedCache, PromptThenDecode, SnapKV, Streami
 from snapkv.prefill import chunked
 from snapkv.serving import Limits
 from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.families import FamilyModel
 from tests.serving.vllm.models import SmallModel, ids_of
 
 WINDOW = {"window_size": 8}
@@ -53,10 +54,7 @@ def read_in_pieces(small, ids, policy, tokens, limits=CAP):
             min_new_tokens=tokens,
             do_sample=False,
         )
-    kept = [
-        cache.kept_positions(layer)[..., : policy.budget].expand(-1, small.kv_heads, -1)
-        for layer in range(len(cache.layers))
-    ]
+    kept = [cache.kept_positions(layer)[..., : policy.budget] for layer in small.compressed_layers]
     return output[0, len(ids) :].tolist(), kept
 
 
@@ -73,12 +71,37 @@ def test_a_prompt_under_a_cap_is_read_as_by_the_library(small, caching, batched)
                 (answer,) = engine.answers([ids], greedy(6))
             expected, kept = read_in_pieces(small, ids, policy, 6)
             assert answer == expected
-            for found, wanted in zip(kept_of(watched, len(ids), 4), kept, strict=True):
-                assert torch.equal(found.expand_as(wanted), wanted)
+            require_same(kept_of(watched, len(ids), 4), kept)
         together = engine.answers(prompts, greedy(6))
         assert together == [read_in_pieces(small, ids, policy, 6)[0] for ids in prompts]
         assert not engine.leftovers()
         assert engine.free_blocks == engine.all_blocks
+
+
+def require_same(found, kept):
+    for ours, library in zip(found, kept, strict=True):
+        assert torch.equal(ours, library.expand_as(ours))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_models_of_other_kinds_are_bounded_as_by_the_library(tmp_path, family):
+    """Where layers with a window cannot forget what they read, the chunks' own tokens vote."""
+    small, policy = FamilyModel(tmp_path, family), SnapKV(64)
+    cap = Limits(cap=96, chunk_tokens=48)
+    limits = Limits(chunk_tokens=48, decode_budget=80, decode_policy="tova", evict_every=1)
+    prompts = [ids_of(tokens, seed=tokens) for tokens in (70, 150, 200, 350)]
+    latent = family == "deepseek_v3"
+    sizes = {"max_num_batched_tokens": 150, "block_size": 16 if latent else 32}
+    with small_engine(small, budget=64, limits=limits, **sizes) as engine:
+        grown = engine.answers(prompts, greedy(40))
+        for ids in prompts:
+            with engine.watching() as watched:
+                (answer,) = engine.answers([ids], greedy(6, extra_args={"snapkv_cap": 96}))
+            expected, kept = read_in_pieces(small, ids, policy, 6, cap)
+            assert answer == expected
+            require_same(kept_of(watched, len(ids), len(kept)), kept)
+    library = PromptThenDecode(prompt=policy, decode=TOVA(79))
+    assert grown == [small.answer(ids, library, 40) for ids in prompts]
 
 
 DECODING = {

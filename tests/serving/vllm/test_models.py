@@ -94,7 +94,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(served):
             assert answer == its_answer, len(prompt)
             if len(prompt) <= BUDGET:
                 continue
-            layers = small.layers_that_see_all
+            layers = small.compressed_layers
             for layer, keep in zip(layers, kept.of(prompt), strict=True):
                 library = cache.kept_positions(layer)[..., :BUDGET]
                 assert torch.equal(keep, library.expand_as(keep)), (len(prompt), layer)

@@ -44,6 +44,18 @@ def test_the_scheduler_moves_on_after_a_step_and_frees_requests():
     assert "_free_request" in vars(Scheduler)
 
 
+def test_the_scheduler_counts_what_is_computed_apart_from_what_is_under_way():
+    """So that less may be computed than a step had tokens."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    after = inspect.getsource(Scheduler._update_after_schedule)
+    assert "request.num_computed_tokens += num_scheduled_token" in after
+    output = inspect.getsource(Scheduler.update_from_output)
+    assert "num_computed_tokens +=" not in output
+    cached = inspect.getsource(Scheduler._make_cached_request_data)
+    assert "num_computed_tokens" in cached  # the workers are told anew in every step
+
+
 def test_scheduler_worker_and_settings_are_arguments():
     from vllm.engine.arg_utils import EngineArgs
 
@@ -70,7 +82,9 @@ def test_blocks_are_counted_by_tokens():
     )
 
     base = SingleTypeKVCacheManager
-    assert parameters(base.get_num_blocks_to_allocate)[:3] == ["self", "request_id", "num_tokens"]
+    asked = parameters(base.get_num_blocks_to_allocate)
+    assert asked[:3] == ["self", "request_id", "num_tokens"]
+    assert "apply_admission_cap" in asked
     expected = ["self", "request_id", "num_tokens", "num_tokens_main_model"]
     assert parameters(base.allocate_new_blocks) == expected
     assert parameters(FullAttentionManager.cache_blocks)[:3] == ["self", "request", "num_tokens"]
@@ -176,6 +190,7 @@ def test_the_first_runner_prepares_slots_before_it_runs_the_model():
     prepare = inspect.getsource(first._prepare_inputs)
     for part in ("self.query_start_loc.np", "self.positions[", "compute_slot_mapping("):
         assert part in prepare
+    assert "self.input_ids.gpu[:" in inspect.getsource(first._preprocess)
     expected = ["self", "num_reqs", "query_start_loc", "positions"]
     assert parameters(BlockTable.compute_slot_mapping) == expected
     assert in_order(
@@ -227,6 +242,16 @@ def test_the_second_runner_prepares_slots_before_it_runs_the_model():
         "self.prepare_attn(input_batch)",
         "self.model_state.prepare_attn(",
     )
+
+
+def test_the_second_runner_counts_on_the_device_what_is_computed():
+    _, second = runners()
+    count = inspect.getsource(second.postprocess_num_computed_tokens)
+    assert "self.req_states.num_computed_tokens.gpu," in count
+    inputs = inspect.getsource(second.prepare_inputs)
+    assert "self.input_buffers.input_ids" in inputs
+    assert "self.input_buffers.positions" in inputs
+    assert in_order(second.execute_model, "self.prepare_attn(input_batch)", "input_batch.input_ids")
 
 
 def test_the_second_runner_stages_writes_of_block_tables():
