@@ -99,7 +99,6 @@ def test_every_head_finds_its_own_tokens(order, seed):
             give_blocks(request, grown[request])
         pages = HeadPages.of(layers[0])
         batch = Rows(
-            rows=range(requests),
             starts=starts,
             counts=counts,
             most_tokens=int(kept.max()) + max(grown),
@@ -124,6 +123,7 @@ def test_every_head_finds_its_own_tokens(order, seed):
                 assert read.tolist() == held[layer][sequence // HEADS][sequence % HEADS]
         assert found.starts.diff().tolist() == [c for c in counts for _ in range(HEADS)]
         assert found.most_new == max(counts)
+        assert found.in_order == (found.states.tolist() == list(range(len(found.states))))
 
 
 def shared_out(draw, budget, prompt):

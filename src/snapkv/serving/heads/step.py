@@ -15,13 +15,11 @@ class Rows:
     """The requests of a batch whose heads hold their own numbers of tokens.
 
     Attributes:
-        rows: which rows of the batch they are.
         starts: where each one's tokens begin in the batch.
         counts: how many tokens each has in this step.
         most_tokens: of what any of their heads holds when the step is done, or a number above.
     """
 
-    rows: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]
     most_tokens: int
@@ -36,6 +34,7 @@ class Sequences:
     Attributes:
         states: (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and
             their heads, (tokens * Hkv).
+        in_order: whether those are the first of them, one after the other.
         starts: (sequences + 1,) int32, where the tokens of each sequence begin.
         most_new: tokens of the sequence that has the most of this step.
         most_tokens: a number that no sequence is longer than.
@@ -45,6 +44,7 @@ class Sequences:
     """
 
     states: Tensor
+    in_order: bool
     starts: Tensor
     most_new: int
     most_tokens: int
@@ -86,6 +86,7 @@ def sequences(
     page = tables[:, of_sequence].gather(2, (position // page_tokens).unsqueeze(2)).squeeze(2)
     return Sequences(
         states=states,
+        in_order=max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts))),
         starts=starts.to(device, torch.int32),
         most_new=max(batch.counts),
         most_tokens=batch.most_tokens,
