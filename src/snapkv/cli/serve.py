@@ -24,7 +24,7 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
     ],
     policy: Annotated[
-        str, typer.Option(help="snapkv, streaming-llm or tova; default: snapkv with fading")
+        str, typer.Option(help="snapkv, adakv, streaming-llm or tova; default: snapkv with fading")
     ] = DEFAULT,
     budget: Annotated[
         int, typer.Option(help="Tokens kept per head and layer; 0: only where a request asks")

@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.serving.heads.places import held_tokens
 from snapkv.serving.orders import Move
 
 
@@ -66,11 +67,13 @@ class CompressedManager(FullAttentionManager):
 
     Attributes:
         dropped_tokens: of every request whose prompt has ended; 0 where it was left whole.
+        rewritten: requests whose blocks no longer hold their tokens one after the other.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
+        self.rewritten: set[str] = set()
 
     def unshared_blocks(self, request_id: str) -> int:
         """Blocks of a request that go back to the pool when it gives them up."""
@@ -97,6 +100,7 @@ class CompressedManager(FullAttentionManager):
             del blocks[needed:]
             self.block_pool.free_blocks(reversed(released))
         self.dropped_tokens[request_id] = prompt_tokens - kept_tokens
+        self.rewritten.add(request_id)
         return tuple(block.block_id for block in blocks)
 
     # What vLLM asks, in tokens seen.
@@ -121,12 +125,13 @@ class CompressedManager(FullAttentionManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer full blocks to other requests; those of a compressed one are no prefix any more."""
-        if not self.dropped_tokens.get(request.request_id):
+        if request.request_id not in self.rewritten:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
+        self.rewritten.discard(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 
@@ -151,15 +156,27 @@ class CompressedBlocks:
             manager.dropped_tokens[request_id] = 0
 
     def compress(
-        self, request_id: str, *, prompt_tokens: int, kept_tokens: int
+        self, request_id: str, *, prompt_tokens: int, kept_tokens: int, parts_heads: bool = False
     ) -> tuple[Move, ...] | None:
         """Free the blocks that the kept tokens of a prompt do not need, in every group.
+
+        Args:
+            request_id: whose prompt ends.
+            prompt_tokens: its length.
+            kept_tokens: what stays of it, on average over the heads of a layer.
+            parts_heads: whether heads hold different numbers of tokens, which takes more room.
 
         Returns:
             None where there is no room for the kept tokens: all blocks of the prompt are shared and
             too few others are free. The request then stays whole.
         """
-        if not self._room(request_id, kept_tokens):
+        held_of = {
+            group: held_tokens(kept_tokens, prompt_tokens, manager.block_size)
+            if parts_heads
+            else kept_tokens
+            for group, manager in self._managers.items()
+        }
+        if not self._room(request_id, held_of):
             self.leave_whole(request_id)
             return None
         moves = []
@@ -167,18 +184,20 @@ class CompressedBlocks:
             held = manager.req_to_blocks[request_id]
             used = cdiv(prompt_tokens, manager.block_size)
             sources = tuple(block.block_id for block in held[:used])
-            targets = manager.keep(request_id, prompt_tokens=prompt_tokens, kept_tokens=kept_tokens)
+            targets = manager.keep(
+                request_id, prompt_tokens=prompt_tokens, kept_tokens=held_of[group]
+            )
             moves.append(Move(group=group, sources=sources, targets=targets))
         return tuple(moves)
 
-    def _room(self, request_id: str, kept_tokens: int) -> bool:
+    def _room(self, request_id: str, held_tokens_of: Mapping[int, int]) -> bool:
         """Whether the blocks for the kept tokens are there once the prompt's own are given up."""
         room = needed = 0
-        for manager in self._managers.values():
+        for group, manager in self._managers.items():
             if not manager.enable_caching:
                 return True
             room = max(room, manager.block_pool.get_num_free_blocks())
-            needed += cdiv(kept_tokens, manager.block_size)
+            needed += cdiv(held_tokens_of[group], manager.block_size)
         unshared = sum(one.unshared_blocks(request_id) for one in self._managers.values())
         return room + unshared >= needed
 

@@ -13,7 +13,15 @@ PREFIX = "snapkv_"
 
 PROTECT_FIRST = "protect_first"
 
-OF_A_REQUEST = ("budget", "window_size", "kernel_size", "pooling", "decay", PROTECT_FIRST)
+OF_A_REQUEST = (
+    "budget",
+    "window_size",
+    "kernel_size",
+    "pooling",
+    "decay",
+    "safeguard",
+    PROTECT_FIRST,
+)
 """What a request may set for itself, where the server's method has it."""
 
 _LONGEST = 60

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from snapkv.policies import Policy
-from snapkv.serving.settings import kept_tokens
+from snapkv.serving.methods import kept_tokens, parts_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,13 @@ class Order:
     moves: tuple[Move, ...] = ()
 
     @property
+    def parts_heads(self) -> bool:
+        """Whether the heads of a layer keep different numbers of tokens."""
+        return parts_heads(self.policy)
+
+    @property
     def kept_tokens(self) -> int:
-        """Tokens that stay."""
+        """Tokens that stay; on average, where heads keep different numbers."""
         return kept_tokens(self.policy, self.prompt_tokens)
 
     @property

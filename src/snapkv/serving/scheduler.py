@@ -110,7 +110,10 @@ class _CompressingScheduler(Scheduler):
             self._metrics.prompt_ended(request, kept_tokens=prompt_tokens)
             return None
         moves = self._blocks.compress(
-            request_id, prompt_tokens=prompt_tokens, kept_tokens=order.kept_tokens
+            request_id,
+            prompt_tokens=prompt_tokens,
+            kept_tokens=order.kept_tokens,
+            parts_heads=order.parts_heads,
         )
         if moves is None:
             logger.warning("Request %s stays whole: no free block to move it to", request_id)

@@ -136,6 +136,8 @@ class Engine:
             self.scheduler._policies,
             self.scheduler._metrics._counted,
             *(manager.dropped_tokens for manager in managers),
+            *(manager.rewritten for manager in managers),
+            runner._heads.requests,
             runner._dropped,
             runner._moved,
             runner._recorder.recorded,

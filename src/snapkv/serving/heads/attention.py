@@ -1,7 +1,7 @@
 """Attention of requests whose heads hold different numbers of tokens, beside all others."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +78,12 @@ class HeadsAttention:
         """Those that something is remembered of."""
         return self._kept
 
+    def holds_any(self, requests: Iterable[str]) -> bool:
+        """Whether any of these is one of them."""
+        return any(request in self._kept for request in requests)
+
     def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
-        """A request's prompt has ended, and the heads of a layer hold (Hkv,) `kept` tokens of it."""
+        """A request's prompt has ended; the heads of a layer hold (Hkv,) `kept` tokens of it."""
         mine = self._kept.setdefault(request, _Kept(prompt_tokens))
         mine.of_layers[layer] = kept
         mine.most_tokens = max(mine.most_tokens, int(kept.max()))
@@ -133,9 +137,7 @@ class HeadsAttention:
                 update(layer, key, value, cache, slots)
             if step is not None:
                 new = step.taken(key), step.taken(value)
-                alone.do_kv_cache_update(
-                    layer, *new, step.pages.cache, step.metadata.slot_mapping
-                )
+                alone.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
 
         impl.forward, impl.do_kv_cache_update = forward_beside, update_beside
         self._layers[name] = layer

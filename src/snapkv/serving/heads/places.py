@@ -73,7 +73,7 @@ class HeadPlaces:
         found = states.new_zeros(*states.shape[:-3], heads * slots + 1, size)
         index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
         found.scatter_(-2, index, states.flatten(-3, -2))
-        return found[..., :-1, :].unflatten(-2, (heads, slots))
+        return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
 
     @functools.cached_property
     def _pages(self) -> Tensor:
