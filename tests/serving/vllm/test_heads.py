@@ -5,12 +5,15 @@ import itertools
 import pytest
 
 from snapkv import AdaKV, SnapKV
+from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
+from tests.serving.vllm.test_graphs import steps_of
 
 BUDGET = 64
 CHUNK = 150
 PAGE = 32
+TOKENS = 16 if SECOND_RUNNER else 40
 LENGTHS = [40, 64, 65, 66, 95, 96, 97, 127, 128, 150, 151, 182, *range(190, 460, 15)]
 
 
@@ -41,10 +44,10 @@ def test_thirty_prompts_keep_and_answer_what_the_library_does(engine, small):
     prompts = [ids_of(length, seed=length) for length in LENGTHS]
     assert len(prompts) == 30
     with engine.watching() as kept:
-        answers = engine.answers(prompts, greedy(40))
+        answers = engine.answers(prompts, greedy(TOKENS))
     lengths = set()
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected, cache = small.library(prompt, adakv(), 40)
+        expected, cache = small.library(prompt, adakv(), TOKENS)
         assert answer == expected, len(prompt)
         if len(prompt) <= BUDGET:
             continue
@@ -110,6 +113,15 @@ def logprobs(output):
     return [
         {token: one.logprob for token, one in step.items()} for step in output.outputs[0].logprobs
     ]
+
+
+def test_no_graph_of_a_whole_step_is_replayed_where_heads_are_sequences(engine, second_runner):
+    """It would have captured the batch's own sequences."""
+    with steps_of(engine, second_runner) as steps:
+        engine.answers([ids_of(100), ids_of(50)], [greedy(4), greedy(8)])
+    decoding = [(tokens, uniform) for tokens, orders, uniform in steps if not orders][1:]
+    assert decoding[:2] == [([1, 1], [False])] * 2
+    assert decoding[-1] == ([1], [True])
 
 
 def test_aborted_requests_leave_nothing_behind(engine, small):
