@@ -15,7 +15,7 @@ from snapkv.serving.heads.step import Rows, Sequences, sequences
 
 
 @dataclass
-class _Kept:
+class _KeptHeads:
     """What the heads of a request kept of its prompt, layer by layer."""
 
     prompt_tokens: int
@@ -67,7 +67,7 @@ class HeadsAttention:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptHeads] = {}
         self._batch = _Batch()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
@@ -84,7 +84,7 @@ class HeadsAttention:
 
     def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
         """A request's prompt has ended; the heads of a layer hold (Hkv,) `kept` tokens of it."""
-        mine = self._kept.setdefault(request, _Kept(prompt_tokens))
+        mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
         mine.of_layers[layer] = kept
         mine.most_tokens = max(mine.most_tokens, int(kept.max()))
 
@@ -183,7 +183,7 @@ class HeadsAttention:
         return found, pages
 
     def _places_of(
-        self, names: Sequence[str], kept: Sequence[_Kept], pages: HeadPages
+        self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages
     ) -> HeadPlaces:
         """Those of the batch's heads, which stay the same from step to step."""
         requests, places = self._places.get(names[0], ((), None))
