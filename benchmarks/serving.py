@@ -32,8 +32,8 @@ import torch
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import Document, make_documents
 from benchmarks.records import RESULTS, Row, read_rows, write_rows
-from benchmarks.serving_page import ALONE, ANSWER_TOKENS, AT_ONCE, BLOCK_TOKENS, render
-from snapkv import CompressedCache, SnapKV
+from benchmarks.serving_page import ALONE, ANSWER_TOKENS, AT_ONCE, BLOCK_TOKENS, HEADS, render
+from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import LoadedModel, load, place_of
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
@@ -53,6 +53,7 @@ class Sizes:
         library_prompts: prompts of the comparison with the library.
         requests: sent at once in the comparison of speed, `rounds` times.
         blocks: what the tight pool holds, of 128 tokens; the ample one has room for all requests.
+        heads_tokens: of the prompts whose heads hold different numbers of tokens.
         pairs: how often prompts are read by either engine, alone and `at_once`.
     """
 
@@ -64,6 +65,7 @@ class Sizes:
     prompt_tokens: int = 4000
     new_tokens: int = 256
     blocks: int = 112
+    heads_tokens: int = 2000
     rounds: int = 2
     budget: int = 512
     pairs: int = 16
@@ -84,6 +86,7 @@ SMALL = Sizes(
     prompt_tokens=600,
     new_tokens=16,
     blocks=12,
+    heads_tokens=600,
     rounds=1,
     budget=128,
     pairs=2,
@@ -110,7 +113,15 @@ class Steps:
 class Engine:
     """vLLM over the demo model, stock or with compressed prompts."""
 
-    def __init__(self, *, budget: int | None, dtype: str, blocks: int, most_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        budget: int | None,
+        dtype: str,
+        blocks: int,
+        most_tokens: int,
+        policy: str = SnapKV.name,
+    ) -> None:
         from vllm import LLM
 
         bytes_each = torch.finfo(getattr(torch, dtype)).bits // 8
@@ -125,17 +136,13 @@ class Engine:
             "disable_log_stats": True,
         }
         if budget is not None:
-            options = engine_args(budget=budget, parameters=VOTES, **options)
+            options = engine_args(budget=budget, policy=policy, parameters=VOTES, **options)
         self._llm = LLM(place_of("demo"), **options)
         self._core = self._llm.llm_engine.engine_core.engine_core
 
     def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Steps]:
         """Greedy answers of all prompts sent at once, and what the steps took."""
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
-        for number, ids in enumerate(prompts):
-            self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        self.start(prompts, tokens)
         found: dict[int, list[int]] = {}
         steps = Steps()
         while self._llm.llm_engine.has_unfinished_requests():
@@ -145,6 +152,26 @@ class Engine:
             for one in outputs:
                 found[int(one.request_id)] = list(one.outputs[0].token_ids)
         return [found[number] for number in range(len(prompts))], steps
+
+    def start(self, prompts: Sequence[list[int]], tokens: int) -> None:
+        """Send prompts, whose answers have exactly so many tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
+        for number, ids in enumerate(prompts):
+            self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+
+    def step(self) -> tuple[float, list[int]]:
+        """One step: its seconds, and how many tokens of each request it computed."""
+        start = time.perf_counter()
+        self._llm.llm_engine.step()
+        return time.perf_counter() - start, list(self._scheduled.num_scheduled_tokens.values())
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that are not free."""
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def watch_steps(self) -> None:
         """Keep the numbers of tokens that each step computes."""
@@ -344,6 +371,44 @@ def _rounds(
             }
 
 
+def heads(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
+    """Steps that only generate, of equal heads and of heads that share the same budget, in turns.
+
+    The requests are the same, and every other pair of steps begins with the other engine.
+    """
+    prompts = [document.prompt_ids for document in documents]
+    tokens = sizes.new_tokens + 2 * len(prompts)  # the first generate while the last are read
+    most = len(prompts[0]) + tokens
+    room = {"dtype": "bfloat16", "blocks": sizes.ample_blocks, "most_tokens": most}
+    engines = {
+        policy: Engine(budget=sizes.budget, policy=policy, **room)
+        for policy in (SnapKV.name, AdaKV.name)
+    }
+    blocks = {}
+    for name, engine in engines.items():
+        engine.watch_steps()
+        engine.start(prompts, tokens)
+        while engine.step()[1] != [1] * len(prompts):
+            pass
+        blocks[name] = engine.held_blocks
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(sizes.new_tokens - 1):
+        for name in list(engines)[:: -1 if number % 2 else 1]:
+            seconds[name].append(engines[name].step()[0])
+    for engine in engines.values():
+        engine.close()
+    yield {
+        "part": HEADS,
+        "requests": len(prompts),
+        "prompt_tokens": len(prompts[0]),
+        "budget": sizes.budget,
+        "steps": sizes.new_tokens - 1,
+        "blocks_held": blocks,
+        "step_seconds": {name: spread(of, 4) for name, of in seconds.items()},
+        "against_equal_heads": spread(ratios(seconds[AdaKV.name], seconds[SnapKV.name]), 4),
+    }
+
+
 def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
     return sum(
         answer[: len(document.answer_ids)] == document.answer_ids
@@ -351,7 +416,7 @@ def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
     )
 
 
-PARTS = ("budget of the prompt", "library", ALONE, AT_ONCE, "speed")
+PARTS = ("budget of the prompt", "library", ALONE, AT_ONCE, "speed", HEADS)
 
 
 def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
@@ -382,10 +447,11 @@ def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
             sizes, documents(sizes.requests, sizes.prompt_tokens), AT_ONCE, at_once=sizes.at_once
         ),
         "speed": lambda: speed(sizes, documents(sizes.requests, sizes.prompt_tokens)),
+        HEADS: lambda: heads(sizes, documents(sizes.requests, sizes.heads_tokens)),
     }
     description = loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"}
     for name in names:
-        dtype = "bfloat16" if name in (ALONE, AT_ONCE, "speed") else "float32"
+        dtype = "bfloat16" if name in (ALONE, AT_ONCE, "speed", HEADS) else "float32"
         model = description | {"dtype": dtype}
         for row in parts[name]():
             yield {**row, "votes": VOTES, "model": model, "environment": environment}

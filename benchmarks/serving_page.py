@@ -9,6 +9,7 @@ BLOCK_TOKENS = 128
 ANSWER_TOKENS = 32
 ALONE, AT_ONCE = "reading", "reading at once"
 """Parts that read prompts up to their first tokens: one, and several."""
+HEADS = "heads of different length"
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -18,6 +19,7 @@ def render(rows: Sequence[Row]) -> str:
     fast = [row for row in rows if row["part"] == "speed"]
     pools = sorted({row["blocks"] for row in fast})
     table = [_line(name, blocks, fast) for blocks in pools for name in ("stock", "snapkv")]
+    parted = "\n\n".join(_parted(row) for row in rows if row["part"] == HEADS)
     read = [_read(row) for row in rows if row["part"] in (ALONE, AT_ONCE)]
     first = fast[0]
     header = (
@@ -30,7 +32,8 @@ def render(rows: Sequence[Row]) -> str:
         "most at once",
         "found",
     )
-    return f"""# Serving: stock vLLM and compressed prompts
+    return (
+        f"""# Serving: stock vLLM and compressed prompts
 
 {environment_line(fast)}, vLLM {rows[0]["environment"]["vllm"]}.
 Made by `python -m benchmarks.serving`; rows in `serving.jsonl`.
@@ -54,7 +57,26 @@ Reading prompts up to their first tokens, nothing else running; a pair is a run 
 right after one another, and which begins is turned every pair:
 
 {chr(10).join(read)}
-"""
+
+{parted}
+""".rstrip()
+        + "\n"
+    )
+
+
+def _parted(row: Row) -> str:
+    steps, blocks = row["step_seconds"], row["blocks_held"]
+    ratio = row["against_equal_heads"]
+    return (
+        f"Generating with heads of different length (`adakv`) beside equal heads (`snapkv`): "
+        f"{row['requests']} requests of {row['prompt_tokens']:,} prompt tokens side by side, "
+        f"budget {row['budget']}, {row['steps']} pairs of steps that only generate, in turns: "
+        f"{steps['snapkv']['p50'] * 1000:.0f} ms a step with equal heads, "
+        f"{steps['adakv']['p50'] * 1000:.0f} ms with `adakv`, median ratio {ratio['p50']:.3f} "
+        f"({ratio['p20']:.3f} to {ratio['p80']:.3f}); {blocks['snapkv']} and {blocks['adakv']} "
+        f"blocks of {BLOCK_TOKENS} tokens held when all prompts were read; commit "
+        f"{row['environment']['commit']}"
+    )
 
 
 def _read(row: Row) -> str:

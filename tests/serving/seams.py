@@ -141,6 +141,19 @@ SEAMS = (
         test="test_attention_calls_its_implementation_with_the_queries_first",
     ),
     Seam(
+        parts="`AttentionImpl.do_kv_cache_update`, `num_heads`, `num_kv_heads`; "
+        "`AttentionMetadataBuilder.layer_names`; fields that the backends' metadata has in common",
+        purpose="`heads/`: heads of different length are sequences with one KV head",
+        runner=BOTH,
+        test="test_backends_attend_and_store_for_any_number_of_heads",
+    ),
+    Seam(
+        parts="`CommonAttentionMetadata.slot_mapping`, by which layers store; slots below 0",
+        purpose="`heads/attention.py`: the plain path stores none of their tokens",
+        runner=BOTH,
+        test="test_layers_store_by_the_slots_that_builders_see",
+    ),
+    Seam(
         parts="`MLAAttention.forward_impl`, `kv_cache`, `scale`, `W_UK_T`, `qk_nope_head_dim`",
         purpose="the same of latent attention",
         runner=BOTH,

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
 from snapkv.serving.choices import EndOfPrompt, UnderCap, WhileGenerating
+from snapkv.serving.methods import kept_tokens
 from snapkv.serving.orders import Ahead, Order
-from snapkv.serving.plans import Cap, Growth, Plan, kept_tokens
+from snapkv.serving.plans import Cap, Growth, Plan
 
 POLICY = SnapKV(64, window_size=32)
 

@@ -7,7 +7,7 @@ import torch
 
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.serving.plans import kept_tokens
+from snapkv.serving.methods import kept_tokens
 from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.settings import ServingSettings
 from tests.ops.states import random_layer
@@ -62,7 +62,10 @@ def test_other_methods_keep_positions_and_have_their_own_parameters():
     ("given", "words"),
     [
         ({"policy": "pyramidkv"}, "one table of blocks"),
-        ({"policy": "adakv"}, "different numbers"),
+        ({"policy": "adakv", "parameters": {"safeguard": 0}}, "safeguard"),
+        ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "expected a parameter of adakv"),
+        ({"policy": "adakv", "budget": 16}, "window_size=32"),
+        ({"parameters": {"safeguard": 0.5}}, "expected a parameter of snapkv"),
         ({"policy": "snapvk"}, "did you mean snapkv"),
         ({"policy": ["snapkv"]}, "expected one of"),
         ({"budget": -1}, "at least 0"),

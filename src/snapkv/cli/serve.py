@@ -27,7 +27,7 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
     ],
     policy: Annotated[
-        str, typer.Option(help="snapkv, streaming-llm or tova; default: snapkv with fading")
+        str, typer.Option(help="snapkv, adakv, streaming-llm or tova; default: snapkv with fading")
     ] = DEFAULT,
     budget: Annotated[
         int, typer.Option(help="Tokens kept per head and layer; 0: only where a request asks")
@@ -76,7 +76,7 @@ def serve(
             "snapkv serve demo --budget 1024"
         )
     caps = {"max_window_size": max_window_size, "max_kernel_size": max_kernel_size}
-    limits = {
+    limits: dict[str, int | str] = {
         "cap": cap,
         "chunk_tokens": chunk_tokens,
         "decode_budget": decode_budget,

@@ -24,7 +24,8 @@ class _Compressed(FullAttentionSpec):
         settings = ServingSettings.from_config(vllm_config.additional_config)
         tokens = vllm_config.model_config.max_model_len
         most = settings.limits.most_held(tokens, settings.window_tokens)
-        return cdiv(most, self.block_size) * self.page_size_bytes
+        most_bytes: int = cdiv(most, self.block_size) * self.page_size_bytes
+        return most_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ class CompressedManager(FullAttentionManager):
         workers read all that a step keeps before they write any of it.
         """
         blocks = self.req_to_blocks[request_id]
-        needed = cdiv(order.kept_tokens, self.block_size)
+        room = order.room_tokens(self.block_size)
+        needed = cdiv(room, self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         if self.moves_out(request_id):
             self.block_pool.free_blocks(reversed(blocks))
@@ -113,7 +115,7 @@ class CompressedManager(FullAttentionManager):
             released = blocks[needed:]
             del blocks[needed:]
             self.block_pool.free_blocks(reversed(released))
-        self.dropped_tokens[request_id] = order.dropped_tokens
+        self.dropped_tokens[request_id] = order.seen_tokens - room
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
     # What vLLM asks, in tokens seen.
@@ -129,7 +131,7 @@ class CompressedManager(FullAttentionManager):
         """Blocks that a request lacks; before it is admitted, the most that it will."""
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
-            held = plan.most_held(num_tokens)
+            held = min(num_tokens, plan.most_held(num_tokens) + plan.spare_tokens(self.block_size))
         else:
             held = num_tokens - self.dropped_tokens.get(request_id, 0)
         missing: int = super().get_num_blocks_to_allocate(request_id, held, *args, **kwargs)
@@ -191,18 +193,18 @@ class CompressedBlocks:
             None where there is no room for the kept tokens: all blocks of the request are shared
             and too few others are free. The request then stays as it is.
         """
-        if not self._room(request_id, order.kept_tokens):
+        if not self._room(request_id, order):
             return None
         return tuple(manager.keep(request_id, order) for manager in self._managers.values())
 
-    def _room(self, request_id: str, kept_tokens: int) -> bool:
+    def _room(self, request_id: str, order: Order) -> bool:
         """Whether the blocks for the kept tokens are there once the request's own are given up."""
         room = needed = 0
         for manager in self._managers.values():
             if not manager.moves_out(request_id):
                 return True
             room = max(room, manager.block_pool.get_num_free_blocks())
-            needed += cdiv(kept_tokens, manager.block_size)
+            needed += cdiv(order.room_tokens(manager.block_size), manager.block_size)
         unshared = sum(one.unshared_blocks(request_id) for one in self._managers.values())
         return room + unshared >= needed
 

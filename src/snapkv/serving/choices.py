@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
+from snapkv.serving.methods import parts_heads
 from snapkv.serving.protecting import protected_first
 
 
@@ -15,9 +16,14 @@ class Choice(Protocol):
 
     Attributes:
         stage: when it does, in a word for the metrics.
+        parts_heads: whether the heads of a layer keep different numbers of tokens.
     """
 
     stage: ClassVar[str]
+
+    @property
+    def parts_heads(self) -> bool:
+        """See above."""
 
     @property
     def query_tokens(self) -> int:
@@ -31,7 +37,8 @@ class Choice(Protocol):
             kept_tokens: how many are to stay, K.
 
         Returns:
-            (layers, H or 1, K) int64, ascending; None where the method keeps everything.
+            (layers, H or 1, K) int64, ascending, behind a leading run of -1 where heads keep
+            different numbers; None where the method keeps everything.
         """
 
 
@@ -42,6 +49,11 @@ class EndOfPrompt:
     stage: ClassVar[str] = "prompt"
 
     policy: Policy
+
+    @property
+    def parts_heads(self) -> bool:
+        """See `Choice`."""
+        return parts_heads(self.policy)
 
     @property
     def query_tokens(self) -> int:
@@ -65,6 +77,7 @@ class UnderCap:
     """
 
     stage: ClassVar[str] = "reading"
+    parts_heads: ClassVar[bool] = False
 
     policy: Policy
     ahead_tokens: int
@@ -92,6 +105,7 @@ class WhileGenerating:
     """
 
     stage: ClassVar[str] = "generating"
+    parts_heads: ClassVar[bool] = False
 
     policy: EvictingPolicy
     query_tokens: int

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn import functional
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
+from snapkv.serving.heads.attention import HeadsAttention
+from snapkv.serving.heads.places import HeadPlaces
 from snapkv.serving.layer_runs import LayerRun, layer_runs
 from snapkv.serving.layers import VotingLayer, voting_layer
 from snapkv.serving.layouts import Layout
@@ -75,6 +78,7 @@ class Compressor:
             that is compressed.
         recorder: captures the queries that vote.
         device: where the cache is.
+        heads: is told how many tokens each head keeps, where heads keep different numbers.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Compressor:
         recorder: QueryRecorder,
         *,
         device: torch.device,
+        heads: HeadsAttention | None = None,
     ) -> None:
         self._recorder = recorder
         self._groups = {
@@ -90,7 +95,7 @@ class Compressor:
             for group, layers in groups.items()
         }
         self._layers = {name: one for of in self._groups.values() for name, one in of.items()}
-        self._device = device
+        self._device, self._heads = device, heads
         self._runs: list[LayerRun] = []
         self._block_tokens: dict[int, int] = {}
         for name, layer in self._layers.items():
@@ -155,12 +160,24 @@ class Compressor:
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
         keep = self._keep_indices(run, request, order, keys)
-        values = run.layout.read_values(sources, keep)
         block_tokens = self._block_tokens[move.group]
         whole = len(targets) * block_tokens
-        places = slots(targets, whole, block_tokens)
+        laid_out = partial(_padded, tokens=whole)
+        if order.parts_heads:
+            laid_out = partial(self._parted(run, request, order, keep).spread, slots=whole)
+            keep = keep.clamp(min=0)
+        values = run.layout.read_values(sources, keep)
         picked = run.layout.pick(keys, keep)
-        return _Kept(run.layout, places, _padded(picked, whole), _padded(values, whole))
+        places = slots(targets, whole, block_tokens)
+        return _Kept(run.layout, places, laid_out(picked), laid_out(values))
+
+    def _parted(self, run: LayerRun, request: str, order: Order, keep: Tensor) -> HeadPlaces:
+        """Where the tokens go of heads that keep different numbers; each keeps its last indices."""
+        assert self._heads is not None  # a server of such a method has them
+        kept = (keep >= 0).sum(dim=-1)
+        for name, of_layer in zip(run.layers, kept, strict=True):
+            self._heads.note(request, name, of_layer, order.seen_tokens)
+        return HeadPlaces(kept, run.first.cache.shape[2])
 
     def _sources(self, run: LayerRun, move: Move) -> Tensor:
         """The sources as a cache numbers its blocks, which may be parts of vLLM's."""
@@ -191,10 +208,18 @@ class Compressor:
             votes_impl=run.votes_impl,
         )
         keep = order.choice.keep(layer, order.kept_tokens)
-        if keep is None or keep.shape[-1] != order.kept_tokens:
-            kept = None if keep is None else keep.shape[-1]
+        if keep is None or not _keeps_as_ordered(keep, order):
+            kept = None if keep is None else (keep >= 0).sum(dim=-1)
             raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
         return keep
+
+
+def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
+    """Whether (layers, H, K) indices are as many as the scheduler has counted."""
+    if not order.parts_heads:
+        return keep.shape[-1] == order.kept_tokens
+    counts = (keep >= 0).sum(dim=(1, 2))
+    return bool((counts == order.kept_tokens * keep.shape[1]).all())
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:

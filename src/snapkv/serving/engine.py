@@ -27,7 +27,8 @@ def engine_args(
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
             ``extra_args={"snapkv_budget": ...}``.
-        policy: "snapkv", "streaming-llm" or "tova"; all of them compress the prompt at its end.
+        policy: "snapkv", "adakv", "streaming-llm" or "tova"; all of them compress the prompt at its
+            end.
         parameters: of the method, such as ``{"kernel_size": 13}``.
         protect_first: first tokens of every prompt that stay.
         max_window_size: the longest window that a request may ask for.

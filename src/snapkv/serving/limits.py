@@ -6,6 +6,7 @@ from typing import Any, Self, cast
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, RKV, EvictingPolicy, Policy, StreamingLLM
+from snapkv.serving.methods import kept_tokens, parts_heads
 from snapkv.serving.plans import Cap, Growth, queries_of
 from snapkv.serving.protecting import first_spans
 from snapkv.validation import (
@@ -99,7 +100,7 @@ class Limits:
             raise InvalidArgumentError(
                 "budget: expected at least 1 where prompts are held to a cap, got 0; pass a budget"
             )
-        budget = getattr(policy, "budget", None) or 0
+        budget = kept_tokens(policy, MOST)
         if tokens < budget:
             raise InvalidArgumentError(
                 f"cap: expected at least the budget of {budget}, got {tokens}; raise it, or lower "
@@ -144,7 +145,13 @@ class Limits:
         if not self.decode_budget:
             return None
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
-        least = (getattr(prompt_policy, "budget", None) or 1) + self.evict_every
+        if prompt_policy is not None and parts_heads(prompt_policy):
+            raise InvalidArgumentError(
+                f"decode_budget: expected none with adakv, whose heads hold different numbers of "
+                f"tokens, got {tokens}; leave it out, or serve with --policy snapkv"
+            )
+        kept = 1 if prompt_policy is None else kept_tokens(prompt_policy, MOST)
+        least = kept + self.evict_every
         if tokens < least:
             raise InvalidArgumentError(
                 f"decode_budget: expected at least {least}, what is kept of a prompt and the "
@@ -164,10 +171,11 @@ class Limits:
     def _evicting(self, kept_tokens: int) -> EvictingPolicy:
         """The method that keeps so many."""
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
-        own: dict[str, Any] = {
+        options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
             StreamingLLM.name: {"positions": "original"},
-        }.get(self.decode_policy, {})
+        }
+        own = options.get(self.decode_policy, {})
         return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
 
     @property

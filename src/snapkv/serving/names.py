@@ -21,6 +21,7 @@ OF_A_REQUEST = (
     "kernel_size",
     "pooling",
     "decay",
+    "safeguard",
     PROTECT_FIRST,
     *LIMITS,
 )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snapkv.serving.choices import Choice
+from snapkv.serving.heads.places import held_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,17 @@ class Order:
     kept_tokens: int
     ahead: Ahead | None = None
     moves: tuple[Move, ...] = ()
+
+    @property
+    def parts_heads(self) -> bool:
+        """Whether the heads of a layer keep different numbers of tokens."""
+        return self.choice.parts_heads
+
+    def room_tokens(self, block_tokens: int) -> int:
+        """Tokens to count for what stays, in blocks of so many."""
+        if self.parts_heads:
+            return held_tokens(self.kept_tokens, self.held_tokens, block_tokens)
+        return self.kept_tokens
 
     @property
     def dropped_tokens(self) -> int:

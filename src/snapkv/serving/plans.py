@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.serving.choices import Choice, EndOfPrompt, UnderCap, WhileGenerating
+from snapkv.serving.methods import kept_tokens, parts_heads
 from snapkv.serving.orders import Ahead, Order
 
 
@@ -209,6 +210,11 @@ class Plan:
             grown = min(grown, max(self.growth.most_tokens, kept + 1))
         return max(read, grown)
 
+    def spare_tokens(self, block_tokens: int) -> int:
+        """What heads of different length leave empty in their last blocks, at most."""
+        apart = self.policy is not None and parts_heads(self.policy)
+        return block_tokens - 1 if apart else 0
+
 
 def _last(prompt_ids: Sequence[int], tokens: int) -> Ahead:
     first = len(prompt_ids) - tokens
@@ -218,14 +224,3 @@ def _last(prompt_ids: Sequence[int], tokens: int) -> Ahead:
 def queries_of(policy: EvictingPolicy) -> int:
     """How many of the last queries a method wants to see when it evicts."""
     return policy.history_tokens or policy.query_tokens
-
-
-def kept_tokens(policy: Policy, prompt_tokens: int) -> int:
-    """Tokens that every layer and KV head keeps of so many.
-
-    Args:
-        policy: of `snapkv.serving.settings.SERVED`.
-        prompt_tokens: that are held at the end of the prompt.
-    """
-    budget: int = getattr(policy, "budget", prompt_tokens)
-    return min(budget, prompt_tokens)

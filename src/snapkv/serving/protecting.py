@@ -1,6 +1,6 @@
 """A method that also keeps the first tokens of every prompt, whatever their scores."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,12 +27,10 @@ class ProtectingFirst(Policy):
 
     policy: Policy
     first_tokens: int
-    budget: int | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check that they fit, and take over the budget."""
+        """Check that they fit."""
         self.policy.require_protection(first_spans(self.first_tokens))
-        object.__setattr__(self, "budget", getattr(self.policy, "budget", None))
 
     @property
     def query_tokens(self) -> int:

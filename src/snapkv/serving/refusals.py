@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.policies import TOVA, AdaKV
 from snapkv.serving.limits import Limits
 from snapkv.serving.settings import ServingSettings
 
@@ -124,7 +125,7 @@ def _shortest_step(vllm_config: Any) -> int:
     """The most tokens of one request that a step may be given."""
     scheduler = vllm_config.scheduler_config
     steps = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
-    return min(tokens for tokens in steps if tokens)
+    return min(int(tokens) for tokens in steps if tokens)
 
 
 def require_supported(vllm_config: Any) -> None:
@@ -136,7 +137,32 @@ def require_supported(vllm_config: Any) -> None:
     for what, applies, remedy in _RULES:
         if applies(vllm_config):
             raise UnsupportedModelError(f"snapkv: cannot compress prompts with {what}: {remedy}")
+    if serves_heads_apart(vllm_config) and vllm_config.model_config.use_mla:
+        raise UnsupportedModelError(
+            "snapkv: cannot compress prompts with adakv and latent attention (MLA): all heads of a "
+            "layer keep one set, so there is nothing to share out; use --policy snapkv"
+        )
     _require_whole_heads(vllm_config)
+
+
+def serves_heads_apart(vllm_config: Any) -> bool:
+    """Whether heads of a layer may keep different numbers of tokens on this server."""
+    settings = ServingSettings.from_config(vllm_config.additional_config)
+    return settings.policy == AdaKV.name
+
+
+def require_heads_apart(name: str, layer: Any) -> None:
+    """Raise unless a layer's heads can hold different numbers of tokens.
+
+    Raises:
+        UnsupportedModelError: they have sinks; names the layer.
+    """
+    if getattr(layer.impl, "sinks", None) is not None:
+        raise UnsupportedModelError(
+            f"snapkv: cannot compress prompts with adakv: {name} has a sink for every query head, "
+            "which the kernels look up by the head, while every head is a sequence of its own; use "
+            "--policy snapkv"
+        )
 
 
 def _require_whole_heads(vllm_config: Any) -> None:
@@ -149,11 +175,18 @@ def _require_whole_heads(vllm_config: Any) -> None:
             f"{kv_heads} KV heads: copies of a head would keep different tokens; use at most "
             f"--tensor-parallel-size {kv_heads}"
         )
-    if tensor_parallel > 1 and _settings(vllm_config).policy == "tova":
+    settings = _settings(vllm_config)
+    if tensor_parallel > 1 and settings.policy in _OVER_ALL_HEADS:
         raise UnsupportedModelError(
-            "snapkv: cannot compress prompts with tova and tensor parallelism: it averages over "
-            "heads of other processes; use --policy snapkv"
+            f"snapkv: cannot compress prompts with {settings.policy} and tensor parallelism: it "
+            f"{_OVER_ALL_HEADS[settings.policy]}; use --policy snapkv"
         )
+
+
+_OVER_ALL_HEADS = {
+    TOVA.name: "averages over heads of other processes",
+    AdaKV.name: "shares a layer's budget out among heads of other processes too",
+}
 
 
 def _graphs_of_prompts(mode: Any) -> bool:

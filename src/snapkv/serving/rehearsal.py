@@ -95,4 +95,5 @@ def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
     )
     selection = largest.policy.select(prompt)
     if selection is not None:
-        kept += [ops.gather_tokens(keys, selection.keep_indices) for _ in range(2)]
+        keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
+        kept += [ops.gather_tokens(keys, keep) for _ in range(2)]

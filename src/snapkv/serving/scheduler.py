@@ -114,6 +114,8 @@ class _CompressingScheduler(Scheduler):
             order = self._compressed(request, order)
         if seen < prompt_tokens <= request.num_computed_tokens:
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
+            if order is not None and order.moves:
+                kept = order.kept_tokens
             no_room = order is not None and order.ends and not order.moves
             self._metrics.prompt_ended(request, kept_tokens=kept, no_room=no_room)
         return order

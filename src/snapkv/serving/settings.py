@@ -1,12 +1,13 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies import POLICIES, Policy, SnapKV, StreamingLLM
+from snapkv.policies import Policy, SnapKV, StreamingLLM
 from snapkv.serving.limits import Limits
+from snapkv.serving.methods import METHODS, parameters_of, scoring
 from snapkv.serving.names import (
     LIMITS,
     OF_A_REQUEST,
@@ -30,16 +31,13 @@ from snapkv.validation import (
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
 
-SERVED = ("snapkv", "streaming-llm", "tova")
-"""Methods that keep the same number of tokens in all layers and heads, known in advance."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
     """The method that compresses prompts, and its parameters.
 
     Args:
-        policy: one of `SERVED`.
+        policy: one of `snapkv.serving.methods.METHODS`.
         budget: tokens kept per KV head and layer; 0 compresses only requests with a budget.
         parameters: further parameters of the method, by name.
         protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
@@ -63,9 +61,9 @@ class ServingSettings:
 
     def __post_init__(self) -> None:
         """Check everything once, here."""
-        if self.policy not in SERVED:
+        if not isinstance(self.policy, str) or self.policy not in METHODS:
             raise InvalidArgumentError(
-                f"policy: expected one of {', '.join(SERVED)}, got {self.policy!r}"
+                f"policy: expected one of {', '.join(METHODS)}, got {self.policy!r}"
                 f"{_why_not_served(self.policy)}; pass one of them"
             )
         require_int("budget", self.budget, minimum=0)
@@ -145,7 +143,7 @@ class ServingSettings:
                 leaves so much room.
         """
         own = dict(self.parameters)
-        if "window_size" in _parameters(self.policy):
+        if "window_size" in parameters_of(self.policy):
             own["window_size"] = self.max_window_size
         return self._made(max(prompt_tokens - 1, _ample(own)), own)
 
@@ -185,7 +183,7 @@ class ServingSettings:
         return cap, growth
 
     def _require_known(self, name: str) -> None:
-        known = [one for one in OF_A_REQUEST if one in _parameters(self.policy)]
+        known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
         known += [PROTECT_FIRST, *LIMITS]
         if name not in known:
             names = [PREFIX + one for one in known]
@@ -196,7 +194,7 @@ class ServingSettings:
 
     def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
         """The policy; without a budget, only to check the other parameters."""
-        known = _parameters(self.policy)
+        known = parameters_of(self.policy)
         for name, value in parameters.items():
             if name not in known:
                 raise InvalidArgumentError(
@@ -205,14 +203,14 @@ class ServingSettings:
                 )
         given = {**_DEFAULTS.get(self.policy, {}), **parameters}
         _require_servable(given)
-        kind: Callable[..., Policy] = POLICIES[self.policy]
+        kind = METHODS[self.policy]
         made = kind(**given, budget=_ample(given))
         self._require_within_caps(made)
         return made if budget is None else kind(**given, budget=budget)
 
     def _require_within_caps(self, policy: Policy) -> None:
         """Raise where a window or a kernel would cost the other requests too much."""
-        kernel = getattr(policy, "kernel_size", None) or 0
+        kernel = getattr(scoring(policy), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
         _require_at_most("window_size", policy.query_tokens, self.max_window_size)
         _require_at_most("kernel_size", width, self.max_kernel_size)
@@ -239,13 +237,6 @@ def _protecting(policy: Policy, first_tokens: int) -> Policy:
 # StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.
 _DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
 
-_UNSERVABLE = {"keep_ratio", "recent"}
-
-
-def _parameters(policy: str) -> list[str]:
-    names = [one.name for one in fields(POLICIES[policy]) if one.init]
-    return [name for name in names if name not in _UNSERVABLE]
-
 
 def _ample(given: Mapping[str, Any]) -> int:
     """A budget that any window and its sinks fit into, for checking the rest."""
@@ -270,7 +261,6 @@ def _why_not_served(policy: object) -> str:
     reasons = {
         "pyramidkv": "whose layers keep different numbers of tokens, while one table of blocks "
         "serves all layers",
-        "adakv": "whose heads keep different numbers of tokens, while a block holds all heads",
         "h2o": "which needs the queries of the whole prompt",
         "full": "which is a budget of 0",
     }
@@ -278,4 +268,4 @@ def _why_not_served(policy: object) -> str:
         return ""
     if policy in reasons:
         return f", {reasons[policy]}"
-    return nearest(policy, SERVED)
+    return nearest(policy, METHODS)

@@ -136,6 +136,7 @@ class Engine:
             self.scheduler._plans,
             self.scheduler._metrics._counted,
             *(manager.dropped_tokens for manager in managers),
+            runner._heads.requests,
             runner._dropped,
             runner._compressed,
             runner._recorder.recorded,

@@ -9,6 +9,7 @@ from snapkv.serving import ServingSettings, engine_args
 from snapkv.serving.refusals import (
     compressed_managers,
     compressible_layers,
+    require_heads_apart,
     require_supported,
 )
 
@@ -102,6 +103,29 @@ def test_tova_averages_over_heads_that_other_processes_hold(config):
         require_supported(
             changed(config, parallel_config={"tensor_parallel_size": 3}, additional_config=settings)
         )
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"parallel_config": {"tensor_parallel_size": 3}}, "adakv and tensor parallelism"),
+        ({"model_config": {"use_mla": True}}, "nothing to share out"),
+    ],
+    ids=str,
+)
+def test_a_budget_is_shared_out_among_heads_of_one_process_alone(config, parts, words):
+    settings = ServingSettings(policy="adakv", budget=64).to_config()
+    require_supported(changed(config, additional_config=settings))
+    with pytest.raises(UnsupportedModelError, match=words):
+        require_supported(changed(config, **parts, additional_config=settings))
+
+
+def test_heads_with_sinks_cannot_be_sequences_of_their_own():
+    layer = SimpleNamespace(impl=SimpleNamespace(sinks=None))
+    require_heads_apart("model.layer", layer)
+    layer.impl.sinks = [0.0]
+    with pytest.raises(UnsupportedModelError, match=r"model\.layer has a sink"):
+        require_heads_apart("model.layer", layer)
 
 
 def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, **spec):

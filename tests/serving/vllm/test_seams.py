@@ -284,6 +284,52 @@ def test_attention_calls_its_implementation_with_the_queries_first():
     assert Attention.get_attn_backend is not None
 
 
+def test_backends_attend_and_store_for_any_number_of_heads():
+    """By what an implementation says of itself, and by fields that all backends' metadata has."""
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.attention.backends import cpu_attn, flash_attn, triton_attn
+
+    stored_by = ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
+    for module, name in ((cpu_attn, "CPU"), (flash_attn, "Flash"), (triton_attn, "Triton")):
+        prefix = f"{name}Attention"
+        kind = getattr(module, f"{prefix}BackendImpl" if name == "CPU" else f"{prefix}Impl")
+        assert parameters(kind.do_kv_cache_update) == stored_by
+        given = parameters(kind.forward)[1:8]
+        assert given == ["layer", "query", *stored_by[2:5], "attn_metadata", "output"]
+        made = inspect.getsource(kind.__init__)
+        assert "self.num_heads = num_heads" in made
+        assert "self.num_kv_heads = num_kv_heads" in made
+        found = fields_of(getattr(module, f"{prefix}Metadata"))
+        assert {"num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len"} <= found
+        assert {"seq_lens", "block_table", "slot_mapping"} <= found
+    assert {"scheduler_metadata"} <= fields_of(cpu_attn.CPUAttentionMetadata)
+    assert {"scheduler_metadata"} <= fields_of(flash_attn.FlashAttentionMetadata)
+    assert {"seq_threshold_3D"} <= fields_of(triton_attn.TritonAttentionMetadata)
+    assert "self.layer_names = layer_names" in inspect.getsource(AttentionMetadataBuilder.__init__)
+
+
+def fields_of(kind):
+    return {one.name for one in dataclasses.fields(kind)}
+
+
+def test_layers_store_by_the_slots_that_builders_see():
+    """One tensor of slots for a group, which goes to the metadata and to the layers."""
+    from vllm.v1.worker.gpu import attn_utils
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    source = inspect.getsource(GPUModelRunner._get_slot_mappings)
+    assert "slot_mappings_by_layer[layer_name] = slot_mapping" in source
+    assert "cm.slot_mapping = slot_mappings[kv_cache_gid]" in inspect.getsource(
+        GPUModelRunner._build_attention_metadata
+    )
+    slots = torch.arange(6).view(2, 3)
+    group = type("Group", (), {"layer_names": ["a"]})
+    config = type("Config", (), {"kv_cache_groups": [group, group]})
+    (found,) = attn_utils.build_slot_mappings_by_layer(slots, config).values()
+    assert found.data_ptr() == slots[1].data_ptr()
+    assert "slot_mapping=slot_mapping" in inspect.getsource(attn_utils.build_attn_metadata)
+
+
 def test_latent_attention_takes_queries_first_and_keeps_the_matrix_that_turns_them():
     from vllm.model_executor.layers.attention import MLAAttention, mla_attention
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from snapkv import SnapKV
+from snapkv import AdaKV, SnapKV
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.test_graphs import steps_of
@@ -21,18 +21,28 @@ NGRAMS = {
 PROMPTS = [(ids_of(length // 3, seed=length) * 3)[:length] for length in (111, 90, 96, 42, 60)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+POLICIES = {"snapkv": SnapKV, "adakv": lambda budget: AdaKV(SnapKV(budget))}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("snapkv", False), ("snapkv", True), ("adakv", False)],
+    ids=["plain", "prefix-caching", "heads-of-different-length"],
+)
 def engine(request, small):
     """Of few blocks and short chunks, so that requests with drafts are preempted."""
+    policy, caching = request.param
     with small_engine(
         small,
         budget=BUDGET,
+        policy=policy,
         speculative_config=NGRAMS,
-        enable_prefix_caching=request.param,
+        enable_prefix_caching=caching,
         max_model_len=192,
         max_num_batched_tokens=CHUNK,
         kv_cache_memory_bytes=small.blocks_bytes(8, 32),
     ) as running:
+        running.policy = POLICIES[policy]
         yield running
     # vLLM looks into every module when it makes a worker, and stumbles over what numba brought.
     sys.modules.pop("llvmlite.binding.ffi", None)
@@ -55,7 +65,7 @@ def count_drafts(engine):
 def test_answers_are_those_without_drafts(engine, small):
     """Texts that repeat themselves, the last one whole, in a pool that is too small for all."""
     budgets = [BUDGET] * 4 + [0]
-    policies = [SnapKV(budget or 512) for budget in budgets]
+    policies = [engine.policy(budget) if budget else SnapKV(512) for budget in budgets]
     expected = [
         small.answer(ids, policy, TOKENS) for ids, policy in zip(PROMPTS, policies, strict=True)
     ]
@@ -78,4 +88,4 @@ def test_a_last_piece_as_long_as_a_step_with_drafts(engine, small, second_runner
     assert [tokens for tokens, _, _ in steps[:3]] == [[CHUNK], [CHUNK], [4]]
     _, orders, uniform = steps[2]
     assert (orders, uniform) == (True, [False])
-    assert answers == [small.answer(prompt, SnapKV(BUDGET), 5)]
+    assert answers == [small.answer(prompt, engine.policy(BUDGET), 5)]

@@ -1,18 +1,24 @@
 """What both of vLLM's model runners need, so that requests may hold fewer tokens than they saw."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
 from snapkv.serving.blocks import compressed, is_compressed
 from snapkv.serving.compressor import Compressor, QueryRecorder
+from snapkv.serving.heads.attention import HeadsAttention
 from snapkv.serving.held import HeldTokens
 from snapkv.serving.layers import attention_layers
 from snapkv.serving.metrics import compression_stopwatch
 from snapkv.serving.orders import Move, Order
-from snapkv.serving.refusals import compressible_layers, require_supported
+from snapkv.serving.refusals import (
+    compressible_layers,
+    require_heads_apart,
+    require_supported,
+    serves_heads_apart,
+)
 from snapkv.serving.rehearsal import Largest, rehearsed
 from snapkv.serving.scheduler import ORDERS
 from snapkv.serving.timing import Stopwatch
@@ -31,6 +37,8 @@ class CompressingRunner:
     _recorder: QueryRecorder
     _compressor: Compressor
     _held: HeldTokens
+    _heads: HeadsAttention
+    _parts_heads: bool
     _stopwatch: Stopwatch
     _compressed_groups: tuple[int, ...]
 
@@ -43,6 +51,7 @@ class CompressingRunner:
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
         runner._held = HeldTokens(runner.max_num_reqs, runner.device)
+        runner._heads, runner._parts_heads = HeadsAttention(), False
         runner._stopwatch = compression_stopwatch(runner.vllm_config, runner.device)
         adapted: Self = runner
         return adapted
@@ -86,16 +95,25 @@ class CompressingRunner:
             for attention in self.attn_groups[number]:
                 for builder in attention.metadata_builders:
                     self._held.tell(builder)
+                    if serves_heads_apart(self.vllm_config):
+                        self._heads.tell(builder)
         if not hasattr(self, "_compressor"):
-            layers = attention_layers(self.vllm_config)
-            of_group = {
-                number: {name: layers[name] for name in layers if name in group.layer_names}
-                for number, group in groups.items()
-            }
-            self._compressor = Compressor(of_group, self._recorder, device=self.device)
+            self._compressor = self._made_compressor(groups)
         self._compressor.bind_caches(
             {number: group.kv_cache_spec.block_size for number, group in groups.items()}
         )
+
+    def _made_compressor(self: Any, groups: Mapping[int, Any]) -> Compressor:
+        layers = attention_layers(self.vllm_config)
+        of_group = {
+            number: {name: layers[name] for name in layers if name in group.layer_names}
+            for number, group in groups.items()
+        }
+        if serves_heads_apart(self.vllm_config):
+            for name in {name for of in of_group.values() for name in of}:
+                require_heads_apart(name, layers[name])
+                self._heads.attach(name, layers[name])
+        return Compressor(of_group, self._recorder, device=self.device, heads=self._heads)
 
     @torch.inference_mode()
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,11 +126,13 @@ class CompressingRunner:
                 self._enter_blocks(request_id, order.moves)
         self._compressed = {}
         self._orders = getattr(scheduler_output, ORDERS, {})
+        self._parts_heads = self._heads.holds_any(scheduler_output.num_scheduled_tokens)
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._recorder.wanted = {}
             self._held.leave()
+            self._heads.leave()
         self._carry_out()
         return output
 
@@ -121,6 +141,7 @@ class CompressingRunner:
             self._dropped.pop(request_id, None)
             self._compressed.pop(request_id, None)
             self._recorder.forget(request_id)
+            self._heads.forget(request_id)
 
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """Note what this step's requests hold, and whose queries to put aside.
@@ -130,6 +151,7 @@ class CompressingRunner:
             query_ends: where the tokens of each request end in the batch.
         """
         self._held.enter(requests, self._dropped)
+        self._heads.enter(requests, query_ends)
         self._recorder.wanted = {
             request_id: slice(int(end) - self._orders[request_id].query_tokens, int(end))
             for request_id, end in zip(requests, query_ends, strict=True)
@@ -158,10 +180,17 @@ class CompressingRunner:
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if order.moves:
+            if order.moves and order.parts_heads:  # what those hold, the heads know
+                self._dropped.pop(request_id, None)
+            elif order.moves:
                 self._dropped[request_id] = order.dropped_tokens
             if order.ends:
                 self._compressed[request_id] = order
+
+    @property
+    def _runs_beside_graphs(self) -> bool:
+        """Whether a step does more than a graph of it has captured, in attention or behind it."""
+        return bool(self._orders) or self._parts_heads
 
 
 def requests_that_begin_anew(scheduler_output: Any) -> set[str]:

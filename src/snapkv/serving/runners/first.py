@@ -43,6 +43,6 @@ class CompressingFirstRunner(CompressingRunner):
         return prepared
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """No graph is replayed in a step with orders: queries are put aside beside the model."""
+        """No graph is replayed where queries are put aside, or heads are sequences."""
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
-        return bool(uniform) and not self._orders
+        return bool(uniform) and not self._runs_beside_graphs

@@ -25,11 +25,11 @@ class CompressingSecondRunner(CompressingRunner):
             self.req_states.num_computed_tokens.gpu[row] -= tokens
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """No graph is replayed in a step with orders: queries are put aside beside the model."""
+        """No graph is replayed where queries are put aside, or heads are sequences."""
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
             scheduler_output, dummy_run
         )
-        return state, None if self._orders else uniform
+        return state, None if self._runs_beside_graphs else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         """Give new tokens of compressed requests the slots behind those they hold."""
