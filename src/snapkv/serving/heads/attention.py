@@ -143,27 +143,32 @@ class HeadsAttention:
         self._layers[name] = layer
 
     def tell(self, builder: Any) -> None:
-        """Have one of vLLM's attention metadata builders prepare our rows too from now on."""
+        """Have one of vLLM's attention metadata builders prepare our rows too from now on.
+
+        Its layers are attached, and have their caches.
+        """
         build: Callable[..., Any] = builder.build
+        layers = [self._layers[name] for name in builder.layer_names]
+        pages = [HeadPages.of(layer.kv_cache) for layer in layers]
+        group_size = layers[0].impl.num_heads // pages[0].heads
 
         def build_beside(prefix: int, common: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._batch.rows:
                 return build(prefix, common, *args, **kwargs)
-            found, pages = self._sequences(builder.layer_names, common)
+            found = self._sequences(builder.layer_names, common, pages[0])
             plain = build(prefix, self._without_ours(common), *args, **kwargs)
             for layer, name in enumerate(builder.layer_names):
-                size = self._layers[name].impl.num_heads // pages[layer].heads
-                told = sequence_metadata(plain, found, layer, builder=builder, group_size=size)
+                told = sequence_metadata(
+                    plain, found, layer, builder=builder, group_size=group_size
+                )
                 self._steps[name] = _LayerStep(found, pages[layer], told, self._batch.is_whole)
             return plain
 
         builder.build = build_beside
 
-    def _sequences(
-        self, names: Sequence[str], common: Any
-    ) -> tuple[Sequences, Sequence[HeadPages]]:
+    def _sequences(self, names: Sequence[str], common: Any, pages: HeadPages) -> Sequences:
         """The heads of our rows in some layers that are alike."""
-        batch, pages = self._batch, [HeadPages.of(self._layers[name].kv_cache) for name in names]
+        batch = self._batch
         rows = torch.tensor(batch.rows, device=common.seq_lens.device)
         kept = [self._kept[request] for request in batch.requests]
         prompts = torch.tensor([one.prompt_tokens for one in kept], device=rows.device)
@@ -173,14 +178,13 @@ class HeadsAttention:
             one.most_tokens - one.prompt_tokens + int(seen[row])
             for one, row in zip(kept, batch.rows, strict=True)
         )
-        found = sequences(
+        return sequences(
             Rows(starts=batch.starts, counts=batch.counts, most_tokens=most),
-            self._places_of(names, kept, pages[0]),
+            self._places_of(names, kept, pages),
             common.seq_lens[rows] - prompts,
             common.block_table_tensor[rows],
-            pages[0],
+            pages,
         )
-        return found, pages
 
     def _places_of(
         self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages

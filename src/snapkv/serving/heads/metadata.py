@@ -19,7 +19,8 @@ def sequence_metadata(
         builder: the one that made it.
         group_size: query heads that share a KV head.
     """
-    changed = replace(
+    own = _PLANS[type(plain).__name__](plain, found, layer, builder, group_size)
+    return replace(
         plain,
         num_actual_tokens=len(found.states),
         max_query_len=found.most_new,
@@ -28,24 +29,26 @@ def sequence_metadata(
         seq_lens=found.lengths[layer],
         block_table=found.tables[layer],
         slot_mapping=found.slots[layer],
+        **own,
     )
-    return replace(changed, **_PLANS[type(plain).__name__](changed, builder, group_size))
 
 
-def _cpu_plan(changed: Any, builder: Any, group_size: int) -> dict[str, Any]:
+def _cpu_plan(
+    plain: Any, found: Sequences, layer: int, builder: Any, group_size: int
+) -> dict[str, Any]:
     """How the kernel shares out the work among threads, which its builder asks for too."""
     from vllm import _custom_ops as ops
     from vllm import envs
 
     plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(changed.seq_lens),
+        num_reqs=found.lengths.shape[1],
         num_heads=group_size,
         num_kv_heads=1,
         head_dim=builder.head_dim,
-        seq_lens=changed.seq_lens,
+        seq_lens=found.lengths[layer],
         dtype=builder.dtype,
-        query_start_loc=changed.query_start_loc,
-        causal=changed.causal,
+        query_start_loc=found.starts,
+        causal=plain.causal,
         sliding_window_size=builder.window_size,
         isa=builder.isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
@@ -54,7 +57,7 @@ def _cpu_plan(changed: Any, builder: Any, group_size: int) -> dict[str, Any]:
     return {"scheduler_metadata": plan}
 
 
-_PLANS: dict[str, Callable[[Any, Any, int], dict[str, Any]]] = {
+_PLANS: dict[str, Callable[..., dict[str, Any]]] = {
     "CPUAttentionMetadata": _cpu_plan,
     # Buffers for splitting long sequences have the batch's size, so they are not split.
     "TritonAttentionMetadata": lambda *_: {"seq_threshold_3D": 0},

@@ -91,14 +91,14 @@ class CompressingRunner:
             if is_compressed(group.kv_cache_spec)
         }
         self._compressed_groups = tuple(groups)
+        if not hasattr(self, "_compressor"):
+            self._compressor = self._made_compressor(groups)
         for number in groups:
             for attention in self.attn_groups[number]:
                 for builder in attention.metadata_builders:
                     self._held.tell(builder)
                     if serves_heads_apart(self.vllm_config):
                         self._heads.tell(builder)
-        if not hasattr(self, "_compressor"):
-            self._compressor = self._made_compressor(groups)
         self._compressor.bind_caches(
             {number: group.kv_cache_spec.block_size for number, group in groups.items()}
         )
