@@ -22,11 +22,12 @@ def config(folder, limits):
 
     from snapkv.serving import Limits, engine_args
 
-    held_to = Limits(cap=20, chunk_tokens=8, decode_budget=23, evict_every=5)
+    held_to = Limits(cap=20, chunk_tokens=8, decode_budget=23, decode_policy="tova", evict_every=5)
     options = engine_args(
         budget=12,
         parameters={"window_size": 6},
         limits=held_to if limits else None,
+        max_window_size=6,
         dtype="float32",
     )
     options |= {"max_model_len": 96, "max_num_batched_tokens": 24, "enforce_eager": True}
