@@ -20,6 +20,26 @@ from snapkv.validation import (
 if TYPE_CHECKING:
     from snapkv.serving import ServingSettings
 
+_Cap = Annotated[
+    int, typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all")
+]
+_ChunkTokens = Annotated[
+    int, typer.Option(help="Tokens read between two compressions of a prompt with a cap")
+]
+_DecodeBudget = Annotated[
+    int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all")
+]
+_DecodePolicy = Annotated[
+    str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
+]
+_EvictEvery = Annotated[int, typer.Option(help="Generated tokens between two evictions")]
+_MaxWindowSize = Annotated[int, typer.Option(help="The longest window that a request may ask for")]
+_MaxKernelSize = Annotated[int, typer.Option(help="The widest kernel that a request may ask for")]
+
+_PrintCommand = Annotated[
+    bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
+]
+
 
 def serve(
     context: typer.Context,
@@ -41,30 +61,14 @@ def serve(
     protect_first: Annotated[
         int, typer.Option(help="First tokens of every prompt that stay, such as a system message")
     ] = 0,
-    max_window_size: Annotated[
-        int, typer.Option(help="The longest window that a request may ask for")
-    ] = MAX_WINDOW_SIZE,
-    max_kernel_size: Annotated[
-        int, typer.Option(help="The widest kernel that a request may ask for")
-    ] = MAX_KERNEL_SIZE,
-    cap: Annotated[
-        int, typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all")
-    ] = 0,
-    chunk_tokens: Annotated[
-        int, typer.Option(help="Tokens read between two compressions of a prompt with a cap")
-    ] = DEFAULT_CHUNK,
-    decode_budget: Annotated[
-        int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all")
-    ] = 0,
-    decode_policy: Annotated[
-        str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
-    ] = "r-kv",
-    evict_every: Annotated[
-        int, typer.Option(help="Generated tokens between two evictions")
-    ] = DEFAULT_EVERY,
-    print_command: Annotated[
-        bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
-    ] = False,
+    max_window_size: _MaxWindowSize = MAX_WINDOW_SIZE,
+    max_kernel_size: _MaxKernelSize = MAX_KERNEL_SIZE,
+    cap: _Cap = 0,
+    chunk_tokens: _ChunkTokens = DEFAULT_CHUNK,
+    decode_budget: _DecodeBudget = 0,
+    decode_policy: _DecodePolicy = "r-kv",
+    evict_every: _EvictEvery = DEFAULT_EVERY,
+    print_command: _PrintCommand = False,
 ) -> None:
     """Serve a model over HTTP with vLLM, from a compressed cache.
 
