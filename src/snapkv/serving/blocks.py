@@ -17,7 +17,7 @@ from snapkv.serving.settings import ServingSettings
 
 
 class _Compressed(FullAttentionSpec):
-    """Tells vLLM that a request never holds more than the server's settings promise."""
+    """Tells vLLM how much a request may hold, by what the server's settings promise."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What the largest request may take."""
@@ -149,18 +149,31 @@ class CompressedManager(FullAttentionManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer full blocks to other requests; those of a compressed one are no prefix any more."""
-        if request.request_id in self.dropped_tokens:
-            return
-        plan = self.plans.get(request.request_id)
-        shared = None if plan is None else plan.shared_tokens
-        tokens = num_tokens if shared is None else min(num_tokens, shared)
-        super().cache_blocks(request, tokens, *args, **kwargs)
+        if request.request_id not in self.dropped_tokens:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
+
+
+def share_exact_blocks(coordinator: Any, plans: Mapping[str, Plan]) -> None:
+    """Let vLLM's coordinator of all groups offer no block of what was read behind a compression.
+
+    Layers with a window or a recurrent state are not compressed, but what they store then comes out
+    of layers that are.
+    """
+    cache = coordinator.cache_blocks
+
+    def cache_exact(request: Any, num_computed_tokens: int) -> None:
+        plan = plans.get(request.request_id)
+        shared = None if plan is None else plan.shared_tokens
+        tokens = num_computed_tokens if shared is None else min(num_computed_tokens, shared)
+        cache(request, tokens)
+
+    coordinator.cache_blocks = cache_exact
 
 
 def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:

@@ -11,6 +11,11 @@ from snapkv.serving.methods import parts_heads
 from snapkv.serving.protecting import protected_first
 
 
+def queries_of(policy: EvictingPolicy) -> int:
+    """How many of the last queries a method wants to see when it evicts."""
+    return policy.history_tokens or policy.query_tokens
+
+
 class Choice(Protocol):
     """Chooses by what the workers have put aside and by the keys that a request holds.
 
@@ -28,6 +33,13 @@ class Choice(Protocol):
     @property
     def query_tokens(self) -> int:
         """How many of the last queries it wants to see."""
+
+    @property
+    def remembered_tokens(self) -> int:
+        """How many of these a later choice wants, where there was no room for what this one keeps.
+
+        It is made with the next token then.
+        """
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """Which of the held tokens stay.
@@ -60,6 +72,11 @@ class EndOfPrompt:
         """See `Choice`."""
         return self.policy.query_tokens
 
+    @property
+    def remembered_tokens(self) -> int:
+        """See `Choice`; it is not made again."""
+        return 0
+
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """See `Choice`."""
         del kept_tokens  # the policy knows
@@ -87,6 +104,11 @@ class UnderCap:
         """See `Choice`."""
         return self.policy.query_tokens
 
+    @property
+    def remembered_tokens(self) -> int:
+        """See `Choice`; the next one has queries of its own."""
+        return 0
+
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor:
         """See `Choice`."""
         selection = self.policy.select_under_cap(layer, kept_tokens + self.ahead_tokens)
@@ -110,6 +132,11 @@ class WhileGenerating:
     policy: EvictingPolicy
     query_tokens: int
     protect_first: int
+
+    @property
+    def remembered_tokens(self) -> int:
+        """See `Choice`."""
+        return min(self.query_tokens, queries_of(self.policy) - 1)
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """See `Choice`."""

@@ -55,9 +55,13 @@ class QueryRecorder:
             )
         return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
 
-    def forget(self, request_id: str) -> None:
-        """Drop what was put aside for a request."""
-        self.recorded.pop(request_id, None)
+    def forget(self, request_id: str, remembered_tokens: int = 0) -> None:
+        """Drop what was put aside for a request, but for the last so many queries."""
+        layers = self.recorded.pop(request_id, {})
+        if remembered_tokens:
+            self.recorded[request_id] = {
+                name: [torch.cat(chunks)[-remembered_tokens:]] for name, chunks in layers.items()
+            }
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,8 @@ class Compressor:
             ]
             for one in kept:
                 one.layout.write(one.slots, one.keys, one.values)
-        for request in ending:
-            self._recorder.forget(request)
+        for request, order in ending.items():
+            self._recorder.forget(request, 0 if order.moves else order.choice.remembered_tokens)
 
     def _turns(self, orders: Collection[Order]) -> Iterable[list[LayerRun]]:
         """Layers of which all is read before any of it is written.

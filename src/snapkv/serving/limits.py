@@ -1,4 +1,8 @@
-"""How many tokens a request may hold while it is read and while its answer grows."""
+"""How many tokens a request may hold while it is read and while its answer grows.
+
+With prefix caching a request whose blocks are all shared stays as it is while the pool has no other
+block to move it to; it holds more then, of what others hold too.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -6,9 +10,10 @@ from typing import Any, Self, cast
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, RKV, EvictingPolicy, Policy, StreamingLLM
+from snapkv.serving.choices import queries_of
 from snapkv.serving.methods import kept_tokens, parts_heads
-from snapkv.serving.plans import Cap, Growth, queries_of
-from snapkv.serving.protecting import first_spans
+from snapkv.serving.plans import Cap, Growth
+from snapkv.serving.protecting import require_first_protected
 from snapkv.validation import (
     DEFAULT_CHUNK,
     DEFAULT_EVERY,
@@ -52,6 +57,11 @@ class Limits:
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
         require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
+        if 0 < self.decode_budget <= self.evict_every:
+            raise InvalidArgumentError(
+                f"decode_budget: expected more than the {self.evict_every} tokens between two "
+                f"evictions, got {self.decode_budget}; raise it, or lower evict_every"
+            )
         wanted = self.queries_of_answers
         if self.evict_every < wanted:
             raise InvalidArgumentError(
@@ -127,7 +137,7 @@ class Limits:
 
         Args:
             asked: by the request; None where it asks for nothing.
-            prompt_policy: that compresses the prompt; None where it stays whole.
+            prompt_policy: that compresses the prompt; None where it is to stay whole.
             protect_first: first tokens that stay.
 
         Raises:
@@ -150,8 +160,12 @@ class Limits:
                 f"decode_budget: expected none with adakv, whose heads hold different numbers of "
                 f"tokens, got {tokens}; leave it out, or serve with --policy snapkv"
             )
-        kept = 1 if prompt_policy is None else kept_tokens(prompt_policy, MOST)
-        least = kept + self.evict_every
+        if prompt_policy is None:
+            raise InvalidArgumentError(
+                f"budget: expected at least 1 where answers are held to a budget, got 0; pass "
+                f"{tokens - self.evict_every}, or less"
+            )
+        least = kept_tokens(prompt_policy, MOST) + self.evict_every
         if tokens < least:
             raise InvalidArgumentError(
                 f"decode_budget: expected at least {least}, what is kept of a prompt and the "
@@ -159,8 +173,7 @@ class Limits:
                 "lower the budget or evict_every"
             )
         policy = self._evicting(tokens - self.evict_every)
-        if protect_first:
-            policy.require_protection(first_spans(protect_first))
+        require_first_protected(policy, protect_first)
         return Growth(
             policy=policy,
             most_tokens=tokens,
@@ -176,14 +189,21 @@ class Limits:
             StreamingLLM.name: {"positions": "original"},
         }
         own = options.get(self.decode_policy, {})
-        return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
+        try:
+            return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
+                f"decode_budget: expected room for {self.decode_policy} beside the "
+                f"{self.evict_every} tokens between two evictions, got "
+                f"{kept_tokens + self.evict_every}; raise it ({error})"
+            ) from None
 
     @property
     def queries_of_answers(self) -> int:
         """How many queries of every answer may wait for an eviction."""
         if not self.decode_budget:
             return 0
-        return queries_of(self._evicting(self.decode_budget))
+        return queries_of(self._evicting(self.decode_budget - self.evict_every))
 
     def most_read(self, tokens: int, window_tokens: int) -> int:
         """The most that any request holds while a prompt of so many tokens is read.

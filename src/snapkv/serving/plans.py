@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snapkv.policies import EvictingPolicy, Policy
-from snapkv.serving.choices import Choice, EndOfPrompt, UnderCap, WhileGenerating
+from snapkv.serving.choices import (
+    Choice,
+    EndOfPrompt,
+    UnderCap,
+    WhileGenerating,
+    queries_of,
+)
 from snapkv.serving.methods import kept_tokens, parts_heads
 from snapkv.serving.orders import Ahead, Order
 
@@ -36,9 +42,9 @@ class Growth:
 
     Attributes:
         policy: evicts.
-        most_tokens: of prompt and answer that are ever held.
+        most_tokens: of prompt and answer that are held when a token has been generated.
         evict_every: generated tokens between two evictions; so many are dropped at once.
-        protect_first: first tokens that stay.
+        protect_first: first tokens that stay, of the prompt and, where it is shorter, the answer.
     """
 
     policy: EvictingPolicy
@@ -219,8 +225,3 @@ class Plan:
 def _last(prompt_ids: Sequence[int], tokens: int) -> Ahead:
     first = len(prompt_ids) - tokens
     return Ahead(first_position=first, token_ids=tuple(prompt_ids[first:]))
-
-
-def queries_of(policy: EvictingPolicy) -> int:
-    """How many of the last queries a method wants to see when it evicts."""
-    return policy.history_tokens or policy.query_tokens

@@ -6,9 +6,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies import Policy, PromptLayer, Selection
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import LayerStates
+from snapkv.serving.names import PROTECT_FIRST
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class ProtectingFirst(Policy):
 
     def __post_init__(self) -> None:
         """Check that they fit."""
-        self.policy.require_protection(first_spans(self.first_tokens))
+        require_first_protected(self.policy, self.first_tokens)
 
     @property
     def query_tokens(self) -> int:
@@ -55,6 +57,19 @@ class ProtectingFirst(Policy):
     def describe(self) -> dict[str, Any]:
         """The method's own, and how many tokens are protected."""
         return self.policy.describe() | {"protect_first": self.first_tokens}
+
+
+def require_first_protected(policy: Policy, tokens: int) -> None:
+    """Raise unless a method keeps the first tokens, and has room for them.
+
+    Raises:
+        InvalidArgumentError: it does not.
+    """
+    try:
+        if tokens:
+            policy.require_protection(first_spans(tokens))
+    except InvalidArgumentError as error:  # it says `protect`, as the library calls it
+        raise InvalidArgumentError(f"{PROTECT_FIRST}{str(error).removeprefix('protect')}") from None
 
 
 def first_spans(tokens: int) -> Spans:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
 from snapkv.serving.limits import Limits
+from snapkv.serving.plans import Plan
 from snapkv.serving.settings import ServingSettings
 
 LAYOUTS = {
@@ -106,6 +107,61 @@ _RULES: tuple[_Rule, ...] = (
         "queries are put aside between graphs; set cudagraph_mode to FULL_AND_PIECEWISE",
     ),
 )
+
+
+def require_no_promise(limits: Limits) -> None:
+    """Raise where requests are promised to be held to limits, for one that cannot be: a session.
+
+    Raises:
+        InvalidArgumentError: says which limit.
+    """
+    for name in ("cap", "decode_budget"):
+        if getattr(limits, name):
+            raise InvalidArgumentError(
+                f"{name}: expected none for a session, whose prompt goes on after its end, got "
+                f"{getattr(limits, name)}; send whole requests, or start the server without --"
+                f"{name.replace('_', '-')}"
+            )
+
+
+def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
+    """Raise where a request's prompt cannot be held to a cap while it is read.
+
+    Args:
+        plan: of the request.
+        request: vLLM's.
+        vllm_config: of the engine.
+
+    Raises:
+        InvalidArgumentError: says what is in the way.
+    """
+    cap, policy = plan.cap, plan.policy
+    if cap is None or policy is None:
+        return
+    if request.prompt_token_ids is None or request.mm_features:
+        _refuse_capped("prompt", "a prompt of tokens alone", "embeddings or images")
+    if cap.looks_ahead and _shortest_step(vllm_config) <= policy.query_tokens:
+        steps = f"a window of {policy.query_tokens} in steps of {_shortest_step(vllm_config)}"
+        _refuse_capped("window_size", "steps with room for the window and a token more", steps)
+    if vllm_config.cache_config.mamba_cache_mode == "align":
+        _refuse_capped("cap", "recurrent states that are not shared", "--mamba-cache-mode align")
+
+
+def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
+    """Raise where a prompt's own probabilities are asked for, and it is held to a cap.
+
+    Raises:
+        InvalidArgumentError: they are; tokens that are read ahead would stand among them.
+    """
+    if plan.cap is not None and sampling_params.prompt_logprobs is not None:
+        _refuse_capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
+
+
+def _refuse_capped(name: str, expected: str, got: str) -> NoReturn:
+    raise InvalidArgumentError(
+        f"{name}: expected {expected} where a prompt is held to a cap, got {got}; leave it out, or "
+        "send the request to a server without --cap and without snapkv_cap"
+    )
 
 
 def _settings(vllm_config: Any) -> ServingSettings:

@@ -4,7 +4,8 @@ vLLM gives the KV cache what its own largest step leaves free. A step may also p
 every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
 no more than `layer_runs.MOST_BYTES`; both are tried out here at the sizes that the server allows.
 On a GPU that compiles the kernels too. Not counted: where several groups of layers are compressed,
-all that is kept in a step is held at once.
+all that is kept in a step is held at once; and what an eviction from an answer computes, which no
+prompt's length enlarges.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def rehearsed(
         device: where the cache will be.
     """
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
-    tokens = largest.recorded_tokens if largest.policy.query_tokens else 0
+    tokens = largest.recorded_tokens
     waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
     yield
     if layers:

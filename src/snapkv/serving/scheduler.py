@@ -7,12 +7,18 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv.serving.blocks import CompressedBlocks
+from snapkv.errors import SnapKVError
+from snapkv.serving.blocks import CompressedBlocks, share_exact_blocks
 from snapkv.serving.metrics import PromptMetrics
 from snapkv.serving.orders import Order
 from snapkv.serving.plans import Plan
-from snapkv.serving.refusals import compressed_managers, require_supported
+from snapkv.serving.refusals import (
+    compressed_managers,
+    require_capped_prompt,
+    require_no_promise,
+    require_no_prompt_logprobs,
+    require_supported,
+)
 from snapkv.serving.settings import ServingSettings
 
 logger = init_logger("vllm.snapkv")
@@ -33,7 +39,9 @@ class _CompressingScheduler(Scheduler):
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
         self._plans: dict[str, Plan] = {}
-        managers = self.kv_cache_manager.coordinator.single_type_managers
+        coordinator = self.kv_cache_manager.coordinator
+        share_exact_blocks(coordinator, self._plans)
+        managers = coordinator.single_type_managers
         compressed = compressed_managers(managers)
         self._looks_ahead = len(compressed) == len(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
@@ -52,15 +60,13 @@ class _CompressingScheduler(Scheduler):
         """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
         if params is None or request.resumable:
+            require_no_promise(self._settings.limits)
             return Plan(prompt_tokens=request.num_prompt_tokens)
         plan = self._settings.plan_for(
             params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
         )
-        if plan.cap is not None and request.prompt_token_ids is None:
-            raise InvalidArgumentError(
-                "prompt: expected tokens where a prompt is held to a cap, got embeddings; send "
-                "text or token ids"
-            )
+        require_capped_prompt(plan, request, self.vllm_config)
+        require_no_prompt_logprobs(plan, params)
         return plan
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +79,8 @@ class _CompressingScheduler(Scheduler):
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
+        if usable is not None and self.num_spec_tokens:  # vLLM pads a single token with drafts
+            usable = max(0, min(usable, request.num_tokens - 2))
         if usable is not None and cached > usable:
             manager = self.kv_cache_manager
             found, cached, _ = manager.coordinator.find_longest_cache_hit(

@@ -73,7 +73,7 @@ class ServingSettings:
         made = self._made(self.budget or None, self.parameters)
         if self.budget:
             made = _protecting(made, self.protect_first)
-        if self.budget or self.limits.cap:
+        if self.budget or self.limits.cap or self.limits.decode_budget:
             self._limited(made if self.budget else None, self.protect_first, {})
 
     @classmethod
@@ -228,10 +228,7 @@ def _require_at_most(name: str, size: int, cap: int) -> None:
 
 
 def _protecting(policy: Policy, first_tokens: int) -> Policy:
-    try:
-        return ProtectingFirst(policy, first_tokens) if first_tokens else policy
-    except InvalidArgumentError as error:  # it says `protect`, as the library calls it
-        raise InvalidArgumentError(f"{PROTECT_FIRST}{str(error).removeprefix('protect')}") from None
+    return ProtectingFirst(policy, first_tokens) if first_tokens else policy
 
 
 # StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.

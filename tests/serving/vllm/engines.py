@@ -53,7 +53,7 @@ class Engine:
 
         own = {
             name: options.pop(name)
-            for name in ("budget", "policy", "parameters", "limits")
+            for name in ("budget", "policy", "parameters", "limits", "max_window_size")
             if name in options
         }
         common: dict[str, Any] = {

@@ -151,7 +151,8 @@ class SimulatedWorker:
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
         ending = {name: order for name, order in orders.items() if order.ends}
         for name, one in ending.items():
-            assert self.queries.pop(name) == one.choice.query_tokens
+            assert self.queries[name] == one.choice.query_tokens
+            self.queries[name] = 0 if one.moves else one.choice.remembered_tokens
         written = {}
         for name, order in ending.items():
             if not order.moves:

@@ -65,6 +65,7 @@ def test_a_prompt_under_a_cap_is_read_as_by_the_library(small, caching, batched)
     policy = SnapKV(64, **WINDOW)
     prompts = [ids_of(tokens, seed=tokens) for tokens in (100, 161, 264, 320, 328, 329, 500, 1023)]
     sizes = SIZES | {"max_num_batched_tokens": batched, "enable_prefix_caching": caching}
+    sizes |= {"max_window_size": 8}  # a step has room for it
     with small_engine(small, budget=64, parameters=WINDOW, limits=CAP, **sizes) as engine:
         for ids in prompts:
             with engine.watching() as watched:
@@ -199,6 +200,68 @@ def test_samples_of_one_prompt_do_not_meet(small):
         (alone,) = engine.answers([ids], greedy(50))
         (several,) = engine.outputs([ids], greedy(50, n=3, temperature=1e-6))
         assert [list(one.token_ids) for one in several.outputs] == [alone] * 3
+
+
+def test_an_eviction_that_finds_no_room_is_made_with_a_later_token(small):
+    """Five samples share a whole prompt and nearly the whole pool."""
+    limits = Limits(decode_budget=300, decode_policy="r-kv", evict_every=16)
+    sizes = SIZES | {"enable_prefix_caching": True, "max_num_seqs": 8, "max_model_len": 512}
+    sizes |= {"kv_cache_memory_bytes": small.blocks_bytes(17, 32)}
+    with small_engine(small, budget=256, parameters=WINDOW, limits=limits, **sizes) as engine:
+        warned = []
+        compress = engine.scheduler._blocks.compress
+
+        def compress_and_note(request_id, order):
+            moves = compress(request_id, order)
+            warned.append(moves is None)
+            return moves
+
+        engine.scheduler._blocks.compress = compress_and_note
+        options = {"n": 5, "temperature": 1.0}
+        (several,) = engine.outputs([ids_of(256)], greedy(100, **options))
+        assert [len(one.token_ids) for one in several.outputs] == [100] * 5
+        assert any(warned)
+        assert not all(warned)
+        assert not engine.leftovers()
+        assert engine.free_blocks == engine.all_blocks
+
+
+@pytest.mark.parametrize("limits", [Limits(), CAP], ids=["asked for", "of the server"])
+def test_what_a_cap_cannot_serve_is_refused(small, limits):
+    from vllm.exceptions import VLLMValidationError
+
+    own = greedy(4, prompt_logprobs=1, extra_args={"snapkv_cap": 96})
+    with small_engine(small, budget=64, parameters=WINDOW, limits=limits, **SIZES) as engine:
+        with pytest.raises(VLLMValidationError, match="prompt_logprobs: expected none"):
+            engine.outputs([ids_of(100)], own)
+        assert engine.answers([ids_of(100)], greedy(4))
+
+
+def test_a_window_that_no_step_has_room_for_is_refused(small):
+    """It would wait for ever; the request ends with an error, and others are answered."""
+    sizes = SIZES | {"max_num_batched_tokens": 32}
+    own = greedy(4, extra_args={"snapkv_cap": 96, "snapkv_window_size": 32})
+    with small_engine(small, budget=64, parameters=WINDOW, **sizes) as engine:
+        (refused,) = engine.outputs([ids_of(1500)], own)
+        assert refused.outputs[0].finish_reason == "error"
+        assert len(engine.answers([ids_of(1500)], greedy(4))[0]) == 4
+        assert engine.free_blocks == engine.all_blocks
+
+
+def test_what_was_read_behind_a_compression_is_nobodys_prefix(tmp_path):
+    """In layers with a window, too, whose blocks hold what comes out of compressed layers."""
+    small, ids = FamilyModel(tmp_path, "gemma3_text"), ids_of(416)
+    sizes = {"block_size": 16, "enable_prefix_caching": True, "max_num_batched_tokens": 150}
+    whole = greedy(4, logprobs=3, extra_args={"snapkv_budget": 0})
+    with small_engine(small, budget=64, limits=Limits(chunk_tokens=48), **sizes) as engine:
+        (exact,) = engine.outputs([ids], whole)
+        engine.llm.reset_prefix_cache()
+        engine.answers([ids], greedy(4, extra_args={"snapkv_cap": 96}))
+        for _ in range(2):
+            (again,) = engine.outputs([ids], whole)
+            found = [again.outputs[0].logprobs, exact.outputs[0].logprobs]
+            ours, expected = ([one.logprob for step in of for one in step.values()] for of in found)
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 def require_promise(engine):

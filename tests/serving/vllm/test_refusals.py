@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.serving import ServingSettings, engine_args
+from snapkv.serving import Limits, ServingSettings, engine_args
 from snapkv.serving.refusals import (
     compressed_managers,
     compressible_layers,
+    require_capped_prompt,
     require_heads_apart,
+    require_no_promise,
     require_supported,
 )
 
@@ -126,6 +128,61 @@ def test_heads_with_sinks_cannot_be_sequences_of_their_own():
     layer.impl.sinks = [0.0]
     with pytest.raises(UnsupportedModelError, match=r"model\.layer has a sink"):
         require_heads_apart("model.layer", layer)
+
+
+BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
+LATENT = {"model_config": {"use_mla": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "words"),
+    [
+        (BOUNDED, {"speculative_config": {"method": "ngram"}}, "drafts where answers are held"),
+        (BOUNDED, {"scheduler_config": {"max_num_batched_tokens": 128}}, "steps of fewer tokens"),
+        (
+            BOUNDED,
+            {"scheduler_config": {"long_prefill_token_threshold": 100}},
+            "--long-prefill-token-threshold",
+        ),
+        (BOUNDED, LATENT, "--decode-policy tova"),
+        (
+            ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova")),
+            {"parallel_config": {"tensor_parallel_size": 3}},
+            "--decode-policy r-kv",
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_limits_that_cannot_be_kept_are_refused(config, settings, parts, words):
+    with pytest.raises(UnsupportedModelError, match=words):
+        require_supported(changed(config, additional_config=settings.to_config(), **parts))
+
+
+def asked(**more):
+    own = {"prompt_token_ids": [1], "mm_features": []}
+    return SimpleNamespace(**own | more)
+
+
+@pytest.mark.parametrize(
+    ("parts", "request_parts", "words"),
+    [
+        ({}, {"prompt_token_ids": None}, "prompt: expected a prompt of tokens alone"),
+        ({}, {"mm_features": [object()]}, "prompt: expected a prompt of tokens alone"),
+        ({"scheduler_config": {"max_num_batched_tokens": 32}}, {}, "window_size: expected steps"),
+        ({"cache_config": {"mamba_cache_mode": "align"}}, {}, "cap: expected recurrent states"),
+    ],
+)
+def test_a_request_that_cannot_be_held_to_a_cap_is_refused(config, parts, request_parts, words):
+    plan = BOUNDED.plan_for({}, prompt_tokens=100)
+    require_capped_prompt(plan, asked(), config)
+    with pytest.raises(InvalidArgumentError, match=words):
+        require_capped_prompt(plan, asked(**request_parts), changed(config, **parts))
+
+
+def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits():
+    require_no_promise(Limits())
+    with pytest.raises(InvalidArgumentError, match="cap: expected none for a session"):
+        require_no_promise(Limits(cap=100))
 
 
 def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, **spec):
