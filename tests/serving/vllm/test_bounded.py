@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from snapkv import RKV, TOVA, CompressedCache, PromptThenDecode, SnapKV, StreamingLLM
+from snapkv import RKV, TOVA, AdaKV, CompressedCache, PromptThenDecode, SnapKV, StreamingLLM
 from snapkv.prefill import chunked
 from snapkv.serving import Limits
 from tests.serving.vllm.engines import greedy, small_engine
@@ -103,6 +103,21 @@ def test_models_of_other_kinds_are_bounded_as_by_the_library(tmp_path, family):
             require_same(kept_of(watched, len(ids), len(kept)), kept)
     library = PromptThenDecode(prompt=policy, decode=TOVA(79))
     assert grown == [small.answer(ids, library, 40) for ids in prompts]
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+def test_heads_part_behind_a_prompt_under_a_cap(small, caching):
+    """All hold as many tokens until the prompt's end."""
+    policy = AdaKV(SnapKV(64, **WINDOW))
+    prompts = [ids_of(tokens, seed=tokens) for tokens in (100, 320, 500, 777)]
+    sizes = SIZES | {"enable_prefix_caching": caching, "policy": "adakv"}
+    with small_engine(small, budget=64, parameters=WINDOW, limits=CAP, **sizes) as engine:
+        answers = engine.answers(prompts, greedy(40))
+        assert not engine.leftovers()
+        assert engine.free_blocks == engine.all_blocks
+    for ids, answer in zip(prompts, answers, strict=True):
+        with chunked(small.model, cap_tokens=CAP.cap, chunk_tokens=CAP.chunk_tokens):
+            assert answer == small.answer(ids, policy, 40)
 
 
 DECODING = {
