@@ -79,7 +79,7 @@ def _parted(row: Row) -> str:
         f"Generating with heads of different length (`adakv`) beside equal heads (`snapkv`): "
         f"{row['requests']} requests of {row['prompt_tokens']:,} prompt tokens side by side, "
         f"budget {row['budget']}, {row['steps']} pairs of steps that only generate, in turns, "
-        f"{row['environment']['threads']} threads: "
+        f"OMP_NUM_THREADS={row['environment']['threads']}: "
         f"{'; '.join(said)}; {blocks['equal_heads']} and {blocks['adakv']} "
         f"blocks of {BLOCK_TOKENS} tokens held when all prompts were read; commit "
         f"{row['environment']['commit']}"
