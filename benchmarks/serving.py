@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,11 +162,10 @@ class Engine:
         for number, ids in enumerate(prompts):
             self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
 
-    def step(self) -> tuple[float, list[int]]:
-        """One step: its seconds, and how many tokens of each request it computed."""
-        start = time.perf_counter()
+    def step(self) -> list[int]:
+        """One step, and how many tokens of each request it computed."""
         self._llm.llm_engine.step()
-        return time.perf_counter() - start, list(self._scheduled.num_scheduled_tokens.values())
+        return list(self._scheduled.num_scheduled_tokens.values())
 
     @property
     def held_blocks(self) -> int:
@@ -308,7 +308,7 @@ def reading(sizes: Sizes, documents: list[Document], part: str, at_once: int) ->
             "budget": sizes.budget,
             "blocks": blocks,
         }
-        yield row | _wall_and_processor_time(spent)
+        yield row | _wall_and_processor_time(spent, "snapkv", "stock")
 
 
 def _read(engine: Engine, documents: list[Document], at_once: int) -> Callable[[], Spent]:
@@ -321,16 +321,15 @@ def _read(engine: Engine, documents: list[Document], at_once: int) -> Callable[[
     return once
 
 
-def _wall_and_processor_time(spent: dict[str, list[Spent]]) -> Row:
+def _wall_and_processor_time(spent: dict[str, list[Spent]], ours: str, other: str) -> Row:
     row: Row = {}
     for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
         seconds = {
             name: [getattr(one, clock) / 1000 for one in of_engine]
             for name, of_engine in spent.items()
         }
-        row |= {f"{name}_{key}seconds": spread(of, 3) for name, of in seconds.items()}
-        of_pairs = ratios(seconds["snapkv"], seconds["stock"])
-        row[f"{key}against_stock"] = spread(of_pairs, 4)
+        row |= {f"{name}_{key}seconds": spread(of, 4) for name, of in seconds.items()}
+        row[f"{key}against_{other}"] = spread(ratios(seconds[ours], seconds[other]), 4)
     return row
 
 
@@ -372,29 +371,27 @@ def _rounds(
 
 
 def heads(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
-    """Steps that only generate, of equal heads and of heads that share the same budget, in turns.
-
-    The requests are the same, and every other pair of steps begins with the other engine.
-    """
+    """Steps that only generate, with equal heads and with heads that share out the same budget."""
     prompts = [document.prompt_ids for document in documents]
     tokens = sizes.new_tokens + 2 * len(prompts)  # the first generate while the last are read
     most = len(prompts[0]) + tokens
     room = {"dtype": "bfloat16", "blocks": sizes.ample_blocks, "most_tokens": most}
     engines = {
-        policy: Engine(budget=sizes.budget, policy=policy, **room)
-        for policy in (SnapKV.name, AdaKV.name)
+        name: Engine(budget=sizes.budget, policy=policy, **room)
+        for name, policy in (("equal_heads", SnapKV.name), ("adakv", AdaKV.name))
     }
     blocks = {}
     for name, engine in engines.items():
         engine.watch_steps()
         engine.start(prompts, tokens)
-        while engine.step()[1] != [1] * len(prompts):
+        while engine.step() != [1] * len(prompts):
             pass
         blocks[name] = engine.held_blocks
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(sizes.new_tokens - 1):
-        for name in list(engines)[:: -1 if number % 2 else 1]:
-            seconds[name].append(engines[name].step()[0])
+    spent = alternate(
+        {name: partial(spent_on, engine.step) for name, engine in engines.items()},
+        rounds=sizes.new_tokens - 2,
+        warmup_rounds=1,
+    )
     for engine in engines.values():
         engine.close()
     yield {
@@ -402,10 +399,9 @@ def heads(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
         "requests": len(prompts),
         "prompt_tokens": len(prompts[0]),
         "budget": sizes.budget,
-        "steps": sizes.new_tokens - 1,
+        "steps": sizes.new_tokens - 2,
         "blocks_held": blocks,
-        "step_seconds": {name: spread(of, 4) for name, of in seconds.items()},
-        "against_equal_heads": spread(ratios(seconds[AdaKV.name], seconds[SnapKV.name]), 4),
+        **_wall_and_processor_time(spent, "adakv", "equal_heads"),
     }
 
 

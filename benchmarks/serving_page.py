@@ -65,15 +65,22 @@ right after one another, and which begins is turned every pair:
 
 
 def _parted(row: Row) -> str:
-    steps, blocks = row["step_seconds"], row["blocks_held"]
-    ratio = row["against_equal_heads"]
+    blocks = row["blocks_held"]
+    said = [
+        f"{1000 * row[f'equal_heads_{key}']['p50']:.0f} {what} with equal heads, "
+        f"{1000 * row[f'adakv_{key}']['p50']:.0f} with `adakv`, median ratio "
+        f"{row[ratio]['p50']:.3f} ({row[ratio]['p20']:.3f} to {row[ratio]['p80']:.3f})"
+        for key, what, ratio in (
+            ("seconds", "ms a step", "against_equal_heads"),
+            ("processor_seconds", "ms of processor time", "processor_against_equal_heads"),
+        )
+    ]
     return (
         f"Generating with heads of different length (`adakv`) beside equal heads (`snapkv`): "
         f"{row['requests']} requests of {row['prompt_tokens']:,} prompt tokens side by side, "
-        f"budget {row['budget']}, {row['steps']} pairs of steps that only generate, in turns: "
-        f"{steps['snapkv']['p50'] * 1000:.0f} ms a step with equal heads, "
-        f"{steps['adakv']['p50'] * 1000:.0f} ms with `adakv`, median ratio {ratio['p50']:.3f} "
-        f"({ratio['p20']:.3f} to {ratio['p80']:.3f}); {blocks['snapkv']} and {blocks['adakv']} "
+        f"budget {row['budget']}, {row['steps']} pairs of steps that only generate, in turns, "
+        f"OMP_NUM_THREADS={row['environment']['threads']}: "
+        f"{'; '.join(said)}; {blocks['equal_heads']} and {blocks['adakv']} "
         f"blocks of {BLOCK_TOKENS} tokens held when all prompts were read; commit "
         f"{row['environment']['commit']}"
     )
