@@ -15,7 +15,17 @@ from tests.cli.commands import commands, options_of
 NO_OUTPUT = {
     *("model", "revision", "device", "dtype", "attn_implementation", "shape", "medusa"),
     *("assistant", "files", "document", "data", "include_path", "haystack"),
-    *("policy", "baseline", "beside", "budget", "storage", "pooling", "group_reduce", "set_"),
+    *(
+        "policy",
+        "decode_policy",
+        "baseline",
+        "beside",
+        "budget",
+        "storage",
+        "pooling",
+        "group_reduce",
+        "set_",
+    ),
     *("kernel_size", "protect", "kinds"),
     *("question", "questions", "prompt", "answer_start", "tasks", "lengths", "batch", "datasets"),
     *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),

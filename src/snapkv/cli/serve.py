@@ -20,6 +20,16 @@ from snapkv.validation import (
 if TYPE_CHECKING:
     from snapkv.serving import ServingSettings
 
+_LEAST = {
+    "budget": 0,
+    "protect_first": 0,
+    "cap": 0,
+    "chunk_tokens": 1,
+    "decode_budget": 0,
+    "evict_every": 1,
+}
+"""The least that numbers may be which are checked before torch is waited for."""
+
 _Cap = Annotated[
     int, typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all")
 ]
@@ -106,8 +116,9 @@ def _settings(
     policy: str, assignments: list[str], limits: Mapping[str, int | str], **sizes: int
 ) -> "ServingSettings":
     """What the options say; checked before torch is imported, as far as they can be."""
-    require_int("budget", sizes["budget"], minimum=0)
-    require_int("protect_first", sizes["protect_first"], minimum=0)
+    numbers = {**limits, **sizes}
+    for name, least in _LEAST.items():
+        require_int(name, numbers[name], minimum=least)
     require_at_least("max_window_size", sizes["max_window_size"], 1)
     require_at_least("max_kernel_size", sizes["max_kernel_size"], 1)
 
