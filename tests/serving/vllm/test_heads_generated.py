@@ -75,8 +75,8 @@ def stayed_whole(blocks):
     """From now on, the requests of shared blocks that could not be moved to others."""
     compress, found = blocks.compress, []
 
-    def compress_and_note(request_id, **sizes):
-        moves = compress(request_id, **sizes)
+    def compress_and_note(request_id, order):
+        moves = compress(request_id, order)
         if moves is None:
             found.append(request_id.rpartition("-")[0])
         return moves

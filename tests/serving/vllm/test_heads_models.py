@@ -24,7 +24,7 @@ def test_kept_sets_and_answers_are_those_of_the_library(tmp_path, family):
                 expected, cache = small.library(prompt, policy, 16)
                 assert answer == expected, len(prompt)
                 if len(prompt) > BUDGET:
-                    for layer, keep in zip(small.layers_that_see_all, kept.of(prompt), strict=True):
+                    for layer, keep in zip(small.compressed_layers, kept.of(prompt), strict=True):
                         library = cache.kept_positions(layer)[0].tolist()
                         assert [[p for p in head if p >= 0] for head in keep[0].tolist()] == [
                             [p for p in head if 0 <= p < len(prompt)] for head in library

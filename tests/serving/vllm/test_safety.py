@@ -96,8 +96,10 @@ def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
     )
     metrics = PromptMetrics(config)
     request = SimpleNamespace(request_id="a", num_prompt_tokens=100, num_preemptions=2)
-    metrics.prompt_ended(request, kept_tokens=40, blocks_freed=3)
-    metrics.prompt_ended(request, kept_tokens=40, blocks_freed=2)
+    order = SimpleNamespace(choice=SimpleNamespace(stage="prompt"))
+    for freed in (3, 2):
+        metrics.compressed(order, freed)
+        metrics.prompt_ended(request, kept_tokens=40)
     metrics.request_ended("a")
     metrics.prompt_ended(request, kept_tokens=100, no_room=True)  # another one of that name
 
@@ -105,4 +107,5 @@ def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
         return _series()[name].labels("counted", "7", *labels)._value.get()
 
     assert (value("freed"), value("seen"), value("kept")) == (5, 200, 140)
+    assert value("compressions", "prompt") == 2
     assert [value("requests", one) for one in ("compressed", "whole", "no-room")] == [1, 0, 1]
