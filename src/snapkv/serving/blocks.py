@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.serving.orders import Move, Order
-from snapkv.serving.plans import Plan
+from snapkv.serving.plans import RequestPlan
 from snapkv.serving.settings import ServingSettings
 
 
@@ -79,14 +79,15 @@ class CompressedManager(FullAttentionManager):
     """Counts the tokens a request holds, which are those it has seen less those it dropped.
 
     Attributes:
-        dropped_tokens: of every request that was compressed.
+        dropped_tokens: of every request that was compressed; less than none where more is held than
+            counts as computed.
         plans: of all requests that are known, by request; the scheduler's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
-        self.plans: Mapping[str, Plan] = {}
+        self.plans: Mapping[str, RequestPlan] = {}
 
     def unshared_blocks(self, request_id: str) -> int:
         """Blocks of a request that go back to the pool when it gives them up."""
@@ -94,7 +95,7 @@ class CompressedManager(FullAttentionManager):
 
     def moves_out(self, request_id: str) -> bool:
         """Whether kept tokens go to other blocks, since others may find or share the request's."""
-        return self.enable_caching and request_id not in self.dropped_tokens
+        return self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0
 
     def keep(self, request_id: str, order: Order) -> Move:
         """Free the blocks that the kept tokens of a request do not need.
@@ -118,7 +119,44 @@ class CompressedManager(FullAttentionManager):
         self.dropped_tokens[request_id] = order.seen_tokens - room
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
+    def stay(self, request_id: str, order: Order) -> Move:
+        """Count what a request holds, and leave its blocks as they are."""
+        blocks = _ids(self.req_to_blocks[request_id])
+        self.dropped_tokens[request_id] = order.dropped_tokens
+        return Move(group=self.kv_cache_group_id, sources=blocks, targets=blocks)
+
+    def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
+        """The blocks of the first tokens a request holds, which stay when it gives them up."""
+        blocks = self.req_to_blocks[request_id][: tokens // self.block_size]
+        self.block_pool.touch(blocks)
+        return blocks
+
+    def begin_with(self, request_id: str, dropped_tokens: int) -> None:
+        """Count that the blocks which a request is lent hold fewer tokens than they stand for."""
+        if dropped_tokens:
+            self.dropped_tokens[request_id] = dropped_tokens
+
     # What vLLM asks, in tokens seen.
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Give a request the blocks that it begins with; documents come without prefix caching."""
+        if self.enable_caching or not new_computed_blocks:
+            super().add_local_computed_blocks(
+                request_id,
+                new_computed_blocks,
+                num_local_computed_tokens,
+                num_external_computed_tokens,
+            )
+            return
+        self.block_pool.touch(new_computed_blocks)
+        self.req_to_blocks[request_id].extend(new_computed_blocks)
+        self.num_cached_block[request_id] = len(new_computed_blocks)
 
     def get_num_blocks_to_allocate(
         self,
@@ -159,7 +197,7 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
 
-def share_exact_blocks(coordinator: Any, plans: Mapping[str, Plan]) -> None:
+def share_exact_blocks(coordinator: Any, plans: Mapping[str, RequestPlan]) -> None:
     """Let vLLM's coordinator of all groups offer no block of what was read behind a compression.
 
     Layers with a window or a recurrent state are not compressed, but what they store then comes out
@@ -189,7 +227,7 @@ class CompressedBlocks:
     """
 
     def __init__(
-        self, managers: Mapping[int, CompressedManager], plans: Mapping[str, Plan]
+        self, managers: Mapping[int, CompressedManager], plans: Mapping[str, RequestPlan]
     ) -> None:
         self._managers = managers
         for manager in managers.values():
@@ -199,13 +237,22 @@ class CompressedBlocks:
         """How many tokens the request has dropped, in every group."""
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
+    @property
+    def managers(self) -> Sequence[CompressedManager]:
+        """Of all groups."""
+        return list(self._managers.values())
+
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...] | None:
         """Free the blocks that the kept tokens of a request do not need, in every group.
+
+        Where the order does not end with a choice the blocks stay, and are counted anew.
 
         Returns:
             None where there is no room for the kept tokens: all blocks of the request are shared
             and too few others are free. The request then stays as it is.
         """
+        if not order.ends:
+            return tuple(manager.stay(request_id, order) for manager in self._managers.values())
         if not self._room(request_id, order):
             return None
         return tuple(manager.keep(request_id, order) for manager in self._managers.values())

@@ -1,6 +1,6 @@
 """What chooses the tokens that stay, each time a request is compressed; no vLLM is needed here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -154,3 +154,29 @@ class WhileGenerating:
             seen_tokens=layer.keys.shape[2],
         )
         return self.policy.evict(step).keep_indices
+
+
+@dataclass(frozen=True)
+class SecondReading:
+    """What stays of a document that has been read twice.
+
+    Args:
+        policy: `KVzip`.
+        document_tokens: how many of the tokens held are the document's, the first ones.
+    """
+
+    stage: ClassVar[str] = "document"
+    parts_heads: ClassVar[bool] = False
+    query_tokens: ClassVar[int] = 0
+    remembered_tokens: ClassVar[int] = 0
+
+    policy: Policy
+    document_tokens: int
+
+    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+        """See `Choice`; the layer has what the second reading noted."""
+        del kept_tokens  # the policy knows
+        first = slice(self.document_tokens)
+        document = replace(layer, keys=layer.keys[:, :, first], values=layer.values[:, :, first])
+        selection = self.policy.select(document)
+        return None if selection is None else selection.keep_indices

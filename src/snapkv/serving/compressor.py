@@ -1,7 +1,7 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.kvzip import most_attention
 from snapkv.policies import PromptLayer
 from snapkv.serving.heads.attention import HeadsAttention
 from snapkv.serving.heads.places import HeadPlaces
@@ -102,6 +103,7 @@ class Compressor:
         self._device, self._heads = device, heads
         self._runs: list[LayerRun] = []
         self._block_tokens: dict[int, int] = {}
+        self._received: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._layers.items():
             recorder.listen(name, layer)
 
@@ -125,6 +127,34 @@ class Compressor:
                     )
         self._runs = list(layer_runs(self._groups))
 
+    def forget(self, request: str) -> None:
+        """Drop what was put aside and noted for a request."""
+        self._recorder.forget(request)
+        self._received.pop(request, None)
+
+    def note(self, orders: Mapping[str, Order]) -> None:
+        """Note the attention that a text gets while it is read again, where a step has read some.
+
+        Args:
+            orders: of the step, by request.
+        """
+        for request, order in orders.items():
+            if order.noted_tokens:
+                for move in order.moves:
+                    self._note(request, order, move)
+                self._recorder.forget(request)
+
+    def _note(self, request: str, order: Order, move: Move) -> None:
+        received = self._received.setdefault(request, {})
+        for whole in (run for run in self._runs if run.group == move.group):
+            for run in whole.within_bounds(order.held_tokens, 0):
+                keys = run.layout.read_keys(self._sources(run, move), order.held_tokens)
+                layer = self._layer_of(run, request, order.query_tokens, keys)
+                most = most_attention(layer, order.noted_tokens)
+                for name, of_layer in zip(run.layers, most, strict=True):
+                    before = received.get(name)
+                    received[name] = of_layer if before is None else before.maximum(of_layer)
+
     def compress(self, orders: Mapping[str, Order]) -> None:
         """Compress the requests of which a choice is due behind the step that has just run.
 
@@ -145,6 +175,7 @@ class Compressor:
                 one.layout.write(one.slots, one.keys, one.values)
         for request, order in ending.items():
             self._recorder.forget(request, 0 if order.moves else order.choice.remembered_tokens)
+            self._received.pop(request, None)
 
     def _turns(self, orders: Collection[Order]) -> Iterable[list[LayerRun]]:
         """Layers of which all is read before any of it is written.
@@ -192,16 +223,34 @@ class Compressor:
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
         """What is kept of a run of layers: (layers, H, K)."""
-        window = order.choice.query_tokens
+        layer = self._layer_of(run, request, order.choice.query_tokens, keys)
+        if order.noted_tokens:
+            received = self._received[request]
+            layer = replace(layer, received=torch.stack([received[name] for name in run.layers]))
+        keep = order.choice.keep(layer, order.kept_tokens)
+        if keep is None or not _keeps_as_ordered(keep, order):
+            kept = None if keep is None else (keep >= 0).sum(dim=-1)
+            raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
+        return keep
+
+    def _layer_of(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
+        """A run of layers as policies see them, with its layers as rows.
+
+        Args:
+            run: the layers.
+            request: whose they are shown for.
+            tokens: how many queries were put aside.
+            keys: (layers, H, held tokens, D).
+        """
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
-        if window:
+        if tokens:
             queries = torch.cat(
                 [
-                    layer.over_stored(self._recorder.take(request, name, window))
+                    layer.over_stored(self._recorder.take(request, name, tokens))
                     for name, layer in run.layers.items()
                 ]
             )
-        layer = PromptLayer(
+        return PromptLayer(
             queries=queries,
             keys=keys,
             values=torch.empty_like(keys, device="meta"),  # no served method looks at them
@@ -211,11 +260,6 @@ class Compressor:
             num_layers=len(self._layers),
             votes_impl=run.votes_impl,
         )
-        keep = order.choice.keep(layer, order.kept_tokens)
-        if keep is None or not _keeps_as_ordered(keep, order):
-            kept = None if keep is None else (keep >= 0).sum(dim=-1)
-            raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
-        return keep
 
 
 def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:

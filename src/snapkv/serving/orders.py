@@ -24,7 +24,9 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """The prompt's last tokens, which are read behind a piece of it, vote, and are forgotten.
+    """Tokens that are read behind a prompt's own, and forgotten when they have voted.
+
+    The prompt's last ones behind a piece of it, or a part of a text that is read again.
 
     Attributes:
         first_position: the true position of the first of them.
@@ -49,11 +51,13 @@ class Order:
         choice: what chooses the tokens that stay.
         query_tokens: how many of the request's last tokens in this step have queries that the
             choice wants, which are put aside.
-        seen_tokens: computed when the step is done, those read ahead left out.
+        seen_tokens: that count as computed when the step is done.
         held_tokens: of which keys and values are cached then, those read ahead among them.
         ends: whether the choice is made behind this step; what was put aside is then forgotten.
-        kept_tokens: how many stay, if it is.
+        kept_tokens: how many stay.
         ahead: what the last tokens of the step are, where they are not the next ones.
+        steps_back: how many tokens fewer than have been computed count as computed from then on.
+        noted_tokens: of how many first tokens the attention is noted that the queries pay them.
         moves: what happens to the blocks of each compressed KV cache group; none where the request
             stays as it is.
     """
@@ -65,6 +69,8 @@ class Order:
     ends: bool
     kept_tokens: int
     ahead: Ahead | None = None
+    steps_back: int = 0
+    noted_tokens: int = 0
     moves: tuple[Move, ...] = ()
 
     @property

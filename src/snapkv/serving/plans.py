@@ -7,6 +7,7 @@ how many of them are held, and steps end where the plan says.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.serving.choices import (
@@ -18,6 +19,51 @@ from snapkv.serving.choices import (
 )
 from snapkv.serving.methods import kept_tokens, parts_heads
 from snapkv.serving.orders import Ahead, Order
+
+
+class RequestPlan(Protocol):
+    """When a request is compressed, as the scheduler asks and the blocks do."""
+
+    def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
+        """How many tokens a step computes, so that none runs past the next compression.
+
+        Args:
+            seen_tokens: computed before the step.
+            held_tokens: how many are held.
+            offered_tokens: how many there is room for.
+
+        Returns:
+            Those read ahead are among them.
+        """
+
+    def order(
+        self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
+    ) -> Order | None:
+        """What the workers do in a step; None where there is nothing to do beside it.
+
+        Args:
+            seen_tokens: computed before the step.
+            held_tokens: how many are held.
+            step_tokens: what `step_tokens` allowed.
+            prompt_ids: the ids of the whole prompt.
+        """
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """Tokens from the first on, whose keys and values are those of every request's; None: all.
+
+        Behind them a request may have read tokens ahead, or have dropped what others would see.
+        """
+
+    @property
+    def reusable_tokens(self) -> int | None:
+        """How much of a cached prefix the request may reuse; None: all."""
+
+    def most_held(self, tokens: int) -> int:
+        """The most that the request holds at any time until it has seen that many tokens."""
+
+    def spare_tokens(self, block_tokens: int) -> int:
+        """What heads of different length leave empty in their last blocks, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +123,7 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """When a request is compressed, and to how much.
+    """When a request is compressed that has a prompt of its own, and to how much.
 
     Attributes:
         prompt_tokens: length of the prompt.
@@ -134,16 +180,7 @@ class Plan:
         )
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, so that none runs past the next compression.
-
-        Args:
-            seen_tokens: computed before the step.
-            held_tokens: of those, the ones that are held.
-            offered_tokens: how many there is room for.
-
-        Returns:
-            Those read ahead are among them.
-        """
+        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
@@ -156,14 +193,7 @@ class Plan:
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """What the workers do in a step; None where there is nothing to do beside it.
-
-        Args:
-            seen_tokens: computed before the step.
-            held_tokens: of those, the ones that are held.
-            step_tokens: what `step_tokens` allowed.
-            prompt_ids: the ids of the whole prompt.
-        """
+        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return None
@@ -185,25 +215,23 @@ class Plan:
             ends=ends,
             kept_tokens=compression.kept_tokens,
             ahead=_last(prompt_ids, ahead) if ends and ahead else None,
+            steps_back=ahead if ends else 0,
         )
 
     @property
     def shared_tokens(self) -> int | None:
-        """Tokens from the first on, whose keys and values are those of every request's; None: all.
-
-        Behind them a request may have read tokens ahead, or have dropped what others would see.
-        """
+        """See `RequestPlan`."""
         first = self.next(0, 0)
         return None if first is None else first.at
 
     @property
     def reusable_tokens(self) -> int | None:
-        """How much of a cached prefix the request may reuse; None: all."""
+        """See `RequestPlan`."""
         first = self.next(0, 0)
         return None if first is None else max(0, first.at - first.needed_tokens)
 
     def most_held(self, tokens: int) -> int:
-        """The most that the request holds at any time until it has seen that many tokens."""
+        """See `RequestPlan`."""
         read = min(tokens, self.prompt_tokens)
         if self.cap is not None and self.policy is not None:
             most = self.cap.most_tokens + self.cap.chunk_tokens + self.policy.query_tokens
@@ -217,7 +245,7 @@ class Plan:
         return max(read, grown)
 
     def spare_tokens(self, block_tokens: int) -> int:
-        """What heads of different length leave empty in their last blocks, at most."""
+        """See `RequestPlan`."""
         apart = self.policy is not None and parts_heads(self.policy)
         return block_tokens - 1 if apart else 0
 

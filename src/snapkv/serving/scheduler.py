@@ -26,6 +26,9 @@ logger = init_logger("vllm.snapkv")
 ORDERS = "snapkv_orders"
 """Attribute of vLLM's `SchedulerOutput` that carries `Order`s to the workers, by request."""
 
+BEGINNINGS = "snapkv_beginnings"
+"""Attribute of the same that says how many tokens requests begin with that they do not hold."""
+
 
 class _CompressingScheduler(Scheduler):
     """Orders the compression of a request in the very step that computes its last token.
@@ -38,7 +41,7 @@ class _CompressingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, RequestPlan] = {}
         coordinator = self.kv_cache_manager.coordinator
         share_exact_blocks(coordinator, self._plans)
         managers = coordinator.single_type_managers
@@ -46,6 +49,8 @@ class _CompressingScheduler(Scheduler):
         self._looks_ahead = len(compressed) == len(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
         self._metrics = PromptMetrics(self.vllm_config)
+        self._documents = registry(self.vllm_config, self.kv_cache_config, self._blocks)
+        self._beginnings: dict[str, int] = {}
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
@@ -56,9 +61,12 @@ class _CompressingScheduler(Scheduler):
             self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
         super().add_request(request)
 
-    def _plan_of(self, request: Any) -> Plan:
+    def _plan_of(self, request: Any) -> RequestPlan:
         """The request's plan; none for sessions, whose prompts go on after their end."""
         params = request.sampling_params
+        asked = errand(None if params is None else params.extra_args)
+        if asked is not None:
+            return require_documents(self._documents, asked, request).plan_of(asked, request)
         if params is None or request.resumable:
             require_no_promise(self._settings.limits)
             return Plan(prompt_tokens=request.num_prompt_tokens)
@@ -71,11 +79,21 @@ class _CompressingScheduler(Scheduler):
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._metrics.request_ended(request.request_id)
-        freed = super()._free_request(request, *args, **kwargs)
+        registered = None
+        if self._documents is not None:
+            complete = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            registered = self._documents.request_ends(request.request_id, is_complete=complete)
+        to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
-        return freed
+        return registered or to_connector, of_encoder
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+        lent = self._documents and self._documents.lent(request.request_id)
+        if lent:
+            plan, found = lent
+            self._beginnings[request.request_id] = plan.dropped_tokens
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+            return blocks, plan.document_tokens, 0, False
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens

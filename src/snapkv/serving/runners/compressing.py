@@ -20,7 +20,7 @@ from snapkv.serving.refusals import (
     serves_heads_apart,
 )
 from snapkv.serving.rehearsal import Largest, rehearsed
-from snapkv.serving.scheduler import ORDERS
+from snapkv.serving.scheduler import BEGINNINGS, ORDERS
 from snapkv.serving.timing import Stopwatch
 
 
@@ -64,7 +64,7 @@ class CompressingRunner:
 
     @abstractmethod
     def _step_back(self, request_id: str, tokens: int) -> None:
-        """Let a request forget that it computed so many tokens, which were read ahead."""
+        """Let a request forget that it computed so many tokens."""
 
     # What they share.
 
@@ -119,9 +119,10 @@ class CompressingRunner:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and carry out the orders that came with it behind the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
+        self._dropped.update(getattr(scheduler_output, BEGINNINGS, {}))
         for request_id, order in self._compressed.items():
-            if order.ahead:
-                self._step_back(request_id, len(order.ahead.token_ids))
+            if order.steps_back:
+                self._step_back(request_id, order.steps_back)
             if order.moves:
                 self._enter_blocks(request_id, order.moves)
         self._compressed = {}
@@ -140,7 +141,7 @@ class CompressingRunner:
         for request_id in requests:
             self._dropped.pop(request_id, None)
             self._compressed.pop(request_id, None)
-            self._recorder.forget(request_id)
+            self._compressor.forget(request_id)
             self._heads.forget(request_id)
 
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
@@ -176,6 +177,7 @@ class CompressingRunner:
     def _carry_out(self) -> None:
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
+        self._compressor.note(orders)
         if any(order.ends for order in orders.values()):
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
@@ -184,7 +186,7 @@ class CompressingRunner:
                 self._dropped.pop(request_id, None)
             elif order.moves:
                 self._dropped[request_id] = order.dropped_tokens
-            if order.ends:
+            if order.ends or order.steps_back:
                 self._compressed[request_id] = order
 
     @property

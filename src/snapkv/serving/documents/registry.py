@@ -1,0 +1,220 @@
+"""The documents of an engine: whose blocks they are, and who is using them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import KVzip
+from snapkv.serving.blocks import CompressedManager
+from snapkv.serving.choices import SecondReading
+from snapkv.serving.documents.beginning import FromDocument
+from snapkv.serving.documents.reading_twice import ReadTwice, piece_tokens
+from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, Errand
+from snapkv.serving.plans import Plan, RequestPlan
+
+KEPT = "snapkv_document"
+"""Where the output of a request that has registered a document says what is held of it."""
+
+
+@dataclass(kw_only=True)
+class Held:
+    """One document.
+
+    Attributes:
+        token_ids: that requests begin with.
+        kept_tokens: of those, how many are held.
+        blocks: of every compressed KV cache group; None while it is being read.
+        requests: that begin with it and have not ended.
+        is_dropped: whether no other request may name it.
+    """
+
+    token_ids: tuple[int, ...]
+    kept_tokens: int
+    blocks: Sequence[list[Any]] | None = None
+    requests: set[str] = field(default_factory=set)
+    is_dropped: bool = False
+
+    @property
+    def plan(self) -> FromDocument:
+        """Of a request that begins with it."""
+        return FromDocument(document_tokens=len(self.token_ids), kept_tokens=self.kept_tokens)
+
+
+class Registry:
+    """Documents by identifier. They share the pool of blocks with requests, up to a number of them.
+
+    Args:
+        managers: of all KV cache groups, which are all compressed.
+        most_tokens: tokens that all documents may hold together.
+        budget: tokens kept of a document that says nothing else.
+        chunk_tokens: of a piece that is read again.
+        max_model_len: positions of the model.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[CompressedManager],
+        *,
+        most_tokens: int,
+        budget: int,
+        chunk_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self._managers = managers
+        self._block_tokens = max(manager.block_size for manager in managers)
+        self._most_tokens, self._budget = most_tokens, budget
+        self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
+        self._held: dict[str, Held] = {}
+        self._used_by: dict[str, Held] = {}
+        self._registering: dict[str, str] = {}
+
+    def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
+        """When a request is compressed that has to do with a document.
+
+        Raises:
+            InvalidArgumentError: no such document, another prompt, or no room.
+        """
+        if request.prompt_token_ids is None or request.mm_features:
+            raise InvalidArgumentError(
+                f"{errand.verb}: expected a prompt of tokens alone, got embeddings or images; "
+                "leave it out"
+            )
+        handle: dict[str, Callable[[Errand, Any], RequestPlan]] = {
+            DOCUMENT: self._begin,
+            REGISTER: self._register,
+            DROP: self._drop,
+        }
+        return handle[errand.verb](errand, request)
+
+    def _begin(self, errand: Errand, request: Any) -> RequestPlan:
+        held = self._held.get(errand.document_id)
+        if held is None or held.blocks is None:
+            raise InvalidArgumentError(
+                f"{DOCUMENT}: expected a document that is registered, got one that is not, or not "
+                "any more; register it again"
+            )
+        tokens = len(held.token_ids)
+        if request.num_prompt_tokens <= tokens:
+            raise InvalidArgumentError(
+                f"{DOCUMENT}: expected something asked behind the document's {tokens:,} tokens, "
+                f"got a prompt of {request.num_prompt_tokens:,}; ask something"
+            )
+        if tuple(request.prompt_token_ids[:tokens]) != held.token_ids:
+            raise InvalidArgumentError(
+                f"{DOCUMENT}: expected a prompt that begins with the document's tokens, got one "
+                "that does not; begin it with them"
+            )
+        held.requests.add(request.request_id)
+        self._used_by[request.request_id] = held
+        return held.plan
+
+    def _register(self, errand: Errand, request: Any) -> RequestPlan:
+        if errand.document_id in self._held:
+            raise InvalidArgumentError(f"{REGISTER}: expected a new identifier; pass another one")
+        if self._registering:
+            raise InvalidArgumentError(
+                f"{REGISTER}: expected one document at a time, got one while another is being "
+                "read; register it when that is done"
+            )
+        ids = tuple(request.prompt_token_ids[:-1])
+        size = self._block_tokens
+        budget = self._budget if errand.budget is None else errand.budget
+        whole, kept = len(ids) // size * size, cdiv(budget, size) * size
+        if not whole:
+            raise InvalidArgumentError(
+                f"document: expected at least the {size} tokens of a block, got {len(ids)}; ask "
+                "about it without registering it"
+            )
+        self._require_room(min(kept, whole))
+        if kept >= whole:  # what its last block lacks is read with every request
+            held, plan = self._whole(ids[:whole], len(ids) + 1)
+        else:
+            held, plan = self._compressed(ids, kept, errand.instruction_ids)
+        self._held[errand.document_id] = held
+        self._registering[request.request_id] = errand.document_id
+        return plan
+
+    def _whole(self, ids: tuple[int, ...], prompt_tokens: int) -> tuple[Held, RequestPlan]:
+        return Held(token_ids=ids, kept_tokens=len(ids)), Plan(prompt_tokens=prompt_tokens)
+
+    def _compressed(
+        self, ids: tuple[int, ...], kept: int, instruction: tuple[int, ...]
+    ) -> tuple[Held, RequestPlan]:
+        room = self._max_model_len - len(ids)
+        chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, room)
+        plan = ReadTwice(
+            document_ids=ids,
+            instruction_ids=instruction,
+            chunk_tokens=chunk,
+            kept_tokens=kept,
+            choice=SecondReading(KVzip(kept, chunk_tokens=chunk), len(ids)),
+        )
+        return Held(token_ids=ids, kept_tokens=kept), plan
+
+    def _require_room(self, kept_tokens: int) -> None:
+        taken = sum(held.kept_tokens for held in self._all())
+        if taken + kept_tokens > self._most_tokens:
+            raise InvalidArgumentError(
+                f"document: expected room for {kept_tokens:,} tokens beside the {taken:,} of other "
+                f"documents, which may hold {self._most_tokens:,} together; drop one, or start the "
+                "server with more --share-bytes"
+            )
+
+    def _all(self) -> Sequence[Held]:
+        """Of which blocks are held, those that were dropped and are still in use among them."""
+        used = {id(held): held for held in self._used_by.values()}
+        return list((used | {id(held): held for held in self._held.values()}).values())
+
+    def _drop(self, errand: Errand, request: Any) -> RequestPlan:
+        held = self._held.get(errand.document_id)
+        if held is not None and held.blocks is not None:
+            del self._held[errand.document_id]
+            held.is_dropped = True
+            self._release(held)
+        return Plan(prompt_tokens=request.num_prompt_tokens)
+
+    def lent(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
+        """What a request begins with: the plan, and the blocks of every group."""
+        held = self._used_by.get(request_id)
+        if held is None or held.blocks is None:
+            return None
+        for manager in self._managers:
+            manager.begin_with(request_id, held.plan.dropped_tokens)
+        return held.plan, tuple(list(blocks) for blocks in held.blocks)
+
+    def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
+        """Take over what a request has registered, or give back what it was lent.
+
+        To be called before its blocks are freed.
+
+        Args:
+            request_id: which one.
+            is_complete: whether it has come to its end, and was not aborted.
+
+        Returns:
+            What is held of a document that is registered from now on.
+        """
+        if (held := self._used_by.pop(request_id, None)) is not None:
+            held.requests.discard(request_id)
+            self._release(held)
+        document_id = self._registering.pop(request_id, None)
+        if document_id is None:
+            return None
+        held = self._held[document_id]
+        if not is_complete:
+            del self._held[document_id]
+            return None
+        kept = held.kept_tokens
+        held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
+        return {KEPT: {"tokens": len(held.token_ids), "kept_tokens": kept}}
+
+    def _release(self, held: Held) -> None:
+        """Free the blocks of a document that nobody can name and nobody uses."""
+        if not held.is_dropped or held.requests or held.blocks is None:
+            return
+        for manager, blocks in zip(self._managers, held.blocks, strict=True):
+            manager.block_pool.free_blocks(reversed(blocks))
+        held.blocks = None
