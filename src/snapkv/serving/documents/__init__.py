@@ -1,0 +1,1 @@
+"""Documents that a server reads once, keeps compressed, and shares among requests."""
