@@ -5,7 +5,7 @@ block to move it to; it holds more then, of what others hold too.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self, cast
 
 from snapkv.errors import InvalidArgumentError
@@ -14,11 +14,11 @@ from snapkv.serving.choices import queries_of
 from snapkv.serving.methods import kept_tokens, parts_heads
 from snapkv.serving.plans import Cap, Growth
 from snapkv.serving.protecting import require_first_protected
+from snapkv.serving.records import entry_of, require_fields
 from snapkv.validation import (
     DEFAULT_CHUNK,
     DEFAULT_EVERY,
     MOST,
-    nearest,
     require_choice,
     require_int,
 )
@@ -76,19 +76,12 @@ class Limits:
         Raises:
             InvalidArgumentError: an unknown name.
         """
-        known = [one.name for one in fields(cls)]
-        for name in config:
-            if name not in known:
-                raise InvalidArgumentError(
-                    f"limits: expected {', '.join(known)}, got {name!r}; leave it out"
-                    f"{nearest(name, known)}"
-                )
+        require_fields("limits", cls, config)
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
         """Those that differ from the defaults, ready for JSON."""
-        defaults = asdict(Limits())
-        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        return entry_of(self)
 
     def cap_of(self, asked: int | None, policy: Policy | None, *, looks_ahead: bool) -> Cap | None:
         """What a request's prompt is held to while it is read.

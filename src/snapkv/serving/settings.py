@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies import Policy, SnapKV, StreamingLLM
+from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.limits import Limits
 from snapkv.serving.methods import METHODS, parameters_of, scoring
 from snapkv.serving.names import (
@@ -45,6 +46,7 @@ class ServingSettings:
         max_window_size: the longest window that the server or a request may ask for.
         max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
         limits: how many tokens a request may hold while it is read and while its answer grows.
+        sharing: of documents among requests; None where there is none.
 
     Raises:
         InvalidArgumentError: a method that cannot be served, or a value out of range.
@@ -58,6 +60,7 @@ class ServingSettings:
     max_window_size: int = MAX_WINDOW_SIZE
     max_kernel_size: int = MAX_KERNEL_SIZE
     limits: Limits = field(default_factory=Limits)
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         """Check everything once, here."""
@@ -75,6 +78,8 @@ class ServingSettings:
             made = _protecting(made, self.protect_first)
         if self.budget or self.limits.cap or self.limits.decode_budget:
             self._limited(made if self.budget else None, self.protect_first, {})
+        if self.sharing is not None:
+            self.sharing.require_possible(self.policy, self.limits)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -87,14 +92,17 @@ class ServingSettings:
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
         limits = Limits.from_config(given.pop("limits", {}))
-        return cls(**own, parameters=given, limits=limits)
+        entry = given.pop("sharing", None)
+        sharing = None if entry is None else Sharing.from_config(entry)
+        return cls(**own, parameters=given, limits=limits, sharing=sharing)
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
         first = {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
         caps = {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
         limits = {"limits": found} if (found := self.limits.to_config()) else {}
-        own = {"policy": self.policy, "budget": self.budget, **first, **caps, **limits}
+        sharing = {} if self.sharing is None else {"sharing": self.sharing.to_config()}
+        own = {"policy": self.policy, "budget": self.budget, **first, **caps, **limits, **sharing}
         return {KEY: own | dict(self.parameters)}
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:

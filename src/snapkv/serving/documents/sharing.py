@@ -1,0 +1,72 @@
+"""How a server shares documents; no vLLM is needed here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies import AdaKV
+from snapkv.serving.limits import Limits
+from snapkv.serving.records import entry_of, require_fields
+from snapkv.validation import require_at_least, require_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How much of a server's cache shared documents may take, and who sees them.
+
+    Args:
+        most_bytes: of all documents together; 0 for a quarter of the engine's cache.
+        chunk_tokens: of a document, read again at a time.
+        across_keys: whether every API key sees the documents of all others.
+
+    Raises:
+        InvalidArgumentError: a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    most_bytes: int = 0
+    chunk_tokens: int = 2048
+    across_keys: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every value by itself."""
+        require_int("most_bytes", self.most_bytes, minimum=0)
+        require_at_least("chunk_tokens", self.chunk_tokens, 1)
+        if not isinstance(self.across_keys, bool):
+            raise InvalidTypeError(
+                f"across_keys: expected true or false, got {self.across_keys!r} of type "
+                f"{type(self.across_keys).__name__}; pass one of them"
+            )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """What `to_config` was called on.
+
+        Raises:
+            InvalidArgumentError: an unknown name.
+        """
+        require_fields("sharing", cls, config)
+        return cls(**config)
+
+    def to_config(self) -> dict[str, Any]:
+        """What differs from the defaults, ready for JSON."""
+        return entry_of(self)
+
+    def require_possible(self, policy: str, limits: Limits) -> None:
+        """Raise where a server's other settings leave no room for documents.
+
+        Raises:
+            InvalidArgumentError: names the setting in the way.
+        """
+        for name in ("cap", "decode_budget"):
+            if tokens := getattr(limits, name):
+                raise InvalidArgumentError(
+                    f"{name}: expected none where documents are shared, since requests that name "
+                    f"one stay whole, got {tokens}; leave --{name.replace('_', '-')} or --share out"
+                )
+        if policy == AdaKV.name:
+            raise InvalidArgumentError(
+                "policy: expected one whose heads keep as many tokens where documents are shared, "
+                f"got {policy}; serve with --policy snapkv, or leave --share out"
+            )

@@ -1,0 +1,58 @@
+"""What a server says about shared documents, and what it cannot be together with."""
+
+import json
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError, SnapKVError
+from snapkv.serving import Limits, ServingSettings
+from snapkv.serving.documents.sharing import Sharing
+
+
+@pytest.mark.parametrize(
+    ("sharing", "entry"),
+    [
+        (None, None),
+        (Sharing(), {}),
+        (Sharing(most_bytes=2**31), {"most_bytes": 2**31}),
+        (Sharing(chunk_tokens=64, across_keys=True), {"chunk_tokens": 64, "across_keys": True}),
+    ],
+    ids=str,
+)
+def test_it_travels_in_the_settings(sharing, entry):
+    settings = ServingSettings(budget=64, sharing=sharing)
+    config = json.loads(json.dumps(settings.to_config()))
+    assert config["snapkv"].get("sharing") == entry
+    assert ServingSettings.from_config(config) == settings
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "words"),
+    [
+        ({"most_bytes": -1}, InvalidArgumentError, "most_bytes: expected at least 0"),
+        ({"most_bytes": "2GiB"}, InvalidTypeError, "most_bytes: expected an integer"),
+        ({"chunk_tokens": 0}, InvalidArgumentError, "chunk_tokens: expected at least 1"),
+        ({"across_keys": 1}, InvalidTypeError, "across_keys: expected true or false, got 1"),
+        ({"bytes": 1}, InvalidArgumentError, "sharing: expected most_bytes, .* did you mean"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(entry, error, words):
+    with pytest.raises(error, match=words):
+        ServingSettings.from_config({"snapkv": {"sharing": entry}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"limits": Limits(cap=2048)}, "^cap: expected none where documents .* got 2048.* --cap"),
+        (
+            {"limits": Limits(decode_budget=2048)},
+            "^decode_budget: expected none where documents .* got 2048.* --decode-budget",
+        ),
+        ({"policy": "adakv"}, "^policy: expected one whose heads .* got adakv.* --policy snapkv"),
+    ],
+)
+def test_promises_that_a_document_would_break_are_refused(settings, words):
+    assert ServingSettings(**settings).sharing is None
+    with pytest.raises(SnapKVError, match=words):
+        ServingSettings(**settings, sharing=Sharing())
