@@ -88,6 +88,7 @@ class CompressedManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
         self.plans: Mapping[str, RequestPlan] = {}
+        self._of_documents: set[int] = set()
 
     def unshared_blocks(self, request_id: str) -> int:
         """Blocks of a request that go back to the pool when it gives them up."""
@@ -127,9 +128,16 @@ class CompressedManager(FullAttentionManager):
 
     def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The blocks of the first tokens a request holds, which stay when it gives them up."""
-        blocks = self.req_to_blocks[request_id][: tokens // self.block_size]
+        of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
+        blocks = of_request[: tokens // self.block_size]
         self.block_pool.touch(blocks)
+        self._of_documents.update(_ids(blocks))
         return blocks
+
+    def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Free what `keep_for_others` has kept."""
+        self._of_documents.difference_update(_ids(blocks))
+        self.block_pool.free_blocks(reversed(blocks))
 
     def begin_with(self, request_id: str, dropped_tokens: int) -> None:
         """Count that the blocks which a request is lent hold fewer tokens than they stand for."""
@@ -137,6 +145,15 @@ class CompressedManager(FullAttentionManager):
             self.dropped_tokens[request_id] = dropped_tokens
 
     # What vLLM asks, in tokens seen.
+
+    def _has_partial_local_hit(
+        self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
+    ) -> bool:
+        """The blocks of a document are full, however many tokens they stand for."""
+        if self._of_documents.issuperset(_ids(new_computed_blocks)):
+            return False
+        partial: bool = super()._has_partial_local_hit(new_computed_blocks, *args)
+        return partial
 
     def add_local_computed_blocks(
         self,
@@ -236,11 +253,6 @@ class CompressedBlocks:
     def dropped_tokens(self, request_id: str) -> int:
         """How many tokens the request has dropped, in every group."""
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
-
-    @property
-    def managers(self) -> Sequence[CompressedManager]:
-        """Of all groups."""
-        return list(self._managers.values())
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...] | None:
         """Free the blocks that the kept tokens of a request do not need, in every group.

@@ -5,6 +5,7 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import SnapKV
+from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.limits import Limits
 from snapkv.serving.settings import ServingSettings
 from snapkv.serving.versions import require_supported_version
@@ -20,6 +21,7 @@ def engine_args(
     max_window_size: int = MAX_WINDOW_SIZE,
     max_kernel_size: int = MAX_KERNEL_SIZE,
     limits: Limits | None = None,
+    sharing: Sharing | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
@@ -35,6 +37,7 @@ def engine_args(
         max_kernel_size: the widest kernel that a request may ask for.
         limits: how many tokens a request may hold while its prompt is read and while its answer
             grows; by default all of them.
+        sharing: of documents among requests; None shares none.
         options: any other option of vLLM; its own of the same kind are kept.
 
     Raises:
@@ -49,6 +52,7 @@ def engine_args(
         max_window_size=max_window_size,
         max_kernel_size=max_kernel_size,
         limits=limits or Limits(),
+        sharing=sharing,
     )
     return {**options, **arguments(settings, options)}
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
+from snapkv.serving.documents.words import Errand
 from snapkv.serving.limits import Limits
 from snapkv.serving.plans import Plan
 from snapkv.serving.settings import ServingSettings
@@ -50,6 +51,26 @@ _RULES: tuple[_Rule, ...] = (
         "tova while generating and tensor parallelism",
         lambda c: _evicts_by(c, "tova") and c.parallel_config.tensor_parallel_size > 1,
         "it averages over heads of other processes; pass --decode-policy r-kv",
+    ),
+    (
+        "shared documents and speculative decoding",
+        lambda c: _shares(c) and c.speculative_config is not None,
+        "drafts behind a document were not tested; leave --share or --speculative-config out",
+    ),
+    (
+        "shared documents and adapters (LoRA)",
+        lambda c: _shares(c) and c.lora_config is not None,
+        "a document would have to be read with each of them; leave --share or --enable-lora out",
+    ),
+    (
+        "shared documents and several engines (data parallelism)",
+        lambda c: _shares(c) and c.parallel_config.data_parallel_size > 1,
+        "each would have to hold them; use tensor parallelism, or several servers",
+    ),
+    (
+        "shared documents and latent attention (MLA)",
+        lambda c: _shares(c) and c.model_config.use_mla,
+        "reading a text again was not tested with latents; leave --share out",
     ),
     (
         "decode context parallelism",
@@ -157,6 +178,24 @@ def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
         _refuse_capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
 
 
+def require_sharing(settings: ServingSettings, asked: Errand, sampling_params: Any) -> None:
+    """Raise where a request has to do with a document and the server or its settings forbid it.
+
+    Raises:
+        InvalidArgumentError: the server shares none, or the request wants rows of its prompt.
+    """
+    if settings.sharing is None:
+        raise InvalidArgumentError(
+            f"{asked.verb}: expected none on this server, which shares no documents, got one; "
+            "start it with --share"
+        )
+    if sampling_params.prompt_logprobs is not None:
+        raise InvalidArgumentError(
+            f"prompt_logprobs: expected none beside {asked.verb}, since a document is not read "
+            f"with the request, got {sampling_params.prompt_logprobs}; leave it out"
+        )
+
+
 def _refuse_capped(name: str, expected: str, got: str) -> NoReturn:
     raise InvalidArgumentError(
         f"{name}: expected {expected} where a prompt is held to a cap, got {got}; leave it out, or "
@@ -166,6 +205,10 @@ def _refuse_capped(name: str, expected: str, got: str) -> NoReturn:
 
 def _settings(vllm_config: Any) -> ServingSettings:
     return ServingSettings.from_config(vllm_config.additional_config)
+
+
+def _shares(vllm_config: Any) -> bool:
+    return _settings(vllm_config).sharing is not None
 
 
 def _limits(vllm_config: Any) -> Limits:

@@ -17,6 +17,7 @@ import torch
 
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
+from snapkv.serving.documents.reading_twice import STEP_TOKENS
 from snapkv.serving.layers import voting_layer
 from snapkv.serving.settings import ServingSettings
 
@@ -30,7 +31,8 @@ class Largest:
         prompt_tokens: that are held at most when a prompt is compressed.
         step_tokens: that one step computes, and so the most that short prompts keep in it.
         recorded_tokens: whose queries may wait in all layers: those of the prompts that end in one
-            step, of one window that began before it, and of answers that are evicted from.
+            step, of one window that began before it, of answers that are evicted from, and of a
+            document that is read again.
     """
 
     policy: Policy
@@ -53,7 +55,8 @@ class Largest:
             step_tokens=step_tokens,
             recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
             + window
-            + scheduler.max_num_seqs * limits.queries_of_answers,
+            + scheduler.max_num_seqs * limits.queries_of_answers
+            + (STEP_TOKENS if settings.sharing is not None else 0),
         )
 
 

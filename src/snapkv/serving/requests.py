@@ -13,7 +13,8 @@ from typing import Any
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 
-from snapkv.serving.refusals import require_no_prompt_logprobs
+from snapkv.serving.documents.words import errand
+from snapkv.serving.refusals import require_no_prompt_logprobs, require_sharing
 from snapkv.serving.settings import ServingSettings
 
 
@@ -30,6 +31,10 @@ class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
     def validate_params(cls, sampling_params: Any) -> None:
         """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
         try:
+            asked = errand(sampling_params.extra_args)
+            if asked is not None:
+                require_sharing(cls.settings, asked, sampling_params)
+                return
             plan = cls.settings.plan_for(sampling_params.extra_args, prompt_tokens=1)
             require_no_prompt_logprobs(plan, sampling_params)
         except TypeError as error:

@@ -6,17 +6,23 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from snapkv.errors import SnapKVError
 from snapkv.serving.blocks import CompressedBlocks, share_exact_blocks
+from snapkv.serving.documents.beginning import FromDocument
+from snapkv.serving.documents.reading_twice import ReadTwice
+from snapkv.serving.documents.registry import registry
+from snapkv.serving.documents.words import errand
 from snapkv.serving.metrics import PromptMetrics
 from snapkv.serving.orders import Order
-from snapkv.serving.plans import Plan
+from snapkv.serving.plans import Plan, RequestPlan
 from snapkv.serving.refusals import (
     compressed_managers,
     require_capped_prompt,
     require_no_promise,
     require_no_prompt_logprobs,
+    require_sharing,
     require_supported,
 )
 from snapkv.serving.settings import ServingSettings
@@ -25,6 +31,8 @@ logger = init_logger("vllm.snapkv")
 
 ORDERS = "snapkv_orders"
 """Attribute of vLLM's `SchedulerOutput` that carries `Order`s to the workers, by request."""
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 BEGINNINGS = "snapkv_beginnings"
 """Attribute of the same that says how many tokens requests begin with that they do not hold."""
@@ -49,8 +57,7 @@ class _CompressingScheduler(Scheduler):
         self._looks_ahead = len(compressed) == len(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
         self._metrics = PromptMetrics(self.vllm_config)
-        self._documents = registry(self.vllm_config, self.kv_cache_config, self._blocks)
-        self._beginnings: dict[str, int] = {}
+        self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
 
     def add_request(self, request: Any) -> None:
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
@@ -66,7 +73,9 @@ class _CompressingScheduler(Scheduler):
         params = request.sampling_params
         asked = errand(None if params is None else params.extra_args)
         if asked is not None:
-            return require_documents(self._documents, asked, request).plan_of(asked, request)
+            require_sharing(self._settings, asked, params)
+            assert self._documents is not None
+            return self._documents.plan_of(asked, request)
         if params is None or request.resumable:
             require_no_promise(self._settings.limits)
             return Plan(prompt_tokens=request.num_prompt_tokens)
@@ -81,7 +90,7 @@ class _CompressingScheduler(Scheduler):
         self._metrics.request_ended(request.request_id)
         registered = None
         if self._documents is not None:
-            complete = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+            complete = request.status in _COMPLETE
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
         to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)
@@ -90,10 +99,13 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
         lent = self._documents and self._documents.lent(request.request_id)
         if lent:
-            plan, found = lent
-            self._beginnings[request.request_id] = plan.dropped_tokens
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
-            return blocks, plan.document_tokens, 0, False
+            begun, found = lent
+            return (
+                self.kv_cache_manager.create_kv_cache_blocks(found),
+                begun.document_tokens,
+                0,
+                False,
+            )
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
@@ -127,6 +139,18 @@ class _CompressingScheduler(Scheduler):
             if order is not None:
                 orders[request_id] = order
         setattr(scheduler_output, ORDERS, orders)
+        setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
+
+    def _begun(self, scheduler_output: Any) -> dict[str, int]:
+        """How many tokens those requests of a step do not hold that begin with a document."""
+        if self._documents is None:
+            return {}
+        plans = {name: self._plans.get(name) for name in scheduler_output.num_scheduled_tokens}
+        return {
+            name: plan.dropped_tokens
+            for name, plan in plans.items()
+            if isinstance(plan, FromDocument) and plan.dropped_tokens
+        }
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
@@ -136,9 +160,10 @@ class _CompressingScheduler(Scheduler):
         if plan is not None:
             held = seen - self._blocks.dropped_tokens(request_id)
             order = plan.order(seen, held, step_tokens, request.prompt_token_ids or ())
-        if order is not None and order.ends:
+        if order is not None and (order.ends or order.noted_tokens or order.steps_back):
             order = self._compressed(request, order)
-        if seen < prompt_tokens <= request.num_computed_tokens:
+        counts = not isinstance(plan, FromDocument | ReadTwice)
+        if counts and seen < prompt_tokens <= request.num_computed_tokens:
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
             if order is not None and order.moves:
                 kept = order.kept_tokens
@@ -155,8 +180,9 @@ class _CompressingScheduler(Scheduler):
                 "Request %s stays whole for now: no free block to move it to", request.request_id
             )
             return order
-        freed = sum(len(move.sources) - len(move.targets) for move in moves)
-        self._metrics.compressed(order, freed)
+        if order.ends:
+            freed = sum(len(move.sources) - len(move.targets) for move in moves)
+            self._metrics.compressed(order, freed)
         return replace(order, moves=moves)
 
 

@@ -53,7 +53,7 @@ class Engine:
 
         own = {
             name: options.pop(name)
-            for name in ("budget", "policy", "parameters", "limits", "max_window_size")
+            for name in ("budget", "policy", "parameters", "limits", "max_window_size", "sharing")
             if name in options
         }
         common: dict[str, Any] = {
@@ -140,6 +140,7 @@ class Engine:
             runner._dropped,
             runner._compressed,
             runner._recorder.recorded,
+            runner._compressor._received,
         ]
         return [request for one in held for request in one]
 

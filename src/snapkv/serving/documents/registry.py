@@ -1,22 +1,67 @@
 """The documents of an engine: whose blocks they are, and who is using them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 from vllm.utils.math_utils import cdiv
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import KVzip
 from snapkv.serving.blocks import CompressedManager
 from snapkv.serving.choices import SecondReading
 from snapkv.serving.documents.beginning import FromDocument
 from snapkv.serving.documents.reading_twice import ReadTwice, piece_tokens
-from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, Errand
+from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, ROOM, Errand
 from snapkv.serving.plans import Plan, RequestPlan
+from snapkv.serving.settings import ServingSettings
+from snapkv.validation import DEFAULT_BUDGET, format_bytes
 
-KEPT = "snapkv_document"
-"""Where the output of a request that has registered a document says what is held of it."""
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What documents may take of an engine's cache.
+
+    Attributes:
+        block_tokens: what is kept of a document is rounded up to a multiple of it.
+        bytes_per_token: in all layers.
+        most_tokens: of all documents together.
+    """
+
+    block_tokens: int
+    bytes_per_token: int
+    most_tokens: int
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any, most_bytes: int) -> Self:
+        """Behind the largest request, which must find room beside them.
+
+        Args:
+            vllm_config: of the engine.
+            kv_cache_config: its blocks, all of groups that are compressed.
+            most_bytes: that are asked for; 0 for a quarter of the cache.
+
+        Raises:
+            UnsupportedModelError: there is no room.
+        """
+        groups = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        block_tokens, blocks = max(groups), kv_cache_config.num_blocks
+        cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+        bytes_per_token = sum(cache_bytes // blocks // size for size in groups)
+        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in groups)
+        free_bytes = (blocks - 1 - longest) * (cache_bytes // blocks)  # one block is never used
+        asked = most_bytes or min(cache_bytes // 4, free_bytes)
+        if asked > free_bytes or asked < bytes_per_token * block_tokens:
+            raise UnsupportedModelError(
+                f"snapkv: cannot share documents: expected {format_bytes(asked)} of the cache for "
+                f"them beside the longest request, got {format_bytes(max(0, free_bytes))}; lower "
+                "--share-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            )
+        return cls(
+            block_tokens=block_tokens,
+            bytes_per_token=bytes_per_token,
+            most_tokens=asked // bytes_per_token,
+        )
 
 
 @dataclass(kw_only=True)
@@ -48,7 +93,7 @@ class Registry:
 
     Args:
         managers: of all KV cache groups, which are all compressed.
-        most_tokens: tokens that all documents may hold together.
+        room: what documents may take.
         budget: tokens kept of a document that says nothing else.
         chunk_tokens: of a piece that is read again.
         max_model_len: positions of the model.
@@ -58,18 +103,18 @@ class Registry:
         self,
         managers: Sequence[CompressedManager],
         *,
-        most_tokens: int,
+        room: Room,
         budget: int,
         chunk_tokens: int,
         max_model_len: int,
     ) -> None:
         self._managers = managers
-        self._block_tokens = max(manager.block_size for manager in managers)
-        self._most_tokens, self._budget = most_tokens, budget
+        self._room, self._budget = room, budget
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
         self._held: dict[str, Held] = {}
         self._used_by: dict[str, Held] = {}
         self._registering: dict[str, str] = {}
+        self._answers: dict[str, dict[str, Any]] = {}
 
     def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
         """When a request is compressed that has to do with a document.
@@ -86,6 +131,7 @@ class Registry:
             DOCUMENT: self._begin,
             REGISTER: self._register,
             DROP: self._drop,
+            ROOM: self._say_room,
         }
         return handle[errand.verb](errand, request)
 
@@ -120,7 +166,7 @@ class Registry:
                 "read; register it when that is done"
             )
         ids = tuple(request.prompt_token_ids[:-1])
-        size = self._block_tokens
+        size = self._room.block_tokens
         budget = self._budget if errand.budget is None else errand.budget
         whole, kept = len(ids) // size * size, cdiv(budget, size) * size
         if not whole:
@@ -156,11 +202,11 @@ class Registry:
 
     def _require_room(self, kept_tokens: int) -> None:
         taken = sum(held.kept_tokens for held in self._all())
-        if taken + kept_tokens > self._most_tokens:
+        if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
                 f"document: expected room for {kept_tokens:,} tokens beside the {taken:,} of other "
-                f"documents, which may hold {self._most_tokens:,} together; drop one, or start the "
-                "server with more --share-bytes"
+                f"documents, which may hold {self._room.most_tokens:,} together; drop one, or "
+                "start the server with more --share-bytes"
             )
 
     def _all(self) -> Sequence[Held]:
@@ -174,6 +220,11 @@ class Registry:
             del self._held[errand.document_id]
             held.is_dropped = True
             self._release(held)
+        return Plan(prompt_tokens=request.num_prompt_tokens)
+
+    def _say_room(self, errand: Errand, request: Any) -> RequestPlan:
+        del errand
+        self._answers[request.request_id] = asdict(self._room)
         return Plan(prompt_tokens=request.num_prompt_tokens)
 
     def lent(self, request_id: str) -> tuple[FromDocument, tuple[list[Any], ...]] | None:
@@ -195,26 +246,57 @@ class Registry:
             is_complete: whether it has come to its end, and was not aborted.
 
         Returns:
-            What is held of a document that is registered from now on.
+            What whoever sent the request is told: of a document that is registered from now on how
+            many tokens it stands for and how many are held, or the room there is.
         """
         if (held := self._used_by.pop(request_id, None)) is not None:
             held.requests.discard(request_id)
             self._release(held)
         document_id = self._registering.pop(request_id, None)
         if document_id is None:
-            return None
+            return self._answers.pop(request_id, None)
         held = self._held[document_id]
         if not is_complete:
             del self._held[document_id]
             return None
         kept = held.kept_tokens
         held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
-        return {KEPT: {"tokens": len(held.token_ids), "kept_tokens": kept}}
+        return {"tokens": len(held.token_ids), "kept_tokens": kept}
 
     def _release(self, held: Held) -> None:
         """Free the blocks of a document that nobody can name and nobody uses."""
         if not held.is_dropped or held.requests or held.blocks is None:
             return
         for manager, blocks in zip(self._managers, held.blocks, strict=True):
-            manager.block_pool.free_blocks(reversed(blocks))
+            manager.give_up(blocks)
         held.blocks = None
+
+
+def registry(
+    vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
+) -> Registry | None:
+    """The documents of an engine; None where its server shares none.
+
+    Args:
+        vllm_config: of the engine, with the server's settings.
+        kv_cache_config: its blocks.
+        managers: of the KV cache groups that are compressed.
+
+    Raises:
+        UnsupportedModelError: a model that cannot share documents, or no room for any.
+    """
+    settings = ServingSettings.from_config(vllm_config.additional_config)
+    if settings.sharing is None:
+        return None
+    if len(managers) < len(kv_cache_config.kv_cache_groups):
+        raise UnsupportedModelError(
+            "snapkv: cannot share documents: expected full attention in every layer, got layers of "
+            "another kind, which cannot read a text again; leave --share out"
+        )
+    return Registry(
+        list(managers.values()),
+        room=Room.of(vllm_config, kv_cache_config, settings.sharing.most_bytes),
+        budget=settings.budget or DEFAULT_BUDGET,
+        chunk_tokens=settings.sharing.chunk_tokens,
+        max_model_len=vllm_config.model_config.max_model_len,
+    )

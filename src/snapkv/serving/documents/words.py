@@ -21,13 +21,16 @@ REGISTER = PREFIX + "register"
 DROP = PREFIX + "drop"
 """A document that no later request may name."""
 
+ROOM = PREFIX + "room"
+"""Nothing is done, but for saying how much room there is; see `Registry.room`."""
+
 INSTRUCTION = PREFIX + "instruction"
 """Ids of the tokens that stand before every piece that is read again."""
 
 BUDGET = PREFIX + "budget"
 """Tokens of a document that are kept, rounded up to whole blocks."""
 
-_VERBS = (DOCUMENT, REGISTER, DROP)
+_VERBS = (DOCUMENT, REGISTER, DROP, ROOM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Errand:
     """What a request does with a document.
 
     Attributes:
-        verb: `DOCUMENT`, `REGISTER` or `DROP`.
+        verb: `DOCUMENT`, `REGISTER`, `DROP` or `ROOM`.
         document_id: which one.
         budget: of one that is registered; None for the server's.
         instruction_ids: likewise, see `INSTRUCTION`.
@@ -65,7 +68,8 @@ def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
     document_id = given.pop(verb)
     if not isinstance(document_id, str) or not document_id:
         raise InvalidArgumentError(f"{verb}: expected an identifier, got {document_id!r}; pass one")
-    budget, instruction_ids = None, ()
+    budget: int | None = None
+    instruction_ids: tuple[int, ...] = ()
     if verb == REGISTER:
         budget = given.pop(BUDGET, None)
         if budget is not None:
