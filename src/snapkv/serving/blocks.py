@@ -126,6 +126,12 @@ class CompressedManager(FullAttentionManager):
         self.dropped_tokens[request_id] = order.dropped_tokens
         return Move(group=self.kv_cache_group_id, sources=blocks, targets=blocks)
 
+    def holds(self, request_id: str, tokens: int, dropped_tokens: int) -> bool:
+        """Whether a request has so many tokens in blocks, and has dropped so many."""
+        dropped = self.dropped_tokens.get(request_id, 0)
+        blocks = len(self.req_to_blocks.get(request_id, ()))
+        return dropped == dropped_tokens and blocks * self.block_size >= tokens
+
     def keep_for_others(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The blocks of the first tokens a request holds, which stay when it gives them up."""
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]

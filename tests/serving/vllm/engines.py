@@ -125,7 +125,10 @@ class Engine:
         self.llm.llm_engine.abort_request(list(self.scheduler.requests), internal=True)
 
     def abort(self, request: str) -> None:
-        self.llm.llm_engine.abort_request([request], internal=True)
+        """Abort one that was started, under the name that `start` gave it."""
+        before = len(self.scheduler.requests)
+        self.llm.llm_engine.abort_request([request])
+        assert len(self.scheduler.requests) < before, request
 
     def leftovers(self) -> list[str]:
         """Requests that scheduler or worker still hold something for."""

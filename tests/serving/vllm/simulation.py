@@ -7,15 +7,17 @@ out while the scheduler is already a step ahead, as under asynchronous schedulin
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
 from snapkv.serving.compressor import slots
-from snapkv.serving.orders import Move
-from snapkv.serving.scheduler import ORDERS
+from snapkv.serving.orders import Move, Order
+from snapkv.serving.scheduler import BEGINNINGS, ORDERS
+
+Token = int | tuple[int, int]
+"""One of a request's own by its position; else its id and position, where it is read ahead."""
 
 
 def chosen(positions: Sequence[int], kept: int) -> list[int]:
@@ -23,14 +25,6 @@ def chosen(positions: Sequence[int], kept: int) -> list[int]:
     tail, held = kept // 2, len(positions)
     front = [place * (held - tail) // (kept - tail) for place in range(kept - tail)]
     return [positions[place] for place in (*front, *range(held - tail, held))]
-
-
-@dataclass
-class Kept:
-    """What a request held when it was compressed last."""
-
-    positions: list[int]
-    seen: int
 
 
 class SimulatedWorker:
@@ -52,38 +46,33 @@ class SimulatedWorker:
         self.states: dict[str, list[int]] = {}
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, list[list[int]]] = {}
-        self.held: dict[str, Kept] = {}
+        self.held: dict[str, list[list[Token]]] = {}
         self.moved: dict[str, Sequence[Move]] = {}
         self.queries: dict[str, int] = {}
         self.compressed: Counter[str] = Counter()
-        self.ahead: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
+        self.documents: dict[int, list[Token]] = {}
 
     def run(self, output: Any) -> ModelRunnerOutput:
-        self._take_over(output)
         begin = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         begin |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         orders = getattr(output, ORDERS)
-        self.ahead = {
-            name: order.ahead.rows for name, order in orders.items() if order.ahead is not None
-        }
-        ends = {
-            name: begin[name] + n - len(self.ahead.get(name, ((), ()))[0])
-            for name, n in output.num_scheduled_tokens.items()
-        }
-        for name, end in ends.items():
-            self._write(name, begin[name], end)
-        for name, end in ends.items():
-            self._check(name, begin[name], end)
+        self._take_over(output, begin)
+        ends = {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            ahead = self._ahead(name, orders.get(name))
+            ends[name] = begin[name] + tokens - len(ahead)
+            self._write(name, [*range(begin[name], ends[name]), *ahead])
+        for name in ends:
+            self._check(name, begin[name])
         self._carry_out(orders)
         sampled = [self._sample(name, end) for name, end in ends.items()]
         rows = {name: row for row, name in enumerate(ends)}
         return ModelRunnerOutput(list(ends), rows, sampled_token_ids=sampled)
 
-    def _take_over(self, output: Any) -> None:
+    def _take_over(self, output: Any, begin: dict[str, int]) -> None:
         cached = output.scheduled_cached_reqs
         for name in (*output.finished_req_ids, *cached.resumed_req_ids):
-            self.held.pop(name, None)
             self.moved.pop(name, None)
             self.queries.pop(name, None)
         for name, moves in self.moved.items():
@@ -101,77 +90,98 @@ class SimulatedWorker:
             elif new is not None:
                 for blocks, more in zip(self.blocks[name], new, strict=True):
                     blocks += more
+        beginnings = getattr(output, BEGINNINGS)
+        for name in (*(one.req_id for one in output.scheduled_new_reqs), *cached.resumed_req_ids):
+            self.held[name] = [list(range(begin[name])) for _ in self.windows]
+            if name in beginnings:
+                self.held[name] = [list(self.documents[first]) for first, *_ in self.blocks[name]]
+                assert all(begin[name] - beginnings[name] == len(one) for one in self.held[name])
 
-    def _positions(self, name: str, group: int, end: int) -> list[int]:
-        """Whose states a group holds of a request, in order, when it has seen `end` tokens.
-
-        Those read ahead in this step come last, with negative numbers.
-        """
-        kept, (_, ahead) = self.held.get(name), self.ahead.get(name, ((), ()))
-        read = [-position for position in ahead]
-        if kept is None or self.windows[group] is not None:
-            return [*range(end), *read]
-        return [*kept.positions, *range(kept.seen, end), *read]
-
-    def _places(self, name: str, group: int, end: int) -> list[tuple[int, int]]:
-        """Those positions, each with its slot."""
-        positions = self._positions(name, group, end)
-        places = self._slots(self.blocks[name][group], len(positions))
-        return list(zip(positions, places, strict=True))
+    def _ahead(self, name: str, order: Order | None) -> list[Token]:
+        """What a step reads that is no next token: the prompt's last ones, or a text again."""
+        if order is None or order.ahead is None:
+            return []
+        rows = list(zip(*order.ahead.rows, strict=True))
+        if not order.noted_tokens:
+            assert all(self.tokens[name][position] == token for token, position in rows)
+        return rows
 
     def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
         """The slots of the first tokens in these blocks."""
         return slots(torch.tensor(blocks), tokens, self.block_tokens).tolist()
 
-    def _state(self, name: str, position: int) -> int:
+    def _state(self, name: str, token: Token) -> int:
         """A number that stands for the tokens up to a position, and for no others."""
-        if position < 0:  # read ahead, behind other tokens than its own
-            return position
+        if isinstance(token, tuple):  # read ahead, behind other tokens than its own
+            return hash(token)
         states, tokens = self.states[name], self.tokens[name]
-        while len(states) <= position:
+        while len(states) <= token:
             states.append(hash((states[-1] if states else 0, tokens[len(states)])))
-        return states[position]
+        return states[token]
 
-    def _write(self, name: str, begin: int, end: int) -> None:
-        ids, ahead = self.ahead.get(name, ((), ()))
-        assert list(ids) == [self.tokens[name][position] for position in ahead]
-        for group in range(len(self.windows)):
-            for position, place in self._places(name, group, end)[begin - end - len(ahead) :]:
-                self.memory[place] = self._state(name, position)
+    def _write(self, name: str, new: Sequence[Token]) -> None:
+        for held, blocks in zip(self.held[name], self.blocks[name], strict=True):
+            held += new
+            places = self._slots(blocks, len(held))[len(held) - len(new) :]
+            assert len(places) == len(new)
+            for token, place in zip(new, places, strict=True):
+                self.memory[place] = self._state(name, token)
 
-    def _check(self, name: str, begin: int, end: int) -> None:
+    def _check(self, name: str, begin: int) -> None:
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else begin - window + 1
-            for position, place in self._places(name, group, end):
-                found = position < first or self.memory[place] == self._state(name, position)
-                assert found, (name, group, position, end)
+            held = self.held[name][group]
+            for token, place in zip(
+                held, self._slots(self.blocks[name][group], len(held)), strict=True
+            ):
+                gone = window is not None and token < begin - window + 1
+                found = gone or self.memory[place] == self._state(name, token)
+                assert found, (name, group, token)
 
-    def _carry_out(self, orders: dict[str, Any]) -> None:
+    def _carry_out(self, orders: dict[str, Order]) -> None:
+        written: dict[int, int] = {}
         for name, order in orders.items():
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
-        ending = {name: order for name, order in orders.items() if order.ends}
-        for name, one in ending.items():
-            assert self.queries[name] == one.choice.query_tokens
-            self.queries[name] = 0 if one.moves else one.choice.remembered_tokens
-        written = {}
-        for name, order in ending.items():
-            if not order.moves:
-                continue
-            held = self._positions(name, order.moves[0].group, order.seen_tokens)
-            assert len(held) == order.held_tokens
-            positions = chosen([one for one in held if one >= 0], order.kept_tokens)
-            states = [self._state(name, position) for position in positions]
-            for move in order.moves:
-                places = self._places(name, move.group, order.seen_tokens)
-                assert {place // self.block_tokens for _, place in places} == set(move.sources)
-                targets = self._slots(move.targets, len(states))
-                written |= dict(zip(targets, states, strict=True))
-            assert [move.group for move in order.moves] == self._compressed_groups
-            self.held[name] = Kept(positions, order.seen_tokens)
-            self.moved[name] = order.moves
-            self.compressed[order.choice.stage] += 1
+            if order.noted_tokens:  # of every step by itself
+                self.queries[name] = 0
+            if order.ends:
+                written |= self._choose(name, order)
+            elif order.moves:
+                self._stay(name, order)
         for place, state in written.items():
             self.memory[place] = state
+
+    def _stay(self, name: str, order: Order) -> None:
+        """Forget what was read behind the tokens that stay."""
+        for move in order.moves:
+            assert list(move.sources) == list(move.targets) == self.blocks[name][move.group]
+            assert len(self.held[name][move.group]) == order.held_tokens
+            del self.held[name][move.group][order.kept_tokens :]
+
+    def _choose(self, name: str, order: Order) -> dict[int, int]:
+        """What is written when all that a step keeps has been read."""
+        assert self.queries[name] == order.choice.query_tokens
+        self.queries[name] = 0 if order.moves else order.choice.remembered_tokens
+        written: dict[int, int] = {}
+        for move in order.moves:
+            held = self.held[name][move.group]
+            assert len(held) == order.held_tokens
+            places = self._slots(self.blocks[name][move.group], len(held))
+            assert {place // self.block_tokens for place in places} == set(move.sources)
+            kept = chosen([one for one in held if isinstance(one, int)], order.kept_tokens)
+            targets = self._slots(move.targets, len(kept))
+            states = [self._state(name, token) for token in kept]
+            written |= dict(zip(targets, states, strict=True))
+            self.held[name][move.group] = list(kept)
+            if order.noted_tokens:
+                self.documents[move.targets[0]] = kept
+        if order.moves:
+            assert [move.group for move in order.moves] == self._compressed_groups
+            self.moved[name] = order.moves
+            self.compressed[order.choice.stage] += 1
+        else:
+            for held in self.held[name]:
+                held[:] = [one for one in held if isinstance(one, int)]
+        return written
 
     @property
     def _compressed_groups(self) -> list[int]:

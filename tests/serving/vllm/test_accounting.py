@@ -7,6 +7,7 @@ import torch
 
 PAGE = 4
 BLOCKS = 26
+TOKEN_BYTES = 2 * 8 * 4
 BLOCKS_OF_A_WINDOW = 10
 
 

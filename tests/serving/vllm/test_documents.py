@@ -1,14 +1,12 @@
 """Documents that an engine has read twice, and requests that begin with them."""
 
-import random
-
 import pytest
 import torch
 
 from snapkv import KVzip
 from snapkv.kvzip import read_context
 from snapkv.serving.documents.sharing import Sharing
-from snapkv.serving.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER, ROOM
+from snapkv.serving.documents.words import DOCUMENT, DROP, INSTRUCTION, REGISTER, ROOM
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
@@ -51,16 +49,17 @@ def room(engine):
 
 def library(small, ids, kept, chunk=100):
     """The cache of the document, as the library reads it."""
-    policy = KVzip(kept, chunk_tokens=chunk)
+    chunk = min(chunk, len(ids) - len(INSTRUCTION_IDS))
+    policy = KVzip(kept, window_size=min(32, kept // 2), chunk_tokens=chunk)
     return read_context(small.model, torch.tensor([ids]), policy, instruction_ids=INSTRUCTION_IDS)
 
 
-def librarys_answer(small, ids, question, kept, tokens=6):
+def librarys_answer(small, ids, question, kept, tokens=6, chunk=100):
     prompt = torch.tensor([ids + question])
     output = small.model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=library(small, ids, kept),
+        past_key_values=library(small, ids, kept, chunk),
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,

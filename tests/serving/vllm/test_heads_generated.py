@@ -95,6 +95,7 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
     """Preempted requests replay their answers over the heads' own tokens, several in a step."""
     draw = random.Random(seed)
     asked, answers = {}, {}
+    engine.stayed_whole.clear()
     for number in range(REQUESTS):
         one = Asked.random(draw, seed=1000 * seed + number)
         (name,) = engine.start([one.ids], one.sampling)
@@ -110,6 +111,6 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
         take(engine.step(), answers)
     for name, one in asked.items():
         assert answers[name] == expected(one) or name in engine.stayed_whole, one
-    assert len(engine.stayed_whole) <= 2
+    assert len(engine.stayed_whole) <= REQUESTS // 8
     assert engine.free_blocks == engine.all_blocks
     assert engine.leftovers() == []

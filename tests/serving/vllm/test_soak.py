@@ -54,7 +54,7 @@ def soak(folder, seconds, seed):
                 )
             if busy and draw.random() < 0.03 and engine.scheduler.requests:
                 gone = draw.choice(sorted(engine.scheduler.requests))
-                engine.abort(gone)
+                engine.abort(gone.rpartition("-")[0])  # vLLM adds something of its own
             for output in engine.step():
                 if output.finished and output.request_id in asked:
                     document, kind = asked.pop(output.request_id)

@@ -15,7 +15,7 @@ from snapkv.serving.documents.reading_twice import ReadTwice, piece_tokens
 from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, ROOM, Errand
 from snapkv.serving.plans import Plan, RequestPlan
 from snapkv.serving.settings import ServingSettings
-from snapkv.validation import DEFAULT_BUDGET, format_bytes
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,15 @@ class Room:
         Raises:
             UnsupportedModelError: there is no room.
         """
-        groups = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-        block_tokens, blocks = max(groups), kv_cache_config.num_blocks
-        cache_bytes = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
-        bytes_per_token = sum(cache_bytes // blocks // size for size in groups)
-        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in groups)
-        free_bytes = (blocks - 1 - longest) * (cache_bytes // blocks)  # one block is never used
+        groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
+        sizes = [group.kv_cache_spec.block_size for group in groups]
+        of_block = [_block_bytes(group) for group in groups]
+        block_tokens, cache_bytes = max(sizes), blocks * max(of_block)
+        per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
+        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
+        free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
         asked = most_bytes or min(cache_bytes // 4, free_bytes)
-        if asked > free_bytes or asked < bytes_per_token * block_tokens:
+        if asked > free_bytes or asked < per_token * block_tokens:
             raise UnsupportedModelError(
                 f"snapkv: cannot share documents: expected {format_bytes(asked)} of the cache for "
                 f"them beside the longest request, got {format_bytes(max(0, free_bytes))}; lower "
@@ -59,8 +60,8 @@ class Room:
             )
         return cls(
             block_tokens=block_tokens,
-            bytes_per_token=bytes_per_token,
-            most_tokens=asked // bytes_per_token,
+            bytes_per_token=per_token,
+            most_tokens=asked // per_token,
         )
 
 
@@ -191,12 +192,13 @@ class Registry:
     ) -> tuple[Held, RequestPlan]:
         room = self._max_model_len - len(ids)
         chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, room)
+        window = min(DEFAULT_WINDOW, kept // 2)
         plan = ReadTwice(
             document_ids=ids,
             instruction_ids=instruction,
             chunk_tokens=chunk,
             kept_tokens=kept,
-            choice=SecondReading(KVzip(kept, chunk_tokens=chunk), len(ids)),
+            choice=SecondReading(KVzip(kept, window_size=window, chunk_tokens=chunk), len(ids)),
         )
         return Held(token_ids=ids, kept_tokens=kept), plan
 
@@ -247,7 +249,8 @@ class Registry:
 
         Returns:
             What whoever sent the request is told: of a document that is registered from now on how
-            many tokens it stands for and how many are held, or the room there is.
+            many tokens it stands for and how many are held, or the room there is. None of one that
+            was to be registered and is not.
         """
         if (held := self._used_by.pop(request_id, None)) is not None:
             held.requests.discard(request_id)
@@ -256,10 +259,13 @@ class Registry:
         if document_id is None:
             return self._answers.pop(request_id, None)
         held = self._held[document_id]
-        if not is_complete:
+        kept, dropped = held.kept_tokens, held.plan.dropped_tokens
+        # One that was preempted may end with a token sampled before; it holds nothing then.
+        if not is_complete or not all(
+            manager.holds(request_id, kept, dropped) for manager in self._managers
+        ):
             del self._held[document_id]
             return None
-        kept = held.kept_tokens
         held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
         return {"tokens": len(held.token_ids), "kept_tokens": kept}
 
@@ -300,3 +306,11 @@ def registry(
         chunk_tokens=settings.sharing.chunk_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
     )
+
+
+def _block_bytes(group: Any) -> int:
+    """What a block of a KV cache group takes in all its layers."""
+    spec = group.kv_cache_spec
+    if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
+        return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())
+    return len(group.layer_names) * int(spec.page_size_bytes)
