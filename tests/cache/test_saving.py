@@ -301,7 +301,7 @@ def forged(notes, change):
 def test_sealed_nonsense_is_refused(tmp_path, change):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
-    tensors, notes, _ = read_sealed(tmp_path / "cache")
+    tensors, notes, *_ = read_sealed(tmp_path / "cache")
     write_sealed(tmp_path / "forged", tensors, forged(notes, change))
     with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
         CompressedCache.load(tmp_path / "forged", model)
@@ -333,7 +333,7 @@ def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
     else:
         generated(model, cache, ids)
     cache.save(tmp_path / "now")
-    tensors, notes, _ = read_sealed(tmp_path / "now")
+    tensors, notes, *_ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
     del described["sink_tokens"]
     described |= before
@@ -361,7 +361,7 @@ def test_a_file_says_how_votes_were_pooled(policy, wrap, tmp_path):
     cache = CompressedCache(model, policy)
     generated(model, cache, random_ids(1, PROMPT))
     cache.save(tmp_path / "now")
-    tensors, notes, _ = read_sealed(tmp_path / "now")
+    tensors, notes, *_ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
     if described["decay"] is None:
         del described["decay"]
