@@ -34,7 +34,7 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.cache.saving.files import read_sealed, write_sealed
+from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
 from snapkv.kvzip import read_twice
 from tests.cache.saver import filled
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
@@ -253,6 +253,26 @@ def test_other_files_and_no_files_are_refused(tmp_path):
         CompressedCache.load(tmp_path / "weights", model)
     with pytest.raises(CacheFileError, match="path: expected to write a cache"):
         filled(model, 60).save(tmp_path / "no" / "folder")
+
+
+def headed(change):
+    """The header of a file with no metadata but a digest's place, or with notes of some kind."""
+    unsealed = {"sha256": "0" * 64}
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    if change == "no metadata":
+        return {"x": tensor | unsealed}
+    notes = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]"}[change]
+    return {"x": tensor, "__metadata__": {"format": "snapkv cache 2", "notes": notes, **unsealed}}
+
+
+@pytest.mark.parametrize("change", ["no metadata", "deep", "no JSON", "a list"])
+def test_sealed_headers_of_another_kind_are_refused(change, tmp_path):
+    header = json.dumps(headed(change), separators=(",", ":")).encode()
+    path = tmp_path / "one"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    _seal(path)
+    with pytest.raises(CacheFileError, match="path: expected a cache that cache"):
+        CompressedCache.load(path, tiny_model("llama"))
 
 
 def forged(notes, change):

@@ -57,8 +57,9 @@ def model_identity(
     """What files say of the model in a folder, as a process says that has it loaded.
 
     transformers loads the model on the CPU for it, and lets go of it: only that tells for certain
-    which weights it has by which names. In the checkpoint's own dtype the weights stay in the file
-    but for those that are looked at; in another one they are converted, in memory. Ask once.
+    which weights it has by which names. Where the checkpoint has them by those names and in this
+    dtype, they stay in the file but for those that are looked at; others are made in memory, as
+    much as the model takes. Ask once.
 
     Args:
         folder: the folder that vLLM loads.

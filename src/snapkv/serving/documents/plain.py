@@ -149,8 +149,6 @@ def _of_prompt(notes: Mapping[str, Any], input_ids: Tensor | None) -> Faults:
 
 def _of_layer(layer: CompressedLayer) -> Faults:
     store, slots, index = layer.store, layer.slots, layer.identity.layer_idx
-    if not store.is_filled:
-        yield f"whose layer {index} is empty", "save one that has read a document"
     if len(store.keys) != 1:
         yield f"of {len(store.keys)} rows", "save a cache of one row for every document"
     pads = (slots.pads, slots.fillers, slots.gaps)
