@@ -21,7 +21,7 @@ from snapkv import (
 )
 from snapkv.app.models import place_of
 from snapkv.cache.saving.files import read_sealed, seal_of
-from snapkv.errors import CacheFileError
+from snapkv.errors import CacheFileError, UnsupportedModelError
 from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
@@ -270,6 +270,12 @@ def test_no_other_file_is_replaced(tmp_path):
 # Whose it is.
 
 
+def save(model, folder):
+    """A folder as vLLM is given one."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place_of("demo")).save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -289,8 +295,7 @@ def test_a_folder_says_which_model_it_is(family, changes, dtype, tmp_path):
     """Tied weights, and such as transformers saves by other names than it has them under."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).float()
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(place_of("demo")).save_pretrained(tmp_path)
+    save(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
     assert model_identity(tmp_path, dtype) == identity_of(loaded)
     if dtype == "float32":
@@ -304,4 +309,12 @@ def test_the_folder_of_the_demo_model_is_the_demo_model(demo):
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ModelNotFoundError, match=r"model: expected a folder with a config\.json"):
+        model_identity(tmp_path, "float32")
+
+
+def test_keys_that_depend_on_the_texts_length_are_no_files(tmp_path):
+    """transformers goes by the length of the text, vLLM by the longest that it serves."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    save(AutoModelForCausalLM.from_config(tiny_config("llama", rope_parameters=rope)), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM with rope_type 'dynamic'"):
         model_identity(tmp_path, "float32")

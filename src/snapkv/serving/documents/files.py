@@ -20,9 +20,10 @@ from snapkv.cache.reading import Reading
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.cache.saving.packing import spread_bytes
 from snapkv.cache.slots import SlotMap
-from snapkv.errors import CacheFileError, InvalidArgumentError
+from snapkv.errors import CacheFileError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.identity import identity_of, require_identity
+from snapkv.hf.model_parts import length_dependent_rope
 from snapkv.hf.saved import contents, encoded, fitting_together, tensors_beside
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.serving.documents.plain import fault_of, plain_layers, require_plain
@@ -69,11 +70,19 @@ def model_identity(
     Raises:
         ModelNotFoundError: no such folder, or one without a model.
         InvalidArgumentError: another dtype, or a damaged checkpoint.
-        UnsupportedModelError: transformers cannot load it, or its cache cannot be compressed.
+        UnsupportedModelError: transformers cannot load it, its cache cannot be compressed, or its
+            keys depend on the text's length, in transformers otherwise than in vLLM.
     """
     place = str(Path(folder).absolute())
-    loaded = load(place, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code)
-    return identity_of(loaded.model)
+    model = load(place, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code).model
+    kind = length_dependent_rope(model.config.get_text_config(decoder=True))
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"model: expected a rotary embedding that is the same in transformers and in vLLM, got "
+            f"{type(model).__name__} with rope_type {kind!r}, which each chooses by lengths of its "
+            "own; register the text of documents, without files"
+        )
+    return identity_of(model)
 
 
 def write_document(
