@@ -88,6 +88,12 @@ def test_a_good_source_breaks_no_rule(made_up, rule):
         ("upward_imports", "hf/a.py", "from snapkv import __version__", ["snapkv"]),
         ("upward_imports", "storage/a.py", "from snapkv import policies", ["snapkv.policies"]),
         ("upward_imports", "serving/a.py", "import snapkv.cache.layer", ["snapkv.cache.layer"]),
+        (
+            "upward_imports",
+            "serving/documents/files.py",
+            "import snapkv.cache.layer, snapkv.lab.run",
+            ["snapkv.lab.run"],
+        ),
         ("upward_imports", "lab/a.py", "from snapkv import cli", ["snapkv.cli"]),
         ("room_circles", "plan/more.py", "import snapkv.document", ["document", "plan"]),
         (

@@ -34,7 +34,7 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.cache.saving.files import read_sealed, write_sealed
+from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
 from snapkv.kvzip import read_twice
 from tests.cache.saver import filled
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
@@ -255,6 +255,26 @@ def test_other_files_and_no_files_are_refused(tmp_path):
         filled(model, 60).save(tmp_path / "no" / "folder")
 
 
+def headed(change):
+    """The header of a file with no metadata but a digest's place, or with notes of some kind."""
+    unsealed = {"sha256": "0" * 64}
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    if change == "no metadata":
+        return {"x": tensor | unsealed}
+    notes = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]"}[change]
+    return {"x": tensor, "__metadata__": {"format": "snapkv cache 2", "notes": notes, **unsealed}}
+
+
+@pytest.mark.parametrize("change", ["no metadata", "deep", "no JSON", "a list"])
+def test_sealed_headers_of_another_kind_are_refused(change, tmp_path):
+    header = json.dumps(headed(change), separators=(",", ":")).encode()
+    path = tmp_path / "one"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    _seal(path)
+    with pytest.raises(CacheFileError, match="path: expected a cache that cache"):
+        CompressedCache.load(path, tiny_model("llama"))
+
+
 def forged(notes, change):
     """Notes that were changed by somebody who can seal a file."""
     if change == "no layers":
@@ -301,7 +321,7 @@ def forged(notes, change):
 def test_sealed_nonsense_is_refused(tmp_path, change):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
-    tensors, notes, _ = read_sealed(tmp_path / "cache")
+    tensors, notes, *_ = read_sealed(tmp_path / "cache")
     write_sealed(tmp_path / "forged", tensors, forged(notes, change))
     with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
         CompressedCache.load(tmp_path / "forged", model)
@@ -333,7 +353,7 @@ def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
     else:
         generated(model, cache, ids)
     cache.save(tmp_path / "now")
-    tensors, notes, _ = read_sealed(tmp_path / "now")
+    tensors, notes, *_ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
     del described["sink_tokens"]
     described |= before
@@ -361,7 +381,7 @@ def test_a_file_says_how_votes_were_pooled(policy, wrap, tmp_path):
     cache = CompressedCache(model, policy)
     generated(model, cache, random_ids(1, PROMPT))
     cache.save(tmp_path / "now")
-    tensors, notes, _ = read_sealed(tmp_path / "now")
+    tensors, notes, *_ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
     if described["decay"] is None:
         del described["decay"]

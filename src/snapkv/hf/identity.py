@@ -1,6 +1,7 @@
 """Which model a saved cache belongs to."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,13 +47,16 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
     }
 
 
-def require_identity(model: PreTrainedModel, saved: Any) -> None:
+def require_identity(own: Mapping[str, Any], saved: Any) -> None:
     """Refuse a model other than the one that filled a cache.
+
+    Args:
+        own: what `identity_of` says of the model.
+        saved: what it said of the one that filled the cache.
 
     Raises:
         CacheMismatchError: it is another one; the message says in what.
     """
-    own = identity_of(model)
     for part, value in own.items():
         other = saved.get(part) if isinstance(saved, dict) else None
         if other != value:

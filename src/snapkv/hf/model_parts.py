@@ -112,16 +112,21 @@ def _find_rotations(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, 
     }
 
 
-def _require_static(name: str, config: Any) -> None:
+def length_dependent_rope(config: Any) -> str | None:
+    """The kind of rotary embedding whose keys depend on the text's length; None where none does."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for kind in (str(part.get("rope_type", "default")) for part in nested or [parameters]):
-        if "dynamic" in kind or kind == "longrope":
-            raise UnsupportedModelError(
-                f"model: expected a rotary embedding that does not depend on the text's length, "
-                f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
-                "position; use StreamingLLM(positions='original') or another policy"
-            )
+    kinds = (str(part.get("rope_type", "default")) for part in nested or [parameters])
+    return next((kind for kind in kinds if "dynamic" in kind or kind == "longrope"), None)
+
+
+def _require_static(name: str, config: Any) -> None:
+    if (kind := length_dependent_rope(config)) is not None:
+        raise UnsupportedModelError(
+            f"model: expected a rotary embedding that does not depend on the text's length, "
+            f"got {name} with rope_type {kind!r}, whose stored keys cannot be moved to another "
+            "position; use StreamingLLM(positions='original') or another policy"
+        )
 
 
 @torch.no_grad()

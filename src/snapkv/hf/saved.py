@@ -1,6 +1,7 @@
 """A saved cache: whose it is, by which policy, and its layers; `CompressedCache.save`, `load`."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,8 +9,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
-from snapkv.cache.saving.files import read_sealed, write_sealed
+from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
 from snapkv.cache.saving.format1 import in_parts
 from snapkv.cache.saving.packing import pack, unpack
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
@@ -34,23 +36,43 @@ def write(
 
     Keys and values are written in so few bits, and are in the model's dtype when they are loaded.
     """
-    tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
-    notes = {
-        "model": identity_of(cache.model),
-        "policy": cache.policy.describe(),
-        "options": {name: options[name] for name in _OPTIONS},
-        "recalls": options["recall"] is not None,
-        "seen_tokens": cache.get_seq_length(),
-        "prompt_end": cache.reading.prompt_end,
-        "turn_start": cache.reading.turn_start,
-        "layers": [
-            encode_layer(layer, f"layers.{index}", tensors)
-            for index, layer in enumerate(cache.layers)
-        ],
-    }
+    model = identity_of(cache.model)
+    tensors, notes = encoded(cache.layers, cache.reading, options, model, beside)
     if bits is not None:
         tensors, notes["packed"] = pack(tensors, bits)
     write_sealed(path, tensors, notes)
+
+
+def encoded(
+    layers: Sequence[Any],
+    reading: Reading,
+    options: Mapping[str, Any],
+    model: Mapping[str, Any],
+    beside: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the notes of the file of a cache.
+
+    Args:
+        layers: of the cache, one for every layer of the model.
+        reading: what the cache was told of its prompt.
+        options: what it was made with.
+        model: the model's `identity_of`.
+        beside: tensors to keep with it.
+    """
+    tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
+    notes = {
+        "model": dict(model),
+        "policy": reading.policy.describe(),
+        "options": {name: options[name] for name in _OPTIONS},
+        "recalls": options["recall"] is not None,
+        "seen_tokens": reading.seen_tokens,
+        "prompt_end": reading.prompt_end,
+        "turn_start": reading.turn_start,
+        "layers": [
+            encode_layer(layer, f"layers.{index}", tensors) for index, layer in enumerate(layers)
+        ],
+    }
+    return tensors, notes
 
 
 def read(
@@ -63,11 +85,37 @@ def read(
 ) -> tuple[Kind, dict[str, Tensor]]:
     """A cache of that class out of a file, and the tensors that were saved beside it."""
     _require_one_device(model)
-    tensors, notes, version = read_sealed(path)
-    try:
-        notes = in_parts(notes, tensors) if version == 1 else notes
-        tensors = unpack(tensors, notes.get("packed", {}))
+    file = read_sealed(path)
+    with fitting_together(path):
+        tensors, notes = contents(file)
         cache = _rebuilt(kind, tensors, notes, model, policy, recall, recall_bytes)
+    return cache, tensors_beside(tensors)
+
+
+def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the notes of a cache's file, as `encoded` gives them today."""
+    notes = in_parts(file.notes, file.tensors) if file.version == 1 else file.notes
+    return unpack(file.tensors, notes.get("packed", {})), notes
+
+
+def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that were saved beside a cache, by their names."""
+    return {
+        name.removeprefix(_BESIDE): value
+        for name, value in tensors.items()
+        if name.startswith(_BESIDE)
+    }
+
+
+@contextlib.contextmanager
+def fitting_together(path: Path) -> Iterator[None]:
+    """Turn what goes wrong where a file's parts are put together into one line about the file.
+
+    Raises:
+        CacheFileError: for any error but this package's own.
+    """
+    try:
+        yield
     except SnapKVError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -75,12 +123,6 @@ def read(
             f"path: expected a cache that cache.save has written, got {str(path)!r}, whose "
             f"parts do not fit together ({error!r}); save it again"
         ) from error
-    beside = {
-        name.removeprefix(_BESIDE): value
-        for name, value in tensors.items()
-        if name.startswith(_BESIDE)
-    }
-    return cache, beside
 
 
 def _rebuilt(
@@ -93,7 +135,7 @@ def _rebuilt(
     recall_bytes: int | None,
 ) -> Any:
     """A cache out of what a file holds."""
-    require_identity(model, notes["model"])
+    require_identity(identity_of(model), notes["model"])
     if notes["recalls"]:
         recall = "host" if recall is None else recall
     elif recall is not None:

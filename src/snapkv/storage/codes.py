@@ -61,16 +61,19 @@ class Codes:
         return replace(self, codes=codes, scale=scale, least=least, shape=shape)
 
     def states(self) -> Tensor:
-        """What they stand for, (B, H, N, D) in the dtype of the original."""
+        """What they stand for, (B, H, N, D) in the dtype of the original.
+
+        Computed in place, so that no scale, whatever its shape, makes them more than the codes.
+        """
         dtype = getattr(torch, self.dtype)
         if self.least is None:
             fp8 = self.codes.view(torch.float8_e4m3fn).float()
-            return (fp8 * self.scale).to(dtype)
+            return fp8.mul_(self.scale).to(dtype)
         codes = self.codes
         if self.bits == "int4":
             codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
         grouped = _grouped(codes, self.along, self.shape[self.along]).float()
-        whole = grouped * self.scale.float() + self.least.float()
+        whole = grouped.mul_(self.scale.float()).add_(self.least.float())
         N, D = self.shape[-2:]
         return _ungrouped(whole, self.along)[..., :N, :D].to(dtype)
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from snapkv.cache.saving.writing import is_stream, replacing
 from snapkv.errors import CacheFileError, OutputError
+from snapkv.validation import format_bytes
 
 _FORMAT = "snapkv cache "
 _VERSION = 2
@@ -22,6 +23,22 @@ _UNSEALED = "0" * 64
 _SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 _MOST_HEADER_BYTES = 100_000_000  # what safetensors itself allows
 _BLOCK_BYTES = 1 << 22
+
+
+class SealedFile(NamedTuple):
+    """What a sealed file holds.
+
+    Attributes:
+        tensors: on the host.
+        notes: JSON.
+        version: of the format.
+        seal: the SHA-256 of all its bytes, with zeros in the digest's own place.
+    """
+
+    tensors: dict[str, Tensor]
+    notes: dict[str, Any]
+    version: int
+    seal: str
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, Any]) -> None:
@@ -79,18 +96,22 @@ def _is_free_or_saved(path: Path) -> bool:
         return not os.path.lexists(path)
 
 
-def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
-    """What `write_sealed` has written: tensors on the host, notes, and the format's version.
+def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
+    """What `write_sealed` has written.
 
     Args:
         path: the file.
+        most_bytes: refuse a larger one before any of it is read.
 
     Raises:
-        CacheFileError: no such file, not such a file, or one that has changed since.
+        CacheFileError: no such file, not such a file, a larger one, or one that has changed since.
     """
+    if is_stream(path):  # opening a pipe would wait for its other end
+        raise _damaged(path, "it is no regular file")
     try:
         with path.open("rb") as file:
-            _require_seal(file, path)
+            _require_size(file, path, most_bytes)
+            seal = _require_seal(file, path)
             checked = _identity(os.fstat(file.fileno()))
             with safe_open(path, framework="pt") as content:
                 metadata = content.metadata()
@@ -100,7 +121,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
                 raise _damaged(path, "it was replaced while it was read")
     except FileNotFoundError as error:
         raise _missing(path) from error
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, RecursionError, TypeError, ValueError, KeyError) as error:
         if isinstance(error, CacheFileError):
             raise
         raise _damaged(path, str(error)) from error
@@ -108,7 +129,7 @@ def read_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
     if metadata.get("format") not in known:
         got = metadata.get("format")
         raise _damaged(path, f"its format is {got!r}, not {_FORMAT}{_VERSION} or before")
-    return tensors, notes, known[metadata["format"]]
+    return SealedFile(tensors, notes, known[metadata["format"]], seal)
 
 
 def seal_of(path: Path, *, checked: bool = True) -> str:
@@ -128,6 +149,16 @@ def seal_of(path: Path, *, checked: bool = True) -> str:
         raise _missing(path) from error
     except OSError as error:
         raise _damaged(path, str(error)) from error
+
+
+def _require_size(file: BinaryIO, path: Path, most_bytes: int | None) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if most_bytes is not None and size > most_bytes:
+        raise CacheFileError(
+            f"path: expected a saved cache of at most {format_bytes(most_bytes)}, got "
+            f"{format_bytes(size)} at {str(path)!r}; save one that keeps fewer tokens, or raise "
+            "the limit"
+        )
 
 
 def _missing(path: Path) -> CacheFileError:

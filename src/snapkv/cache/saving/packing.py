@@ -1,9 +1,11 @@
 """Keys and values of a file in few bits: packed when it is written, spread out when it is read."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from snapkv.storage.codes import Bits, Codes, quantise
@@ -40,6 +42,12 @@ def pack(tensors: Mapping[str, Tensor], bits: Bits) -> tuple[dict[str, Tensor], 
             if (value := getattr(codes, part)) is not None
         }
     return packed, notes
+
+
+def spread_bytes(notes: Mapping[str, Any]) -> int:
+    """Bytes of the keys and values that `unpack` will spread out, by the notes of `pack`."""
+    dtypes = {told["dtype"]: getattr(torch, told["dtype"]) for told in notes.values()}
+    return sum(math.prod(told["shape"]) * dtypes[told["dtype"]].itemsize for told in notes.values())
 
 
 def unpack(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> dict[str, Tensor]:
