@@ -22,6 +22,9 @@ LAYOUTS = {
 
 _Rule = tuple[str, Callable[[Any], Any], str]
 
+ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
+"""What is said where several processes would answer requests, and documents are shared."""
+
 # What is set, when, and what to do about it.
 _RULES: tuple[_Rule, ...] = (
     (
@@ -50,6 +53,16 @@ _RULES: tuple[_Rule, ...] = (
         "tova while generating and tensor parallelism",
         lambda c: _evicts_by(c, "tova") and c.parallel_config.tensor_parallel_size > 1,
         "it averages over heads of other processes; pass --decode-policy r-kv",
+    ),
+    (
+        "shared documents in several API servers",
+        lambda c: _settings(c).sharing and c.parallel_config._api_process_count > 1,
+        ONE_SERVER,
+    ),
+    (
+        "shared documents and data parallelism",
+        lambda c: _settings(c).sharing and c.parallel_config.data_parallel_size > 1,
+        "a request may reach an engine that has not read its document; leave --share out",
     ),
     (
         "decode context parallelism",
