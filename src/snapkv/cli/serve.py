@@ -98,11 +98,7 @@ def serve(
 
     Behind MODEL goes any option of `vllm serve`, such as --max-model-len 32768.
     """
-    if model.startswith("-"):
-        raise InvalidArgumentError(
-            f"model: expected the model before all options, got {model}; write for instance "
-            "snapkv serve demo --budget 1024"
-        )
+    _require_first(model)
     caps = {"max_window_size": max_window_size, "max_kernel_size": max_kernel_size}
     limits: dict[str, int | str] = {
         "cap": cap,
@@ -125,6 +121,15 @@ def serve(
 
     interrupts.started()
     run_server(place_of(model), settings, context.args, name=model)
+
+
+def _require_first(model: str) -> None:
+    """Raise where an option stands in the model's place."""
+    if model.startswith("-"):
+        raise InvalidArgumentError(
+            f"model: expected the model before all options, got {model}; write for instance "
+            "snapkv serve demo --budget 1024"
+        )
 
 
 def _sharing(

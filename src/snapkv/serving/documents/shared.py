@@ -45,6 +45,7 @@ class SharedDocuments:
         self._counts = counts
         self._one_at_a_time = asyncio.Lock()
         self._registrations: set[asyncio.Task[SharedDocument]] = set()
+        self._count()
 
     async def register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
         """Read a document and put it under its name; done whole even if the client goes away.
