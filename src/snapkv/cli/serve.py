@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from snapkv.cli import interrupts
+from snapkv.cli.amounts import byte_count
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import (
     DEFAULT,
@@ -43,6 +44,16 @@ _DecodePolicy = Annotated[
     str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
 ]
 _EvictEvery = Annotated[int, typer.Option(help="Generated tokens between two evictions")]
+_Share = Annotated[
+    bool, typer.Option("--share", help="Keep documents compressed, for requests that name them")
+]
+_ShareBytes = Annotated[
+    str | None,
+    typer.Option(help="Of the cache for documents, such as 2GiB; default: a quarter of it"),
+]
+_ShareAcrossKeys = Annotated[
+    bool, typer.Option("--share-across-keys", help="Documents of one API key are everybody's")
+]
 _MaxWindowSize = Annotated[int, typer.Option(help="The longest window that a request may ask for")]
 _MaxKernelSize = Annotated[int, typer.Option(help="The widest kernel that a request may ask for")]
 
@@ -78,17 +89,16 @@ def serve(
     decode_budget: _DecodeBudget = 0,
     decode_policy: _DecodePolicy = "r-kv",
     evict_every: _EvictEvery = DEFAULT_EVERY,
+    share: _Share = False,
+    share_bytes: _ShareBytes = None,
+    share_across_keys: _ShareAcrossKeys = False,
     print_command: _PrintCommand = False,
 ) -> None:
     """Serve a model over HTTP with vLLM, from a compressed cache.
 
     Behind MODEL goes any option of `vllm serve`, such as --max-model-len 32768.
     """
-    if model.startswith("-"):
-        raise InvalidArgumentError(
-            f"model: expected the model before all options, got {model}; write for instance "
-            "snapkv serve demo --budget 1024"
-        )
+    _require_first(model)
     caps = {"max_window_size": max_window_size, "max_kernel_size": max_kernel_size}
     limits: dict[str, int | str] = {
         "cap": cap,
@@ -98,7 +108,8 @@ def serve(
         "evict_every": evict_every,
     }
     sizes = {"budget": budget, "protect_first": protect_first, **caps}
-    settings = _settings(policy, set_ or [], limits, **sizes)
+    sharing = _sharing(share, share_bytes, share_across_keys)
+    settings = _settings(policy, set_ or [], limits, sharing, **sizes)
     from snapkv.app.models import place_of
 
     if print_command:
@@ -112,8 +123,39 @@ def serve(
     run_server(place_of(model), settings, context.args, name=model)
 
 
+def _require_first(model: str) -> None:
+    """Raise where an option stands in the model's place."""
+    if model.startswith("-"):
+        raise InvalidArgumentError(
+            f"model: expected the model before all options, got {model}; write for instance "
+            "snapkv serve demo --budget 1024"
+        )
+
+
+def _sharing(
+    share: bool, share_bytes: str | None, share_across_keys: bool
+) -> dict[str, int | bool] | None:
+    """What the options say of shared documents; None where there are none."""
+    if share:
+        most_bytes = 0 if share_bytes is None else byte_count("share_bytes", share_bytes)
+        if share_bytes is not None:
+            require_int("share_bytes", most_bytes, minimum=1)
+        return {"most_bytes": most_bytes, "across_keys": share_across_keys}
+    for option, given in (("bytes", share_bytes is not None), ("across-keys", share_across_keys)):
+        if given:
+            raise InvalidArgumentError(
+                f"share-{option}: expected it with --share, got it alone; add --share, or leave "
+                f"--share-{option} out"
+            )
+    return None
+
+
 def _settings(
-    policy: str, assignments: list[str], limits: Mapping[str, int | str], **sizes: int
+    policy: str,
+    assignments: list[str],
+    limits: Mapping[str, int | str],
+    sharing: Mapping[str, int | bool] | None,
+    **sizes: int,
 ) -> "ServingSettings":
     """What the options say; checked before torch is imported, as far as they can be."""
     numbers = {**limits, **sizes}
@@ -126,9 +168,15 @@ def _settings(
     from snapkv.policies import SnapKV
     from snapkv.policies.default import default_parameters
     from snapkv.serving import Limits, ServingSettings
+    from snapkv.serving.documents.sharing import Sharing
 
     parameters = typed_assignments(policy, assignments)
     if policy == DEFAULT:
         policy, parameters = SnapKV.name, default_parameters(parameters)
-    held = Limits.from_config(limits)
-    return ServingSettings(policy=policy, parameters=parameters, limits=held, **sizes)
+    return ServingSettings(
+        policy=policy,
+        parameters=parameters,
+        limits=Limits.from_config(limits),
+        sharing=None if sharing is None else Sharing.from_config(sharing),
+        **sizes,
+    )

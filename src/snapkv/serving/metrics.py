@@ -8,7 +8,7 @@ multi-process mode, which `snapkv serve` switches on, carries the counts to the 
 import functools
 from typing import Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from snapkv.serving.orders import Order
 from snapkv.serving.timing import Stopwatch
@@ -101,3 +101,53 @@ class PromptMetrics:
     def request_ended(self, request_id: str) -> None:
         """Forget a request; another one may come under its name."""
         self._counted.discard(request_id)
+
+
+@functools.cache
+def _document_series() -> dict[str, Any]:
+    """The time series of a front end that shares documents."""
+    labels = ("model_name",)
+    now = {"labelnames": labels, "multiprocess_mode": "livesum"}
+    return {
+        "documents": Gauge("snapkv:documents", "Shared documents.", **now),
+        "bytes": Gauge("snapkv:document_bytes", "Bytes of the cache that they take.", **now),
+        "requests": Counter(
+            "snapkv:document_requests", "Requests answered from a shared document.", labels
+        ),
+        "not_read": Counter(
+            "snapkv:document_tokens_not_read",
+            "Tokens of shared documents that requests did not read again.",
+            labels,
+        ),
+        "dropped": Counter(
+            "snapkv:documents_dropped",
+            "Shared documents that went: deleted, or least used when room was needed.",
+            (*labels, "reason"),
+        ),
+    }
+
+
+class DocumentMetrics:
+    """Counts shared documents, in the process that answers requests.
+
+    Args:
+        model_name: in the labels.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._series = _document_series()
+
+    def standing(self, documents: int, document_bytes: int) -> None:
+        """Say how many there are now, and what all of them take."""
+        self._series["documents"].labels(self._model_name).set(documents)
+        self._series["bytes"].labels(self._model_name).set(document_bytes)
+
+    def asked(self, tokens_not_read: int) -> None:
+        """Count one request that was answered from a document."""
+        self._series["requests"].labels(self._model_name).inc()
+        self._series["not_read"].labels(self._model_name).inc(tokens_not_read)
+
+    def dropped(self, reason: str) -> None:
+        """Count one document that went: deleted, or least_used."""
+        self._series["dropped"].labels(self._model_name, reason).inc()

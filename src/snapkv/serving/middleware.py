@@ -2,7 +2,7 @@
 
 For vLLM's own ``--middleware snapkv.serving.middleware.SettingsCheck``; `snapkv serve` passes it.
 vLLM itself looks at `extra_args` only when the engine is asked, and by then a streamed response has
-begun with status 200.
+begun with status 200. On a server that shares documents, it also joins them with requests.
 """
 
 import json
@@ -13,6 +13,7 @@ from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
 from snapkv.serving.bodies import require_settings
+from snapkv.serving.documents.front import FrontEnd, Visit
 from snapkv.serving.settings import ServingSettings
 
 _Message = MutableMapping[str, Any]
@@ -25,7 +26,7 @@ NAME = f"{__name__}.SettingsCheck"
 
 
 class SettingsCheck:
-    """An ASGI middleware that looks at a body when the server behind it has read all of it.
+    """An ASGI middleware that looks at a body when the server behind it reads it.
 
     Nothing is read that the server does not read itself, so that whoever is not let in (API keys)
     stays outside, and a body that is refused elsewhere is refused there. The server's settings are
@@ -38,39 +39,58 @@ class SettingsCheck:
     def __init__(self, app: _App) -> None:
         self._app = app
         self._settings: ServingSettings | None = None
+        self._documents: FrontEnd | None = None
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        """Answer one request."""
+        """Answer one request, or the server's start, which is the first to come."""
+        settings = self._settings_of(scope)
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
-            return
-        settings, body = self._settings_of(scope), bytearray()
-
-        async def receive_and_check() -> _Message:
-            message = await receive()
-            if message["type"] == "http.request":
-                body.extend(message.get("body", b""))
-                if not message.get("more_body", False):
-                    _require_settings(bytes(body), settings)
-                    body.clear()
-            return message
-
-        await self._app(scope, receive_and_check, send)
+        elif self._documents is None:
+            await self._app(scope, _checking(receive, settings, None), send)
+        else:
+            async with self._documents.visit(scope) as visit:
+                checking = _checking(receive, settings, visit)
+                await self._app(scope, checking, visit.sending(send))
 
     def _settings_of(self, scope: _Message) -> ServingSettings:
         if self._settings is None:
             config = scope["app"].state.args.additional_config
             self._settings = ServingSettings.from_config(config or {})
+            if self._settings.sharing is not None:
+                self._documents = FrontEnd(scope["app"], self._settings)
         return self._settings
 
 
-def _require_settings(text: bytes, settings: ServingSettings) -> None:
+def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None) -> _Receive:
+    """What receives a whole body in one message, checked, and joined with a document it names."""
+
+    async def receive_whole() -> _Message:
+        text = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            text.extend(message.get("body", b""))
+            more = message.get("more_body", False)
+        body = _require_settings(bytes(text), settings)
+        changed = None if visit is None else await visit.rewritten(body)
+        whole = bytes(text) if changed is None else json.dumps(changed).encode()
+        return {"type": "http.request", "body": whole, "more_body": False}
+
+    return receive_whole
+
+
+def _require_settings(text: bytes, settings: ServingSettings) -> object:
+    """The body from JSON; None for what is no JSON, which the server says itself."""
     try:
         body = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON: the server says so
-        return
+    except (ValueError, RecursionError):
+        return None
     try:
         require_settings(body, settings)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error
+    return body

@@ -15,6 +15,9 @@ PROTECT_FIRST = "protect_first"
 
 LIMITS = ("cap", "decode_budget")
 
+DOCUMENT = "document"
+"""Names what a request's prompt begins with, on servers that share documents."""
+
 OF_A_REQUEST = (
     "budget",
     "window_size",
@@ -26,6 +29,9 @@ OF_A_REQUEST = (
     *LIMITS,
 )
 """What a request may set for itself, where the server's method has it."""
+
+_LONGEST_NAME = 100
+"""Characters of a document's name."""
 
 _LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
@@ -47,8 +53,30 @@ def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
             _refuse_spelling(name, PREFIX + name)
         elif is_ours(name):
             bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ")
-            _refuse_spelling(name, PREFIX + (bare if bare in OF_A_REQUEST else "budget"))
+            known = bare in (*OF_A_REQUEST, DOCUMENT)
+            _refuse_spelling(name, PREFIX + (bare if known else "budget"))
     return own
+
+
+def require_document_name(argument: str, value: object) -> str:
+    """A document's name, which also stands in the path of a URL.
+
+    Raises:
+        InvalidTypeError: not a text.
+        InvalidArgumentError: one that is no name.
+    """
+    if not isinstance(value, str):
+        raise InvalidTypeError(
+            f"{argument}: expected a document's name, got something of type "
+            f"{type(value).__name__}; pass a text such as contract"
+        )
+    fits = 1 <= len(value) <= _LONGEST_NAME and value.isprintable() and "/" not in value
+    if not fits or not value.strip("."):
+        raise InvalidArgumentError(
+            f"{argument}: expected 1 to {_LONGEST_NAME} printable characters, none of them a slash "
+            f"and not dots alone, got '{shown(value)}'; pass a name such as contract"
+        )
+    return value
 
 
 def is_ours(name: str) -> bool:

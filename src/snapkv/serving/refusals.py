@@ -23,6 +23,9 @@ LAYOUTS = {
 
 _Rule = tuple[str, Callable[[Any], Any], str]
 
+ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
+"""What is said where several processes would answer requests, and documents are shared."""
+
 # What is set, when, and what to do about it.
 _RULES: tuple[_Rule, ...] = (
     (
@@ -54,23 +57,28 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "shared documents and speculative decoding",
-        lambda c: _shares(c) and c.speculative_config is not None,
+        lambda c: _settings(c).sharing and c.speculative_config is not None,
         "drafts behind a document were not tested; leave --share or --speculative-config out",
     ),
     (
         "shared documents and adapters (LoRA)",
-        lambda c: _shares(c) and c.lora_config is not None,
+        lambda c: _settings(c).sharing and c.lora_config is not None,
         "a document would have to be read with each of them; leave --share or --enable-lora out",
     ),
     (
-        "shared documents and several engines (data parallelism)",
-        lambda c: _shares(c) and c.parallel_config.data_parallel_size > 1,
-        "each would have to hold them; use tensor parallelism, or several servers",
+        "shared documents and latent attention (MLA)",
+        lambda c: _settings(c).sharing and c.model_config.use_mla,
+        "reading a text again was not tested with latents; leave --share out",
     ),
     (
-        "shared documents and latent attention (MLA)",
-        lambda c: _shares(c) and c.model_config.use_mla,
-        "reading a text again was not tested with latents; leave --share out",
+        "shared documents in several API servers",
+        lambda c: _settings(c).sharing and c.parallel_config._api_process_count > 1,
+        ONE_SERVER,
+    ),
+    (
+        "shared documents and data parallelism",
+        lambda c: _settings(c).sharing and c.parallel_config.data_parallel_size > 1,
+        "a request may reach an engine that has not read its document; leave --share out",
     ),
     (
         "decode context parallelism",
@@ -205,10 +213,6 @@ def _refuse_capped(name: str, expected: str, got: str) -> NoReturn:
 
 def _settings(vllm_config: Any) -> ServingSettings:
     return ServingSettings.from_config(vllm_config.additional_config)
-
-
-def _shares(vllm_config: Any) -> bool:
-    return _settings(vllm_config).sharing is not None
 
 
 def _limits(vllm_config: Any) -> Limits:

@@ -49,7 +49,7 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from snapkv.serving.middleware import NAME as SETTINGS_CHECK
-    from snapkv.serving.refusals import require_supported
+    from snapkv.serving.refusals import ONE_SERVER, require_supported
 
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="snapkv")
@@ -59,6 +59,11 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     args.model = model
     args.served_model_name = args.served_model_name or [name]
     args.middleware = [*args.middleware, SETTINGS_CHECK]
+    if settings.sharing is not None and (args.api_server_count or 1) > 1:
+        raise InvalidArgumentError(
+            f"share: expected one API server, got --api-server-count {args.api_server_count}: "
+            f"{ONE_SERVER}"
+        )
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
     given = {option: getattr(args, option) for option in OWN}
     for option, value in arguments(settings, given).items():

@@ -10,11 +10,13 @@ from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.limits import Limits
 from snapkv.serving.methods import METHODS, parameters_of, scoring
 from snapkv.serving.names import (
+    DOCUMENT,
     LIMITS,
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
     own_settings,
+    require_document_name,
     require_readable,
     shown,
 )
@@ -133,6 +135,9 @@ class ServingSettings:
             looks_ahead: see `Cap`.
         """
         given = own_settings(extra_args or {})
+        if DOCUMENT in given:
+            self._require_document(given)
+            return Plan(prompt_tokens=prompt_tokens, policy=None, cap=None, growth=None)
         for name, value in given.items():
             self._require_known(name)
             require_readable(PREFIX + name, value)
@@ -189,6 +194,22 @@ class ServingSettings:
         decode_budget = asked.get("decode_budget")
         growth = self.limits.growth_of(decode_budget, policy, protect_first=protect_first)
         return cap, growth
+
+    def _require_document(self, given: Mapping[str, Any]) -> None:
+        """Raise unless a request may name this document, which it does, and nothing else."""
+        if self.sharing is None:
+            raise InvalidArgumentError(
+                f"{PREFIX}{DOCUMENT}: expected none on this server, which shares no documents, got "
+                "one; leave it out, or start the server with --share"
+            )
+        require_document_name(PREFIX + DOCUMENT, given[DOCUMENT])
+        for name in given:
+            if name != DOCUMENT:
+                raise InvalidArgumentError(
+                    f"{PREFIX}{shown(name)}: expected none beside {PREFIX}{DOCUMENT}, which was "
+                    "compressed when it was registered, while the request stays whole, got one; "
+                    "leave it out"
+                )
 
     def _require_known(self, name: str) -> None:
         known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]

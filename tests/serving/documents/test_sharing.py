@@ -56,3 +56,27 @@ def test_promises_that_a_document_would_break_are_refused(settings, words):
     assert ServingSettings(**settings).sharing is None
     with pytest.raises(SnapKVError, match=words):
         ServingSettings(**settings, sharing=Sharing())
+
+
+def test_a_request_that_names_a_document_stays_whole():
+    settings = ServingSettings(budget=64, sharing=Sharing())
+    assert settings.for_request({"snapkv_document": "contract", "other": 1}) is None
+    assert settings.for_request({}) is not None
+
+
+@pytest.mark.parametrize(
+    ("sharing", "given", "words"),
+    [
+        (None, {"snapkv_document": "a"}, "snapkv_document: .* start the server with --share"),
+        (Sharing(), {"snapkv_document": "a", "snapkv_budget": 64}, "^snapkv_budget: .* beside"),
+        (Sharing(), {"snapkv_document": "a", "snapkv_x": 1}, "^snapkv_x: expected none beside"),
+        (Sharing(), {"snapkv_document": ""}, "snapkv_document: expected 1 to 100 printable"),
+        (Sharing(), {"snapkv_document": "a/b"}, "none of them a slash"),
+        (Sharing(), {"snapkv_document": 7}, "snapkv_document: expected a document's name, got"),
+        (Sharing(), {"snapkv_document": None}, "snapkv_document: expected a document's name"),
+        (Sharing(), {"SNAPKV_DOCUMENT": "a"}, "write snapkv_document"),
+    ],
+)
+def test_a_document_is_named_alone_and_where_documents_are_shared(sharing, given, words):
+    with pytest.raises(SnapKVError, match=words):
+        ServingSettings(budget=64, sharing=sharing).for_request(given)

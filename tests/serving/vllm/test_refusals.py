@@ -6,6 +6,7 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.serving import Limits, ServingSettings, engine_args
+from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.refusals import (
     compressed_managers,
     compressible_layers,
@@ -14,6 +15,7 @@ from snapkv.serving.refusals import (
     require_no_promise,
     require_supported,
 )
+from snapkv.serving.server import serve
 
 
 def configured(folder, **options):
@@ -120,6 +122,29 @@ def test_a_budget_is_shared_out_among_heads_of_one_process_alone(config, parts, 
     require_supported(changed(config, additional_config=settings))
     with pytest.raises(UnsupportedModelError, match=words):
         require_supported(changed(config, **parts, additional_config=settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("_api_process_count", "shared documents in several API servers: .*--api-server-count"),
+        ("data_parallel_size", "shared documents and data parallelism: .* leave --share out"),
+    ],
+)
+def test_documents_are_shared_by_one_server_with_one_engine(config, name, words):
+    settings = ServingSettings(policy="snapkv", budget=64, sharing=Sharing()).to_config()
+    require_supported(changed(config, additional_config=settings))
+    several = changed(config, parallel_config={name: 2})
+    require_supported(several)
+    several.additional_config = settings
+    with pytest.raises(UnsupportedModelError, match=words):
+        require_supported(several)
+
+
+def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
+    settings = ServingSettings(budget=64, sharing=Sharing())
+    with pytest.raises(InvalidArgumentError, match="share: expected one API server, .*count 2: "):
+        serve(folder, settings, ["--api-server-count", "2"])
 
 
 def test_heads_with_sinks_cannot_be_sequences_of_their_own():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from vllm.utils.math_utils import cdiv
 
@@ -12,57 +12,11 @@ from snapkv.serving.blocks import CompressedManager
 from snapkv.serving.choices import SecondReading
 from snapkv.serving.documents.beginning import FromDocument
 from snapkv.serving.documents.reading_twice import ReadTwice, piece_tokens
+from snapkv.serving.documents.room import Room
 from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, ROOM, Errand
 from snapkv.serving.plans import Plan, RequestPlan
 from snapkv.serving.settings import ServingSettings
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """What documents may take of an engine's cache.
-
-    Attributes:
-        block_tokens: what is kept of a document is rounded up to a multiple of it.
-        bytes_per_token: in all layers.
-        most_tokens: of all documents together.
-    """
-
-    block_tokens: int
-    bytes_per_token: int
-    most_tokens: int
-
-    @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any, most_bytes: int) -> Self:
-        """Behind the largest request, which must find room beside them.
-
-        Args:
-            vllm_config: of the engine.
-            kv_cache_config: its blocks, all of groups that are compressed.
-            most_bytes: that are asked for; 0 for a quarter of the cache.
-
-        Raises:
-            UnsupportedModelError: there is no room.
-        """
-        groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
-        sizes = [group.kv_cache_spec.block_size for group in groups]
-        of_block = [_block_bytes(group) for group in groups]
-        block_tokens, cache_bytes = max(sizes), blocks * max(of_block)
-        per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
-        longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-        free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
-        asked = most_bytes or min(cache_bytes // 4, free_bytes)
-        if asked > free_bytes or asked < per_token * block_tokens:
-            raise UnsupportedModelError(
-                f"snapkv: cannot share documents: expected {format_bytes(asked)} of the cache for "
-                f"them beside the longest request, got {format_bytes(max(0, free_bytes))}; lower "
-                "--share-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
-            )
-        return cls(
-            block_tokens=block_tokens,
-            bytes_per_token=per_token,
-            most_tokens=asked // per_token,
-        )
 
 
 @dataclass(kw_only=True)
@@ -95,7 +49,6 @@ class Registry:
     Args:
         managers: of all KV cache groups, which are all compressed.
         room: what documents may take.
-        budget: tokens kept of a document that says nothing else.
         chunk_tokens: of a piece that is read again.
         max_model_len: positions of the model.
     """
@@ -105,12 +58,11 @@ class Registry:
         managers: Sequence[CompressedManager],
         *,
         room: Room,
-        budget: int,
         chunk_tokens: int,
         max_model_len: int,
     ) -> None:
         self._managers = managers
-        self._room, self._budget = room, budget
+        self._room = room
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
         self._held: dict[str, Held] = {}
         self._used_by: dict[str, Held] = {}
@@ -168,15 +120,9 @@ class Registry:
             )
         ids = tuple(request.prompt_token_ids[:-1])
         size = self._room.block_tokens
-        budget = self._budget if errand.budget is None else errand.budget
-        whole, kept = len(ids) // size * size, cdiv(budget, size) * size
-        if not whole:
-            raise InvalidArgumentError(
-                f"document: expected at least the {size} tokens of a block, got {len(ids)}; ask "
-                "about it without registering it"
-            )
-        self._require_room(min(kept, whole))
-        if kept >= whole:  # what its last block lacks is read with every request
+        whole, kept = len(ids) // size * size, self._room.kept_tokens(len(ids), errand.budget)
+        self._require_free(kept)
+        if kept == whole:  # what its last block lacks is read with every request
             held, plan = self._whole(ids[:whole], len(ids) + 1)
         else:
             held, plan = self._compressed(ids, kept, errand.instruction_ids)
@@ -202,7 +148,7 @@ class Registry:
         )
         return Held(token_ids=ids, kept_tokens=kept), plan
 
-    def _require_room(self, kept_tokens: int) -> None:
+    def _require_free(self, kept_tokens: int) -> None:
         taken = sum(held.kept_tokens for held in self._all())
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
@@ -301,10 +247,33 @@ def registry(
         )
     return Registry(
         list(managers.values()),
-        room=Room.of(vllm_config, kv_cache_config, settings.sharing.most_bytes),
-        budget=settings.budget or DEFAULT_BUDGET,
+        room=_room(vllm_config, kv_cache_config, settings),
         chunk_tokens=settings.sharing.chunk_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
+    )
+
+
+def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> Room:
+    """What documents may take behind the largest request, which must find room beside them."""
+    groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    of_block = [_block_bytes(group) for group in groups]
+    per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
+    longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
+    free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
+    asked = settings.sharing.most_bytes if settings.sharing else 0
+    most_bytes = asked or min(blocks * max(of_block) // 4, free_bytes)
+    if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
+        raise UnsupportedModelError(
+            f"snapkv: cannot share documents: expected {format_bytes(max(most_bytes, 1))} of the "
+            f"cache for them beside the longest request, got {format_bytes(max(0, free_bytes))}; "
+            "lower --share-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+        )
+    return Room(
+        block_tokens=max(sizes),
+        bytes_per_token=per_token,
+        most_tokens=most_bytes // per_token,
+        budget=settings.budget or DEFAULT_BUDGET,
     )
 
 

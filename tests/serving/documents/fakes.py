@@ -1,0 +1,91 @@
+"""An engine and a tokenizer that can be checked by hand."""
+
+import asyncio
+
+from snapkv.errors import OutOfMemoryError
+from snapkv.serving.documents.engine import Kept
+
+BEGIN, END, DOUBLE = 1, 2, 3
+ROLES = {"system": 11, "user": 12, "assistant": 13}
+
+
+class CharacterPrompts:
+    """A token per character; two line breaks in a row are one token.
+
+    Chats are the role's token, a line break, the content and `END` for each message, then the
+    token of the assistant's role. Texts begin with `BEGIN` where special tokens are asked for.
+    """
+
+    def __init__(self, *, adapters=(), ends=False):
+        self.adapters = adapters
+        self.ends = ends
+
+    def is_base_model(self, name):
+        return name not in self.adapters
+
+    async def tokenize(self, prompt, *, special_tokens):
+        if isinstance(prompt, list):
+            return prompt
+        end = [END] if self.ends else []
+        return [BEGIN, *characters(prompt), *end] if special_tokens else characters(prompt)
+
+    async def render(self, body):
+        ids = [ROLES["system"]] * bool(body.get("tools"))
+        for message in body["messages"]:
+            if not isinstance(message, dict) or message.get("role") not in ROLES:
+                return None
+            ids += [ROLES[message["role"]], *characters("\n" + str(message["content"])), END]
+        return [*ids, ROLES["assistant"]]
+
+
+def characters(text):
+    pieces = text.split("\n\n")
+    ids = [ord(one) for one in pieces[0]]
+    for piece in pieces[1:]:
+        ids += [DOUBLE, *map(ord, piece)]
+    return ids
+
+
+class FakeEngine:
+    """Ten bytes per kept token; keeps a budget of 8 by default. `reading` holds a reading up."""
+
+    def __init__(self, most_bytes=1000):
+        self.most_bytes = most_bytes
+        self.held = {}
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.refusal = None
+
+    def bytes_of(self, tokens, budget):
+        return 10 * min(tokens, budget or 8)
+
+    async def register(self, document_id, token_ids, *, budget):
+        await self.reading.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        size = self.bytes_of(len(token_ids), budget)
+        if size + sum(one.bytes for one in self.held.values()) > self.most_bytes:
+            raise OutOfMemoryError("document: expected room for it")
+        self.held[document_id] = Kept(kept_tokens=size // 10, bytes=size)
+        return self.held[document_id]
+
+    async def drop(self, document_id):
+        del self.held[document_id]
+
+
+class Counted:
+    """What was counted, last."""
+
+    def __init__(self):
+        self.now = (0, 0)
+        self.not_read = []
+        self.reasons = []
+
+    def standing(self, documents, document_bytes):
+        self.now = (documents, document_bytes)
+
+    def asked(self, tokens_not_read):
+        self.not_read.append(tokens_not_read)
+
+    def dropped(self, reason):
+        self.reasons.append(reason)

@@ -1,0 +1,202 @@
+"""Documents by tenant and name: who sees them, and which ones go when room is needed."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv.serving.documents.catalogue import Catalogue, SharedDocument
+from snapkv.serving.documents.refused import RefusedError
+
+
+def document(name, size=10, tenant="a"):
+    return SharedDocument(
+        document_id=f"{tenant}-{name}",
+        tenant=tenant,
+        name=name,
+        token_ids=(1, 2),
+        messages=None,
+        kept_tokens=2,
+        bytes=size,
+    )
+
+
+def catalogue_of(*documents, most_bytes=100):
+    catalogue = Catalogue(most_bytes)
+    for one in documents:
+        catalogue.add(one)
+    return catalogue
+
+
+def names(documents):
+    return [one.name for one in documents]
+
+
+def test_a_document_is_found_by_its_own_tenant_alone():
+    mine, theirs = document("contract"), document("contract", tenant="b")
+    catalogue = catalogue_of(mine, theirs, document("law"))
+    assert catalogue.find("a", "contract") is mine
+    assert names(catalogue.of("a")) == ["contract", "law"]
+    assert catalogue.of("b") == [theirs]
+    assert catalogue.of("c") == []
+    with pytest.raises(RefusedError, match=r"one of this key's documents, got 'law'") as refused:
+        catalogue.find("b", "law")
+    assert refused.value.status == 404
+
+
+def test_a_name_that_stands_is_not_free():
+    catalogue = catalogue_of(document("contract"))
+    catalogue.require_free("b", "contract")
+    with pytest.raises(RefusedError, match=r"got 'contract'.* delete it first") as refused:
+        catalogue.require_free("a", "contract")
+    assert refused.value.status == 409
+
+
+def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
+    one, two, three = document("one", 40), document("two", 30), document("three", 30)
+    catalogue = catalogue_of(one, two, three)
+    catalogue.begin(one)
+    catalogue.end(one)  # so that two is the oldest
+    assert names(catalogue.make_room(0)) == []
+    assert names(catalogue.make_room(25)) == ["two"]
+    assert names(catalogue.make_room(60)) == ["three"]
+    assert names(catalogue.of("a")) == ["one"]
+    assert catalogue.bytes == 40
+
+
+def test_what_is_in_use_stays_and_too_little_room_forgets_nothing():
+    used, idle = document("used", 40), document("idle", 60)
+    catalogue = catalogue_of(used, idle)
+    catalogue.begin(used)
+    with pytest.raises(RefusedError, match=r"at most 60 B.* --share-bytes 100 B.*, got 61 B") as no:
+        catalogue.make_room(61)
+    assert no.value.status == 507
+    assert names(catalogue.of("a")) == ["idle", "used"]
+    assert names(catalogue.make_room(60)) == ["idle"]
+
+
+def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
+    old = document("contract", 60)
+    catalogue = catalogue_of(old)
+    catalogue.begin(old)
+    catalogue.begin(old)
+    assert catalogue.delete("a", "contract") is None
+    with pytest.raises(RefusedError, match="got 'contract'"):
+        catalogue.find("a", "contract")
+    new = document("contract", 40)
+    catalogue.add(new)  # the name is free again
+    assert (len(catalogue), catalogue.bytes) == (1, 100)
+    with pytest.raises(RefusedError, match="at most 40 B"):
+        catalogue.make_room(41)
+    assert catalogue.end(old) is False
+    assert catalogue.end(old) is True
+    assert catalogue.bytes == 40
+    assert catalogue.delete("a", "contract") is new
+
+
+def test_the_last_use_is_told():
+    one = document("one")
+    assert one.last_used == one.created
+    catalogue_of(one).begin(one)
+    assert one.last_used >= one.created
+    assert one.requests == 1
+
+
+TENANTS, NAMES = "ab", "xyz"
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("add"), st.sampled_from(TENANTS), st.sampled_from(NAMES), st.integers(1, 12)
+        ),
+        st.tuples(st.just("begin"), st.sampled_from(TENANTS), st.sampled_from(NAMES)),
+        st.tuples(st.just("end"), st.integers(0, 20)),
+        st.tuples(st.just("delete"), st.sampled_from(TENANTS), st.sampled_from(NAMES)),
+    ),
+    max_size=60,
+)
+
+
+class Oracle:
+    """What should be there, with the engine's side of it: a list, searched from its start."""
+
+    def __init__(self):
+        self.catalogue = Catalogue(20)
+        self.engine = {}  # bytes by id, of what it was not told to drop
+        self.order = []  # of (tenant, name), least recently used first
+        self.under_way = []
+        self.made = 0
+
+    def add(self, tenant, name, size):
+        if (tenant, name) in self.order:
+            with pytest.raises(RefusedError):
+                self.catalogue.require_free(tenant, name)
+            return
+        used = {one.document_id for one in self.under_way}
+        idle = [key for key in self.order if self.catalogue.find(*key).document_id not in used]
+        go = []
+        for key in idle:
+            if sum(self.engine.values()) - sum(map(self.size, go)) + size > 20:
+                go.append(key)
+        if sum(self.engine.values()) - sum(map(self.size, go)) + size > 20:
+            with pytest.raises(RefusedError):
+                self.catalogue.make_room(size)
+            return
+        gone = self.catalogue.make_room(size)
+        assert [(one.tenant, one.name) for one in gone] == go
+        for one in gone:
+            self.order.remove((one.tenant, one.name))
+            del self.engine[one.document_id]
+        self.made += 1
+        new = document(name, size, tenant)
+        new.document_id = str(self.made)
+        self.engine[new.document_id] = size
+        self.catalogue.add(new)
+        self.order.append((tenant, name))
+
+    def size(self, key):
+        return self.catalogue.find(*key).bytes
+
+    def begin(self, tenant, name):
+        if (tenant, name) in self.order:
+            found = self.catalogue.find(tenant, name)
+            self.catalogue.begin(found)
+            self.under_way.append(found)
+            self.order.remove((tenant, name))
+            self.order.append((tenant, name))
+
+    def end(self, which):
+        if self.under_way:
+            found = self.under_way.pop(which % len(self.under_way))
+            if self.catalogue.end(found):
+                del self.engine[found.document_id]
+
+    def delete(self, tenant, name):
+        if (tenant, name) in self.order:
+            self.order.remove((tenant, name))
+            gone = self.catalogue.delete(tenant, name)
+            if gone is not None:
+                del self.engine[gone.document_id]
+        else:
+            with pytest.raises(RefusedError):
+                self.catalogue.delete(tenant, name)
+
+    def check(self):
+        assert self.catalogue.bytes == sum(self.engine.values()) <= 20
+        assert all(one.document_id in self.engine for one in self.under_way)
+        for tenant in TENANTS:
+            own = sorted(name for owner, name in self.order if owner == tenant)
+            assert names(self.catalogue.of(tenant)) == own
+            assert all(one.tenant == tenant for one in self.catalogue.of(tenant))
+        assert len(self.catalogue) == len(self.order)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_any_sequence_stays_below_the_cap_and_keeps_what_is_in_use(steps):
+    oracle = Oracle()
+    for what, *arguments in steps:
+        getattr(oracle, what)(*arguments)
+        oracle.check()
+    while oracle.under_way:
+        oracle.end(0)
+        oracle.check()
+    assert set(oracle.engine) == {oracle.catalogue.find(*key).document_id for key in oracle.order}

@@ -1,0 +1,185 @@
+"""The catalogue and the engine in step, whatever clients do meanwhile."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from snapkv.errors import OutOfMemoryError, PromptTooLongError, SnapKVError
+from snapkv.serving.documents.refused import RefusedError, status_of
+from snapkv.serving.documents.shared import SharedDocuments
+from tests.serving.documents.fakes import CharacterPrompts, Counted, FakeEngine
+
+BODY = {"name": "contract", "prompt": "abc"}
+MESSAGES = [{"role": "system", "content": "abc"}]
+
+
+class World:
+    """Documents with everything that they stand on."""
+
+    def __init__(self, most_bytes=1000):
+        self.engine, self.counts = FakeEngine(most_bytes), Counted()
+        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self.counts)
+
+    def names(self, tenant=""):
+        return [one.name for one in self.documents.catalogue.of(tenant)]
+
+    def require_in_step(self):
+        held = sum(one.bytes for one in self.engine.held.values())
+        assert self.documents.catalogue.bytes == held <= self.engine.most_bytes
+        assert self.counts.now == (len(self.documents.catalogue), held)
+
+
+def test_a_document_is_read_kept_and_deleted():
+    async def run(world):
+        found = await world.documents.register("a", BODY)
+        assert (found.kind, len(found.token_ids), found.kept_tokens, found.bytes) == (
+            "prompt",
+            4,
+            4,
+            40,
+        )
+        assert found.document_id in world.engine.held
+        assert found.document_id != found.name
+        chat = {"name": "rules", "messages": MESSAGES, "budget": 5}
+        found = await world.documents.register("a", chat)
+        assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, tuple(MESSAGES))
+        world.require_in_step()
+        await world.documents.delete("a", "contract")
+        assert world.names("a") == ["rules"]
+        world.require_in_step()
+        assert world.counts.reasons == ["deleted"]
+
+    asyncio.run(run(World()))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": "abc"}, "name: expected a document's name, got something of type NoneType"),
+        ({**BODY, "name": ""}, "name: expected 1 to 100 printable characters"),
+        ({**BODY, "name": "a" * 101}, "name: expected 1 to 100 printable characters"),
+        ({**BODY, "name": "a/b"}, "none of them a slash"),
+        ({**BODY, "name": ".."}, "not dots alone"),
+        ({**BODY, "name": "a\nb"}, r"got 'a\\nb'"),
+        ({**BODY, "messages": MESSAGES}, "prompt and messages: expected one of them, got both"),
+        ({"name": "contract"}, "prompt and messages: expected one of them, got neither"),
+        ({**BODY, "budget": 0}, "budget: expected at least 1"),
+        ({**BODY, "budget": "5"}, "budget: expected an integer"),
+        ({**BODY, "text": "abc"}, "text: expected name, prompt, messages, budget"),
+        ({**BODY, "prompt": ""}, "prompt: expected a text"),
+    ],
+    ids=str,
+)
+def test_what_is_no_document_is_refused_before_the_engine_hears_of_it(body, words):
+    world = World()
+    with pytest.raises(SnapKVError, match=words) as refused:
+        asyncio.run(world.documents.register("", body))
+    assert status_of(refused.value) == 400
+    assert world.engine.held == {}
+
+
+def test_a_name_that_stands_is_refused_and_every_tenant_has_names_of_its_own():
+    async def run(world):
+        await world.documents.register("a", BODY)
+        await world.documents.register("b", BODY)
+        with pytest.raises(RefusedError, match="delete it first") as refused:
+            await world.documents.register("a", BODY)
+        assert status_of(refused.value) == 409
+        assert len(world.engine.held) == 2
+
+    asyncio.run(run(World()))
+
+
+def test_of_two_registrations_under_one_name_one_is_made():
+    async def run(world):
+        both = [world.documents.register("", BODY) for _ in range(2)]
+        found = await asyncio.gather(*both, return_exceptions=True)
+        assert [isinstance(one, RefusedError) for one in found] == [False, True]
+        world.require_in_step()
+
+    asyncio.run(run(World()))
+
+
+def test_the_least_recently_used_makes_room_but_none_that_is_in_use():
+    async def run(world):
+        for name in "xy":
+            await world.documents.register("", {**BODY, "name": name})
+        async with world.documents.named("", "x"):
+            await world.documents.register("", {**BODY, "name": "z"})
+            assert world.names() == ["x", "z"]
+            world.require_in_step()
+            async with world.documents.named("", "z"):
+                with pytest.raises(RefusedError, match="--share-bytes") as refused:
+                    await world.documents.register("", {**BODY, "name": "w"})
+                assert status_of(refused.value) == 507
+        await world.documents.register("", {**BODY, "name": "w"})
+        assert world.names() == ["w", "z"]
+        assert world.counts.reasons == ["least_used", "least_used"]
+        world.require_in_step()
+
+    asyncio.run(run(World(most_bytes=80)))
+
+
+def test_a_deleted_document_is_dropped_when_its_last_request_has_ended():
+    async def run(world):
+        document = await world.documents.register("", BODY)
+        async with world.documents.named("", "contract"):
+            with suppress(ZeroDivisionError):
+                async with world.documents.named("", "contract"):
+                    await world.documents.delete("", "contract")
+                    raise ZeroDivisionError
+            assert world.names() == []
+            assert document.document_id in world.engine.held
+            again = await world.documents.register("", BODY)
+            world.require_in_step()
+        assert list(world.engine.held) == [again.document_id]
+        world.require_in_step()
+
+    asyncio.run(run(World()))
+
+
+def test_a_client_that_goes_away_leaves_its_document_whole():
+    async def run(world):
+        world.engine.reading.clear()
+        client = asyncio.create_task(world.documents.register("", BODY))
+        await asyncio.sleep(0)
+        client.cancel()
+        with suppress(asyncio.CancelledError):
+            await client
+        waiting = asyncio.create_task(world.documents.register("", {**BODY, "name": "next"}))
+        await asyncio.sleep(0)
+        assert world.names() == []
+        world.engine.reading.set()
+        await waiting
+        assert world.names() == ["contract", "next"]
+        world.require_in_step()
+
+    asyncio.run(run(World()))
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(OutOfMemoryError("no blocks"), 507), (PromptTooLongError("too long"), 400)],
+)
+def test_what_the_engine_refuses_leaves_nothing_behind(error, status):
+    async def run(world):
+        world.engine.refusal = error
+        with pytest.raises(SnapKVError, match=str(error)) as refused:
+            await world.documents.register("", BODY)
+        assert status_of(refused.value) == status
+        assert world.names() == []
+        world.engine.refusal = None
+        await world.documents.register("", BODY)
+        world.require_in_step()
+
+    asyncio.run(run(World()))
+
+
+def test_what_requests_did_not_read_is_counted():
+    async def run(world):
+        document = await world.documents.register("", BODY)
+        world.documents.answered(document, 3)
+        assert world.counts.not_read == [12]
+
+    asyncio.run(run(World()))
