@@ -5,7 +5,6 @@ each behind the whole of it, as if it repeated it; its queries show which keys t
 policy chooses, and the cache is as after any compressed prompt.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from snapkv import ops
 from snapkv.errors import (
     CacheMismatchError,
     InvalidArgumentError,
@@ -24,11 +22,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
-
-INSTRUCTION = "\n\nRepeat the text above word for word:\n\n"
-"""What `snapkv ask` and `snapkv eval` have the model read before every piece."""
-
-_QUERIES_AT_ONCE = 64
+from snapkv.policies.kvzip import most_attention
 
 
 @torch.no_grad()
@@ -193,21 +187,3 @@ class _Observer:
             received=self._received,
             protected=None if protected is None else protected[..., : self._tokens],
         )
-
-
-def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
-    """The most attention that any of the last queries pays to each of the first positions.
-
-    Args:
-        seen: a layer; its queries are those of the last keys.
-        tokens: how many positions.
-
-    Returns:
-        (B, heads of the cache, tokens) float32, the highest over the queries and the group.
-    """
-    blocks = ops.attention_weight_blocks(
-        seen.queries, seen.keys, seen.score_options, None, _QUERIES_AT_ONCE
-    )
-    most = functools.reduce(torch.maximum, (block[..., :tokens].amax(dim=2) for block in blocks))
-    reduced: Tensor = ops.reduce_group(most, seen.num_kv_heads, "max")
-    return reduced

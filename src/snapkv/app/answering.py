@@ -22,9 +22,10 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cache.report import CacheReport
 from snapkv.errors import PromptTooLongError
 from snapkv.hf.cache import CompressedCache
-from snapkv.kvzip import INSTRUCTION, read_twice, require_one_reading
+from snapkv.kvzip import read_twice, require_one_reading
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import Policy
+from snapkv.policies.kvzip import INSTRUCTION
 
 TextSink = Callable[[str], None]
 """Takes the next piece of an answer."""

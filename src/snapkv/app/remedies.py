@@ -20,9 +20,9 @@ from snapkv.app.recorded import RecordedPrompt, Recorder, record_prompt, record_
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
-from snapkv.kvzip import INSTRUCTION
 from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
 from snapkv.policies import EvictingPolicy, FullCache, Policy
+from snapkv.policies.kvzip import INSTRUCTION
 
 _TOKENS_AT_ONCE = 64
 """Of the answer, so that their logits take little memory and a wrong candidate ends early."""

@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from snapkv.errors import InvalidArgumentError, PromptTooLongError
 from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
-from snapkv.kvzip import INSTRUCTION, read_twice
+from snapkv.kvzip import read_twice
 from snapkv.library.about import About
 from snapkv.library.frame import document_ids
 from snapkv.library.parts import Part
 from snapkv.library.records import Record, Text
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, prompt_advice
 from snapkv.policies import FullCache, Policy
+from snapkv.policies.kvzip import INSTRUCTION
 
 
 @dataclass(frozen=True, kw_only=True)

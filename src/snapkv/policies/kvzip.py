@@ -1,14 +1,22 @@
 """KVzip (Kim et al., NeurIPS 2025): keep what the model needs to say the text again."""
 
+import functools
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import Need, PrefixPolicy
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_int
+
+INSTRUCTION = "\n\nRepeat the text above word for word:\n\n"
+"""What `snapkv ask` and `snapkv eval` have the model read before every piece."""
+
+_QUERIES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -57,3 +65,21 @@ class KVzip(PrefixPolicy):
                 "snapkv.kvzip.read_context(model, input_ids, policy)"
             )
         return layer.received[..., : layer.keys.shape[2] - self.window_size]
+
+
+def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
+    """The most attention that any of the last queries pays to each of the first positions.
+
+    Args:
+        seen: a layer; its queries are those of the last keys.
+        tokens: how many positions.
+
+    Returns:
+        (B, heads of the cache, tokens) float32, the highest over the queries and the group.
+    """
+    blocks = ops.attention_weight_blocks(
+        seen.queries, seen.keys, seen.score_options, None, _QUERIES_AT_ONCE
+    )
+    most = functools.reduce(torch.maximum, (block[..., :tokens].amax(dim=2) for block in blocks))
+    reduced: Tensor = ops.reduce_group(most, seen.num_kv_heads, "max")
+    return reduced

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from snapkv.errors import UnsupportedModelError
-from snapkv.kvzip import most_attention
 from snapkv.policies import PromptLayer
+from snapkv.policies.kvzip import most_attention
 from snapkv.serving.heads.attention import HeadsAttention
 from snapkv.serving.heads.places import HeadPlaces
 from snapkv.serving.layer_runs import LayerRun, layer_runs

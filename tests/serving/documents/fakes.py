@@ -4,6 +4,7 @@ import asyncio
 
 from snapkv.errors import OutOfMemoryError
 from snapkv.serving.documents.engine import Kept
+from snapkv.serving.documents.room import Room
 
 BEGIN, END, DOUBLE = 1, 2, 3
 ROLES = {"system": 11, "user": 12, "assistant": 13}
@@ -56,14 +57,15 @@ class FakeEngine:
         self.reading.set()
         self.refusal = None
 
-    def bytes_of(self, tokens, budget):
-        return 10 * min(tokens, budget or 8)
+    async def room(self):
+        return Room(block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8)
 
-    async def register(self, document_id, token_ids, *, budget):
+    async def register(self, document_id, token_ids, *, budget, instruction_ids):
+        assert instruction_ids
         await self.reading.wait()
         if self.refusal is not None:
             raise self.refusal
-        size = self.bytes_of(len(token_ids), budget)
+        size = (await self.room()).bytes_of(len(token_ids), budget)
         if size + sum(one.bytes for one in self.held.values()) > self.most_bytes:
             raise OutOfMemoryError("document: expected room for it")
         self.held[document_id] = Kept(kept_tokens=size // 10, bytes=size)

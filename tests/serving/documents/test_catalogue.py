@@ -20,8 +20,8 @@ def document(name, size=10, tenant="a"):
     )
 
 
-def catalogue_of(*documents, most_bytes=100):
-    catalogue = Catalogue(most_bytes)
+def catalogue_of(*documents):
+    catalogue = Catalogue()
     for one in documents:
         catalogue.add(one)
     return catalogue
@@ -56,9 +56,9 @@ def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
     catalogue = catalogue_of(one, two, three)
     catalogue.begin(one)
     catalogue.end(one)  # so that two is the oldest
-    assert names(catalogue.make_room(0)) == []
-    assert names(catalogue.make_room(25)) == ["two"]
-    assert names(catalogue.make_room(60)) == ["three"]
+    assert names(catalogue.make_room(0, 100)) == []
+    assert names(catalogue.make_room(25, 100)) == ["two"]
+    assert names(catalogue.make_room(60, 100)) == ["three"]
     assert names(catalogue.of("a")) == ["one"]
     assert catalogue.bytes == 40
 
@@ -68,10 +68,10 @@ def test_what_is_in_use_stays_and_too_little_room_forgets_nothing():
     catalogue = catalogue_of(used, idle)
     catalogue.begin(used)
     with pytest.raises(RefusedError, match=r"at most 60 B.* --share-bytes 100 B.*, got 61 B") as no:
-        catalogue.make_room(61)
+        catalogue.make_room(61, 100)
     assert no.value.status == 507
     assert names(catalogue.of("a")) == ["idle", "used"]
-    assert names(catalogue.make_room(60)) == ["idle"]
+    assert names(catalogue.make_room(60, 100)) == ["idle"]
 
 
 def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
@@ -86,7 +86,7 @@ def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     catalogue.add(new)  # the name is free again
     assert (len(catalogue), catalogue.bytes) == (1, 100)
     with pytest.raises(RefusedError, match="at most 40 B"):
-        catalogue.make_room(41)
+        catalogue.make_room(41, 100)
     assert catalogue.end(old) is False
     assert catalogue.end(old) is True
     assert catalogue.bytes == 40
@@ -119,7 +119,7 @@ class Oracle:
     """What should be there, with the engine's side of it: a list, searched from its start."""
 
     def __init__(self):
-        self.catalogue = Catalogue(20)
+        self.catalogue = Catalogue()
         self.engine = {}  # bytes by id, of what it was not told to drop
         self.order = []  # of (tenant, name), least recently used first
         self.under_way = []
@@ -138,9 +138,9 @@ class Oracle:
                 go.append(key)
         if sum(self.engine.values()) - sum(map(self.size, go)) + size > 20:
             with pytest.raises(RefusedError):
-                self.catalogue.make_room(size)
+                self.catalogue.make_room(size, 20)
             return
-        gone = self.catalogue.make_room(size)
+        gone = self.catalogue.make_room(size, 20)
         assert [(one.tenant, one.name) for one in gone] == go
         for one in gone:
             self.order.remove((one.tenant, one.name))

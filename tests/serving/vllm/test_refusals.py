@@ -143,7 +143,7 @@ def test_documents_are_shared_by_one_server_with_one_engine(config, name, words)
 
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
     settings = ServingSettings(budget=64, sharing=Sharing())
-    with pytest.raises(InvalidArgumentError, match="share: expected one API server, .*count 2: "):
+    with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):
         serve(folder, settings, ["--api-server-count", "2"])
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from snapkv.kvzip import INSTRUCTION
+from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.serving.documents.catalogue import Catalogue, SharedDocument
 from snapkv.serving.documents.engine import EngineDocuments
 from snapkv.serving.documents.refused import RefusedError

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.serving import names
 from snapkv.serving.names import PREFIX
 from snapkv.validation import require_int
 
-DOCUMENT = PREFIX + "document"
+DOCUMENT = PREFIX + names.DOCUMENT
 """The document that a request's prompt begins with."""
 
 REGISTER = PREFIX + "register"
