@@ -130,7 +130,7 @@ def test_pieces_are_as_long_as_the_text_and_the_positions_allow():
     assert piece_tokens(100, 10, 2048, room=1000) == 90
     assert piece_tokens(100, 10, 30, room=1000) == 30
     assert piece_tokens(100, 10, 2048, room=25) == 15
-    with pytest.raises(InvalidArgumentError, match="at least 20 tokens, .*got 19"):
+    with pytest.raises(InvalidArgumentError, match=r"at least 20 tokens, .*got 19"):
         piece_tokens(19, 10, 2048, room=1000)
     with pytest.raises(InvalidArgumentError, match="got 100 tokens with 19 positions behind"):
         piece_tokens(100, 10, 2048, room=19)

@@ -192,7 +192,7 @@ def test_messages_that_the_server_refuses_are_left_to_it():
         (CHAT, {"kv_transfer_params": {}}, "kv_transfer_params: expected none"),
         (COMPLETIONS, {"echo": True, "logprobs": 1}, "echo: expected none with a document"),
         (CHAT, {"echo": True, "top_logprobs": 2}, "echo: expected none with a document"),
-        (CHAT, {"model": "law"}, "model: expected the model that read the document, got 'law'"),
+        (CHAT, {"model": "law"}, "model: expected the model that reads documents, got 'law'"),
     ],
 )
 def test_what_a_document_cannot_give_is_refused_by_name(path, body, words):

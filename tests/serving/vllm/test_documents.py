@@ -47,19 +47,19 @@ def room(engine):
     return output.kv_transfer_params
 
 
-def library(small, ids, kept, chunk=100):
+def library(small, ids, kept, chunk=100, instruction=INSTRUCTION_IDS):
     """The cache of the document, as the library reads it."""
-    chunk = min(chunk, len(ids) - len(INSTRUCTION_IDS))
+    chunk = min(chunk, len(ids) - len(instruction))
     policy = KVzip(kept, window_size=min(32, kept // 2), chunk_tokens=chunk)
-    return read_context(small.model, torch.tensor([ids]), policy, instruction_ids=INSTRUCTION_IDS)
+    return read_context(small.model, torch.tensor([ids]), policy, instruction_ids=instruction)
 
 
-def librarys_answer(small, ids, question, kept, tokens=6, chunk=100):
+def librarys_answer(small, ids, question, kept, tokens=6, chunk=100, instruction=INSTRUCTION_IDS):
     prompt = torch.tensor([ids + question])
     output = small.model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=library(small, ids, kept, chunk),
+        past_key_values=library(small, ids, kept, chunk, instruction),
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,

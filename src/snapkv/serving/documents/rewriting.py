@@ -201,9 +201,18 @@ def _require_joinable(body: Mapping[str, Any], prompts: Prompts) -> None:
             _refuse(name, f"none with a document, since {why}", body[name], "leave it out")
     if body.get("echo") and (body.get("logprobs") or body.get("top_logprobs")):
         _refuse("echo", "none with a document and logprobs", True, "leave one of them out")
+    require_base_model(body, prompts)
+
+
+def require_base_model(body: Mapping[str, Any], prompts: Prompts) -> None:
+    """Raise where a body names something else than the model that reads documents.
+
+    Raises:
+        RefusedError: an adapter, or no model of the server's.
+    """
     model = body.get("model")
     if isinstance(model, str) and model and not prompts.is_base_model(model):
-        _refuse("model", "the model that read the document", model, "ask without an adapter")
+        _refuse("model", "the model that reads documents", model, "ask without an adapter")
 
 
 def _is_one_prompt(prompt: object) -> TypeGuard[str | list[int]]:

@@ -10,11 +10,16 @@ from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.serving.documents.catalogue import Catalogue, SharedDocument
 from snapkv.serving.documents.engine import EngineDocuments
 from snapkv.serving.documents.refused import RefusedError
-from snapkv.serving.documents.rewriting import Prompts, ids_of_messages, ids_of_text
+from snapkv.serving.documents.rewriting import (
+    Prompts,
+    ids_of_messages,
+    ids_of_text,
+    require_base_model,
+)
 from snapkv.serving.names import require_document_name, shown
 from snapkv.validation import require_int
 
-_FIELDS = ("name", "prompt", "messages", "budget")
+_FIELDS = ("name", "prompt", "messages", "budget", "model")
 
 
 class Counts(Protocol):
@@ -54,13 +59,14 @@ class SharedDocuments:
         Args:
             tenant: whose it is.
             body: of the request: `name`, `prompt` or `messages`, and a `budget` where the server's
-                is not meant.
+                is not meant; its `model`, as elsewhere, may be named.
 
         Raises:
             RefusedError: a field that is wrong, a name that stands, no room, or vLLM's own words.
             SnapKVError: the engine refuses the document.
         """
         _require_fields(body)
+        require_base_model(body, self.prompts)
         task = asyncio.create_task(self._register(tenant, body))
         self._registrations.add(task)
         task.add_done_callback(self._registrations.discard)
