@@ -48,7 +48,6 @@ def test_sharing_is_what_the_options_say(settings_of, options, sharing):
             ["--share", "--decode-budget", "2048"],
             "decode_budget: expected none where documents are shared",
         ),
-        (["--share", "--policy", "adakv"], "policy: expected one whose heads keep as many tokens"),
     ],
     ids=str,
 )

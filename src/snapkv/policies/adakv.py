@@ -1,5 +1,6 @@
 """Ada-KV (Feng et al., 2024): heads with dispersed attention keep more, focused ones less."""
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
@@ -7,12 +8,13 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.around import AroundScores
 from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
-from snapkv.validation import require_ratio
+from snapkv.validation import require_int, require_ratio
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class AdaKV(AroundScores):
         policy: the method that scores, with its budget: tokens per head on average.
         safeguard: the part of the even share that every head keeps, in (0, 1]; 1 is the policy
             itself. 0.2 as in the authors' paper and kvpress; the authors' code defaults to 0.5.
+        page_tokens: every head keeps a multiple of so many tokens, for caches in pages that others
+            go on behind; None for any number. The budget must be a multiple, too.
 
     Raises:
         InvalidTypeError: `policy` does not score a prefix.
@@ -39,11 +43,23 @@ class AdaKV(AroundScores):
     policy: PrefixPolicy = field(default_factory=SnapKV)
     _: KW_ONLY
     safeguard: float = 0.2
+    page_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check both parameters."""
+        """Check every parameter."""
         self._require_scoring()
         require_ratio("safeguard", self.safeguard)
+        if self.page_tokens is not None:
+            self._require_pages(self.page_tokens)
+
+    def _require_pages(self, page_tokens: int) -> None:
+        require_int("page_tokens", page_tokens, minimum=1)
+        budget = self.policy.budget
+        if not isinstance(budget, int) or budget % page_tokens:
+            raise InvalidArgumentError(
+                f"page_tokens: expected a budget that is a multiple of the {page_tokens} tokens of "
+                f"a page, got {budget!r}; round it up"
+            )
 
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what its share allows."""
@@ -96,7 +112,20 @@ class AdaKV(AroundScores):
             sure + float(won) * (1 - self.safeguard) + rest * self.safeguard
             for won in winners.tolist()
         ]
-        return largest_remainder(shares, mean * heads)
+        if self.page_tokens is None:
+            return largest_remainder(shares, mean * heads)
+        return self._in_pages(shares, sure, self.page_tokens)
+
+    def _in_pages(self, shares: Sequence[float], sure: int, page_tokens: int) -> list[int]:
+        """Whole pages of each head, the window in them, and enough for what every head keeps."""
+        window = self.policy.window_size
+        pages = [(share + window) / page_tokens for share in shares]
+        found = largest_remainder(pages, round(sum(pages)))
+        least = -(-(window + sure) // page_tokens)
+        while min(found) < least:
+            found[found.index(max(found))] -= 1
+            found[found.index(min(found))] += 1
+        return [count * page_tokens - window for count in found]
 
     def _ragged(self, layer: PromptLayer, scores: Tensor, shares: Tensor) -> Selection:
         """The sinks and best of each head, as many as its share, and the window; right-aligned."""

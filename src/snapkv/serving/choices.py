@@ -21,10 +21,12 @@ class Choice(Protocol):
 
     Attributes:
         stage: when it does, in a word for the metrics.
+        fills_pages: whether every head then keeps a multiple of a page's tokens.
         parts_heads: whether the heads of a layer keep different numbers of tokens.
     """
 
     stage: ClassVar[str]
+    fills_pages: ClassVar[bool]
 
     @property
     def parts_heads(self) -> bool:
@@ -59,6 +61,7 @@ class EndOfPrompt:
     """What the method keeps of a prompt that has been read."""
 
     stage: ClassVar[str] = "prompt"
+    fills_pages: ClassVar[bool] = False
 
     policy: Policy
 
@@ -94,6 +97,7 @@ class UnderCap:
     """
 
     stage: ClassVar[str] = "reading"
+    fills_pages: ClassVar[bool] = False
     parts_heads: ClassVar[bool] = False
 
     policy: Policy
@@ -127,6 +131,7 @@ class WhileGenerating:
     """
 
     stage: ClassVar[str] = "generating"
+    fills_pages: ClassVar[bool] = False
     parts_heads: ClassVar[bool] = False
 
     policy: EvictingPolicy
@@ -161,17 +166,22 @@ class SecondReading:
     """What stays of a document that has been read twice.
 
     Args:
-        policy: `KVzip`.
+        policy: `KVzip`, or `AdaKV` around it, whose heads keep whole pages.
         document_tokens: how many of the tokens held are the document's, the first ones.
     """
 
     stage: ClassVar[str] = "document"
-    parts_heads: ClassVar[bool] = False
+    fills_pages: ClassVar[bool] = True
     query_tokens: ClassVar[int] = 0
     remembered_tokens: ClassVar[int] = 0
 
     policy: Policy
     document_tokens: int
+
+    @property
+    def parts_heads(self) -> bool:
+        """See `Choice`."""
+        return parts_heads(self.policy)
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """See `Choice`; the layer has what the second reading noted."""

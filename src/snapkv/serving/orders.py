@@ -80,7 +80,7 @@ class Order:
 
     def room_tokens(self, block_tokens: int) -> int:
         """Tokens to count for what stays, in blocks of so many."""
-        if self.parts_heads:
+        if self.parts_heads and not self.choice.fills_pages:
             return held_tokens(self.kept_tokens, self.held_tokens, block_tokens)
         return self.kept_tokens
 
@@ -88,3 +88,25 @@ class Order:
     def dropped_tokens(self) -> int:
         """Of all tokens seen, how many are held no more when the request has been compressed."""
         return self.seen_tokens - self.kept_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What workers are told of a request that begins with a document.
+
+    Attributes:
+        document_tokens: that count as computed.
+        kept_tokens: that are held of those, per KV head.
+        first_block: in the first of the compressed KV cache groups, which tells documents apart.
+        parts_heads: whether the heads of a layer hold different numbers of tokens.
+    """
+
+    document_tokens: int
+    kept_tokens: int
+    first_block: int
+    parts_heads: bool
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens of the document that are not held."""
+        return self.document_tokens - self.kept_tokens

@@ -15,7 +15,7 @@ from snapkv.serving.documents.reading_twice import ReadTwice
 from snapkv.serving.documents.registry import registry
 from snapkv.serving.documents.words import errand
 from snapkv.serving.metrics import PromptMetrics
-from snapkv.serving.orders import Order
+from snapkv.serving.orders import Beginning, Order
 from snapkv.serving.plans import Plan, RequestPlan
 from snapkv.serving.refusals import (
     compressed_managers,
@@ -35,7 +35,7 @@ ORDERS = "snapkv_orders"
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 BEGINNINGS = "snapkv_beginnings"
-"""Attribute of the same that says how many tokens requests begin with that they do not hold."""
+"""Attribute of the same that carries a `Beginning` for every request that has a document."""
 
 
 class _CompressingScheduler(Scheduler):
@@ -141,16 +141,14 @@ class _CompressingScheduler(Scheduler):
         setattr(scheduler_output, ORDERS, orders)
         setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
 
-    def _begun(self, scheduler_output: Any) -> dict[str, int]:
-        """How many tokens those requests of a step do not hold that begin with a document."""
+    def _begun(self, scheduler_output: Any) -> dict[str, Beginning]:
+        """What the workers are told of those requests of a step that begin with a document."""
         if self._documents is None:
             return {}
-        plans = {name: self._plans.get(name) for name in scheduler_output.num_scheduled_tokens}
-        return {
-            name: plan.dropped_tokens
-            for name, plan in plans.items()
-            if isinstance(plan, FromDocument) and plan.dropped_tokens
+        begun = {
+            name: self._documents.beginning(name) for name in scheduler_output.num_scheduled_tokens
         }
+        return {name: one for name, one in begun.items() if one is not None}
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens

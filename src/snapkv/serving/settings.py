@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies import Policy, SnapKV, StreamingLLM
+from snapkv.policies import AdaKV, Policy, SnapKV, StreamingLLM
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.limits import Limits
 from snapkv.serving.methods import METHODS, parameters_of, scoring
@@ -81,7 +81,7 @@ class ServingSettings:
         if self.budget or self.limits.cap or self.limits.decode_budget:
             self._limited(made if self.budget else None, self.protect_first, {})
         if self.sharing is not None:
-            self.sharing.require_possible(self.policy, self.limits)
+            self.sharing.require_possible(self.limits)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -159,6 +159,12 @@ class ServingSettings:
         if "window_size" in parameters_of(self.policy):
             own["window_size"] = self.max_window_size
         return self._made(max(prompt_tokens - 1, _ample(own)), own)
+
+    @property
+    def safeguard(self) -> float | None:
+        """Of `AdaKV`, where heads keep different numbers of tokens; None where they do not."""
+        made = self._made(None, self.parameters)
+        return made.safeguard if isinstance(made, AdaKV) else None
 
     @property
     def window_tokens(self) -> int:

@@ -49,7 +49,6 @@ def test_wrong_values_are_refused_by_name(entry, error, words):
             {"limits": Limits(decode_budget=2048)},
             "^decode_budget: expected none where documents .* got 2048.* --decode-budget",
         ),
-        ({"policy": "adakv"}, "^policy: expected one whose heads .* got adakv.* --policy snapkv"),
     ],
 )
 def test_promises_that_a_document_would_break_are_refused(settings, words):

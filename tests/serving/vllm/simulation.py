@@ -93,9 +93,10 @@ class SimulatedWorker:
         beginnings = getattr(output, BEGINNINGS)
         for name in (*(one.req_id for one in output.scheduled_new_reqs), *cached.resumed_req_ids):
             self.held[name] = [list(range(begin[name])) for _ in self.windows]
-            if name in beginnings:
+            begun = beginnings.get(name)
+            if begun is not None and begun.dropped_tokens:
                 self.held[name] = [list(self.documents[first]) for first, *_ in self.blocks[name]]
-                assert all(begin[name] - beginnings[name] == len(one) for one in self.held[name])
+                assert all(begun.kept_tokens == len(one) for one in self.held[name])
 
     def _ahead(self, name: str, order: Order | None) -> list[Token]:
         """What a step reads that is no next token: the prompt's last ones, or a text again."""

@@ -1,18 +1,25 @@
 """Documents that an engine has read twice, and requests that begin with them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
-from snapkv import KVzip
+from snapkv import AdaKV, KVzip
 from snapkv.kvzip import read_context
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.documents.words import DOCUMENT, DROP, INSTRUCTION, REGISTER, ROOM
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.test_heads import of_prompt
 
 SIZES = {"max_model_len": 2048, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 100 << 20}
-INSTRUCTION_IDS = [5, 9, 2]
+INSTRUCTION_IDS = (5, 9, 2)
 SHARING = Sharing(chunk_tokens=100)
+PAGE = 32
+KEPT = {"snapkv": 64, "adakv": 160}
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +27,24 @@ def small(tmp_path_factory):
     return SmallModel(tmp_path_factory.mktemp("documents"), max_position_embeddings=4096)
 
 
+@pytest.fixture(scope="module", params=["snapkv", "adakv"])
+def method(request):
+    """Whether heads keep different numbers of a document's tokens."""
+    return request.param
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
-def engine(small, request):
+def engine(small, method, request):
     options = SIZES | {"enable_prefix_caching": request.param}
-    with small_engine(small, budget=64, sharing=SHARING, **options) as running:
+    with small_engine(
+        small, budget=KEPT[method], policy=method, sharing=SHARING, **options
+    ) as running:
         yield running
 
 
 def register(engine, name, ids, **more):
     """What the engine says it holds."""
-    own = {REGISTER: name, INSTRUCTION: INSTRUCTION_IDS, **more}
+    own = {REGISTER: name, INSTRUCTION: list(INSTRUCTION_IDS), **more}
     (output,) = engine.outputs([[*ids, 1]], greedy(1, extra_args=own))
     return output.kv_transfer_params
 
@@ -47,42 +62,58 @@ def room(engine):
     return output.kv_transfer_params
 
 
-def library(small, ids, kept, chunk=100, instruction=INSTRUCTION_IDS):
-    """The cache of the document, as the library reads it."""
-    chunk = min(chunk, len(ids) - len(instruction))
-    policy = KVzip(kept, window_size=min(32, kept // 2), chunk_tokens=chunk)
-    return read_context(small.model, torch.tensor([ids]), policy, instruction_ids=instruction)
+@dataclass(frozen=True)
+class Library:
+    """What the library keeps of a document, and answers from it."""
+
+    model: Any
+    kept: int
+    chunk: int = 100
+    instruction: Sequence[int] = INSTRUCTION_IDS
+    method: str = "snapkv"
+
+    def cache(self, ids):
+        chunk = min(self.chunk, len(ids) - len(self.instruction))
+        policy = KVzip(self.kept, window_size=min(32, self.kept // 2), chunk_tokens=chunk)
+        if self.method == "adakv":
+            policy = AdaKV(policy, page_tokens=PAGE)
+        row = torch.tensor([ids])
+        return read_context(self.model, row, policy, instruction_ids=self.instruction)
+
+    def answer(self, ids, question, tokens=6):
+        prompt = torch.tensor([ids + question])
+        output = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=self.cache(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+        )
+        return output[0, prompt.shape[1] :].tolist()
 
 
-def librarys_answer(small, ids, question, kept, tokens=6, chunk=100, instruction=INSTRUCTION_IDS):
-    prompt = torch.tensor([ids + question])
-    output = small.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=library(small, ids, kept, chunk, instruction),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-    )
-    return output[0, prompt.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("tokens", [103, 256, 300, 311, 700])
-def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small, tokens):
-    ids, before = ids_of(tokens, seed=tokens), engine.free_blocks
+@pytest.mark.parametrize("tokens", [203, 256, 300, 311, 1200])
+def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small, method, tokens):
+    ids, before, kept = ids_of(tokens, seed=tokens), engine.free_blocks, KEPT[method]
     with engine.watching() as watched:
         held = register(engine, "one", ids)
-    assert held == {"tokens": tokens, "kept_tokens": 64}
-    expected = library(small, ids, 64)
-    for layer, kept in enumerate(watched.of(ids)):
-        assert torch.equal(kept, expected.kept_positions(layer)), layer
-    assert engine.free_blocks == before - 2
+    assert held == {"tokens": tokens, "kept_tokens": kept}
+    library = Library(small.model, kept, method=method)
+    expected, lengths = library.cache(ids), set()
+    for layer, found in enumerate(watched.of(ids)):
+        mine = of_prompt(found, ids)
+        assert mine == of_prompt(expected.kept_positions(layer), ids), layer
+        lengths |= {len(head) for head in mine}
+    assert all(length % PAGE == 0 for length in lengths)
+    assert lengths == {kept} if method == "snapkv" else tokens != 1200 or len(lengths) > 2
+    assert engine.free_blocks == before - kept // PAGE
     questions = [ids_of(length, seed=length) for length in (1, 7, 31, 32, 70)]
     prompts = [ids + question for question in questions]
-    answers = [librarys_answer(small, ids, question, 64) for question in questions]
+    answers = [library.answer(ids, question) for question in questions]
     assert ask(engine, "one", prompts) == answers
     assert [ask(engine, "one", [prompt])[0] for prompt in prompts] == answers
-    assert engine.free_blocks == before - 2
+    assert engine.free_blocks == before - kept // PAGE
     drop(engine, "one")
     assert engine.free_blocks == before
     assert not engine.leftovers()

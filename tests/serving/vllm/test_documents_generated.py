@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from snapkv import SnapKV
+from snapkv import AdaKV, SnapKV
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
-from tests.serving.vllm.test_documents import INSTRUCTION_IDS, librarys_answer
+from tests.serving.vllm.test_documents import INSTRUCTION_IDS, Library
 from tests.serving.vllm.test_generated import take
 
 PAGE, BLOCKS = 32, 24
@@ -44,7 +44,7 @@ class Text:
 
     @property
     def sampling(self):
-        own = {REGISTER: self.name, INSTRUCTION: INSTRUCTION_IDS, BUDGET: self.budget}
+        own = {REGISTER: self.name, INSTRUCTION: list(INSTRUCTION_IDS), BUDGET: self.budget}
         return greedy(1, extra_args=own)
 
 
@@ -71,12 +71,19 @@ class Asked:
         return greedy(self.tokens, extra_args=own)
 
 
+@pytest.fixture(scope="module", params=["snapkv", "adakv"])
+def method(request):
+    """Whether heads keep different numbers of tokens."""
+    return request.param
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
-def engine(small, request):
+def engine(small, method, request):
     """Of few blocks and short steps, so that requests are preempted and pieces are cut."""
     with small_engine(
         small,
         budget=64,
+        policy=method,
         sharing=Sharing(chunk_tokens=CHUNK, most_bytes=small.blocks_bytes(7, PAGE)),
         max_model_len=512,
         kv_cache_memory_bytes=small.blocks_bytes(BLOCKS, PAGE),
@@ -88,14 +95,17 @@ def engine(small, request):
 
 
 @pytest.fixture(scope="module")
-def expected(small):
+def expected(small, method):
     def answer(asked):
         if asked.text is None:
-            return small.answer(asked.ids, SnapKV(64, window_size=8), asked.tokens)
+            policy = SnapKV(64, window_size=8)
+            policy = AdaKV(policy) if method == "adakv" else policy
+            return small.answer(asked.ids, policy, asked.tokens)
         text = asked.text
         if text.kept >= text.tokens // PAGE * PAGE:
             return small.answer(asked.ids, SnapKV(4096), asked.tokens)
-        return librarys_answer(small, text.ids, asked.ending, text.kept, asked.tokens, CHUNK)
+        library = Library(small.model, text.kept, CHUNK, method=method)
+        return library.answer(text.ids, asked.ending, asked.tokens)
 
     return functools.cache(answer)
 
@@ -105,7 +115,7 @@ def draw_text(draw, name, seed):
         name=name,
         tokens=draw.randrange(35, 400),
         seed=seed,
-        budget=draw.choice([1, 20, 32, 33, 64, 70]),
+        budget=draw.choice([1, 20, 33, 64, 70, 160]),
     )
 
 

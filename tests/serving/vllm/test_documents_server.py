@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from snapkv.policies.kvzip import INSTRUCTION
 from tests.serving.vllm.models import ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
-from tests.serving.vllm.test_documents import librarys_answer
+from tests.serving.vllm.test_documents import Library
 from tests.serving.vllm.test_parallel import TRACED
 
 TEXT = ids_of(300, seed=5)
@@ -36,7 +36,8 @@ def expected(model, question):
     tokenizer = AutoTokenizer.from_pretrained(model.folder)
     instruction = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
     chunk = LONGEST - len(TEXT) - len(instruction)
-    return librarys_answer(model, TEXT, question, KEPT, ANSWER, chunk, instruction)
+    library = Library(model.model, KEPT, chunk, instruction)
+    return library.answer(TEXT, question, ANSWER)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from typing import Any
 from vllm.utils.math_utils import cdiv
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.policies import KVzip
+from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.serving.blocks import CompressedManager
 from snapkv.serving.choices import SecondReading
 from snapkv.serving.documents.beginning import FromDocument
 from snapkv.serving.documents.reading_twice import ReadTwice, piece_tokens
 from snapkv.serving.documents.room import Room
 from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, ROOM, Errand
+from snapkv.serving.orders import Beginning
 from snapkv.serving.plans import Plan, RequestPlan
 from snapkv.serving.settings import ServingSettings
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
@@ -26,6 +27,7 @@ class Held:
     Attributes:
         token_ids: that requests begin with.
         kept_tokens: of those, how many are held.
+        parts_heads: whether heads hold different numbers of them.
         blocks: of every compressed KV cache group; None while it is being read.
         requests: that begin with it and have not ended.
         is_dropped: whether no other request may name it.
@@ -33,6 +35,7 @@ class Held:
 
     token_ids: tuple[int, ...]
     kept_tokens: int
+    parts_heads: bool = False
     blocks: Sequence[list[Any]] | None = None
     requests: set[str] = field(default_factory=set)
     is_dropped: bool = False
@@ -51,6 +54,7 @@ class Registry:
         room: what documents may take.
         chunk_tokens: of a piece that is read again.
         max_model_len: positions of the model.
+        safeguard: of `AdaKV`, where heads keep different numbers of tokens; None where they do not.
     """
 
     def __init__(
@@ -60,10 +64,12 @@ class Registry:
         room: Room,
         chunk_tokens: int,
         max_model_len: int,
+        safeguard: float | None,
     ) -> None:
         self._managers = managers
         self._room = room
         self._chunk_tokens, self._max_model_len = chunk_tokens, max_model_len
+        self._safeguard = safeguard
         self._held: dict[str, Held] = {}
         self._used_by: dict[str, Held] = {}
         self._registering: dict[str, str] = {}
@@ -139,14 +145,20 @@ class Registry:
         room = self._max_model_len - len(ids)
         chunk = piece_tokens(len(ids), len(instruction), self._chunk_tokens, room)
         window = min(DEFAULT_WINDOW, kept // 2)
+        scores = KVzip(kept, window_size=window, chunk_tokens=chunk)
+        policy: Policy = scores
+        if self._safeguard is not None:
+            page_tokens = self._room.block_tokens
+            policy = AdaKV(scores, safeguard=self._safeguard, page_tokens=page_tokens)
         plan = ReadTwice(
             document_ids=ids,
             instruction_ids=instruction,
             chunk_tokens=chunk,
             kept_tokens=kept,
-            choice=SecondReading(KVzip(kept, window_size=window, chunk_tokens=chunk), len(ids)),
+            choice=SecondReading(policy, len(ids)),
         )
-        return Held(token_ids=ids, kept_tokens=kept), plan
+        parted = plan.choice.parts_heads
+        return Held(token_ids=ids, kept_tokens=kept, parts_heads=parted), plan
 
     def _require_free(self, kept_tokens: int) -> None:
         taken = sum(held.kept_tokens for held in self._all())
@@ -183,6 +195,18 @@ class Registry:
         for manager in self._managers:
             manager.begin_with(request_id, held.plan.dropped_tokens)
         return held.plan, tuple(list(blocks) for blocks in held.blocks)
+
+    def beginning(self, request_id: str) -> Beginning | None:
+        """What workers are told of a request that begins with a document; None for all others."""
+        held = self._used_by.get(request_id)
+        if held is None or held.blocks is None:
+            return None
+        return Beginning(
+            document_tokens=len(held.token_ids),
+            kept_tokens=held.kept_tokens,
+            first_block=held.blocks[0][0].block_id,
+            parts_heads=held.parts_heads,
+        )
 
     def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
         """Take over what a request has registered, or give back what it was lent.
@@ -250,6 +274,7 @@ def registry(
         room=_room(vllm_config, kv_cache_config, settings),
         chunk_tokens=settings.sharing.chunk_tokens,
         max_model_len=vllm_config.model_config.max_model_len,
+        safeguard=settings.safeguard,
     )
 
 

@@ -68,6 +68,7 @@ class HeadsAttention:
 
     def __init__(self) -> None:
         self._kept: dict[str, _KeptHeads] = {}
+        self._documents: dict[int, _KeptHeads] = {}
         self._batch = _Batch()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
@@ -87,6 +88,14 @@ class HeadsAttention:
         mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
         mine.of_layers[layer] = kept
         mine.most_tokens = max(mine.most_tokens, int(kept.max()))
+
+    def keep_document(self, request: str, first_block: int) -> None:
+        """What a request has kept is a document from now on, whose blocks begin with this one."""
+        self._documents[first_block] = self._kept[request]
+
+    def begin_with(self, request: str, first_block: int) -> None:
+        """A request begins with such a document, whose heads hold what they kept of it."""
+        self._kept[request] = self._documents[first_block]
 
     def forget(self, request: str) -> None:
         """The request has ended, or begins anew."""

@@ -12,7 +12,7 @@ from snapkv.serving.heads.attention import HeadsAttention
 from snapkv.serving.held import HeldTokens
 from snapkv.serving.layers import attention_layers
 from snapkv.serving.metrics import compression_stopwatch
-from snapkv.serving.orders import Move, Order
+from snapkv.serving.orders import Beginning, Move, Order
 from snapkv.serving.refusals import (
     compressible_layers,
     require_heads_apart,
@@ -119,7 +119,7 @@ class CompressingRunner:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and carry out the orders that came with it behind the model."""
         self._forget(requests_that_begin_anew(scheduler_output))
-        self._dropped.update(getattr(scheduler_output, BEGINNINGS, {}))
+        self._begin(getattr(scheduler_output, BEGINNINGS, {}))
         for request_id, order in self._compressed.items():
             if order.steps_back:
                 self._step_back(request_id, order.steps_back)
@@ -143,6 +143,18 @@ class CompressingRunner:
             self._compressed.pop(request_id, None)
             self._compressor.forget(request_id)
             self._heads.forget(request_id)
+
+    def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
+        """Note what those requests hold of which this is the first step, and that have documents.
+
+        Args:
+            beginnings: of all requests of the step that begin with a document.
+        """
+        for request_id, begun in beginnings.items():
+            if begun.parts_heads:
+                self._heads.begin_with(request_id, begun.first_block)
+            elif begun.dropped_tokens:
+                self._dropped[request_id] = begun.dropped_tokens
 
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """Note what this step's requests hold, and whose queries to put aside.
@@ -182,7 +194,9 @@ class CompressingRunner:
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if order.moves and order.parts_heads:  # what those hold, the heads know
+            if order.ends and order.moves and order.parts_heads:  # what those hold, the heads know
+                if order.choice.fills_pages:
+                    self._heads.keep_document(request_id, order.moves[0].targets[0])
                 self._dropped.pop(request_id, None)
             elif order.moves:
                 self._dropped[request_id] = order.dropped_tokens
