@@ -15,6 +15,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,7 @@ from benchmarks.records import (
     markdown_table,
     measure_or_render,
 )
-from snapkv.app.models import load, place_of
+from snapkv.app.models import LoadedModel, load, place_of
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.serving import engine_args
@@ -44,25 +45,28 @@ PAGE = RESULTS / "shared_documents.md"
 DOCUMENT_TOKENS = 4000
 BUDGETS = (1024, 2048)
 READ_WHOLE = 8
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 32
+HEADS = {"snapkv": "alike", "adakv": "of different length"}
+POLICIES = tuple(HEADS)
 MOST_TOKENS = 8192
 ANSWER_TOKENS = 6
 
-PLACES = (
-    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
-    *("Moscow", "Oslo", "Paris", "Prague", "Rome", "Sydney", "Tokyo", "Toronto", "Vienna"),
-    *("Accra", "Algiers", "Amman", "Ankara", "Baghdad", "Bangkok", "Beijing", "Beirut", "Bogota"),
-    *("Brussels", "Budapest", "Caracas", "Dakar", "Damascus", "Delhi", "Geneva", "Hamburg"),
-    *("Hanoi", "Havana", "Helsinki", "Istanbul", "Jakarta", "Jerusalem", "Kabul", "Karachi"),
-    *("Kiev", "Lagos", "Lima", "Lyon", "Manila", "Miami", "Milan", "Montreal", "Mumbai", "Munich"),
-    *("Nairobi", "Naples", "Osaka", "Quito", "Riga", "Santiago", "Seattle", "Seoul", "Shanghai"),
-    *("Singapore", "Sofia"),
+PLACES = ("Berlin", "Cairo", "Lisbon", "Moscow", "Oslo", "Sydney", "Tokyo", "Vienna")
+ASKED = (
+    "What is the special magic number for {place}?",
+    "Which number is special and magic for {place}?",
+    "I forgot the special magic number for {place}. What is it?",
+    "Please look up the magic number of {place}.",
+    "{place} has a special magic number. Say it.",
+    "Which four digits belong to {place}?",
+    "The text names a magic number for {place}: which one?",
+    "What does the text say about the number for {place}?",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A document with one fact for every question.
+    """A document with a few facts, each asked for in several ways.
 
     Attributes:
         ids: its tokens.
@@ -96,26 +100,32 @@ def make_text(tokenizer: Any) -> Text:
         if len(longer) > DOCUMENT_TOKENS:
             break
         ids = longer
+    pairs = [
+        (asked, place, number)
+        for asked in ASKED
+        for place, number in zip(PLACES, numbers, strict=True)
+    ]
     questions = [
-        f"\n\nQuestion: What is the special magic number for {place}?"
+        f"\n\nQuestion: {asked.format(place=place)}"
         f"\nAnswer: The special magic number for {place} is"
-        for place in PLACES
+        for asked, place, _ in pairs
     ]
     return Text(
         ids=ids,
         questions=tokenizer(questions, add_special_tokens=False)["input_ids"],
-        answers=[str(number) for number in numbers],
+        answers=[str(number) for _, _, number in pairs],
     )
 
 
 class Engine:
     """vLLM over the demo model, which shares documents."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str) -> None:
         from vllm import LLM
 
         options = engine_args(
             budget=BUDGETS[0],
+            policy=policy,
             sharing=Sharing(),
             max_model_len=MOST_TOKENS,
             block_size=BLOCK_TOKENS,
@@ -126,13 +136,19 @@ class Engine:
             disable_log_stats=True,
         )
         self._llm = LLM(place_of("demo"), **options)
-        core = self._llm.llm_engine.engine_core.engine_core
-        self._pool = core.scheduler.kv_cache_manager.block_pool
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._pool = self._core.scheduler.kv_cache_manager.block_pool
 
     @property
     def free_blocks(self) -> int:
         """Those that hold nothing that anybody needs."""
         return int(self._pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._core.shutdown()
+        del self._llm, self._core, self._pool
+        gc.collect()
 
     def send(self, ids: list[int], own: dict[str, Any], tokens: int, **more: Any) -> Any:
         """What the engine puts out, greedily."""
@@ -146,12 +162,22 @@ class Engine:
 
 
 def measure() -> Iterator[Row]:
-    """A row for reading and for every way to ask."""
+    """With heads that keep as many tokens, and with heads that do not."""
     loaded = load("demo")
-    text, engine = make_text(loaded.tokenizer), Engine()
+    text = make_text(loaded.tokenizer)
+    for policy in POLICIES:
+        engine = Engine(policy)
+        for row in rows_of(engine, text, loaded):
+            yield row | {"policy": policy}
+        engine.close()
+
+
+def rows_of(engine: Engine, text: Text, loaded: LoadedModel) -> Iterator[Row]:
+    """A row for reading and for every way to ask."""
     instruction = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
     common = {
-        "model": loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"},
+        "model": loaded.description()
+        | {"attn_implementation": "vLLM CPU_ATTN", "dtype": "bfloat16"},
         "environment": describe_environment() | {"vllm": installed()},
         "document_tokens": len(text.ids),
         "questions": len(text.questions),
@@ -216,42 +242,48 @@ def timed(work: Any) -> tuple[float, Any]:
 
 def render(rows: Sequence[Row]) -> str:
     """The page, out of nothing but rows."""
-    registered = {row["way"]: row for row in rows if row["part"] == "register"}
+    registered = [row for row in rows if row["part"] == "register"]
+    blocks = {(row["policy"], row["way"]): row["blocks"] for row in registered}
     asked = [row for row in rows if row["part"] == "ask"]
     tokens, questions = rows[0]["document_tokens"], rows[0]["questions"]
     whole_blocks = -(-tokens // BLOCK_TOKENS)
-    cached = next(row for row in asked if row["way"] == "whole, prefix cached")
+    cached = {
+        row["policy"]: median(row["first_token_ms"])
+        for row in asked
+        if row["way"] == "whole, prefix cached"
+    }
     lines = []
     for row in asked:
-        held = registered[row["way"]]["blocks"] if row["way"] in registered else whole_blocks
         middle = median(row["first_token_ms"])
         lines.append(
             (
                 row["way"],
-                str(held),
+                HEADS[row["policy"]],
+                str(blocks.get((row["policy"], row["way"]), whole_blocks)),
                 f"{middle:.0f}",
-                f"{middle / median(cached['first_token_ms']):.2f}",
+                f"{middle / cached[row['policy']]:.2f}",
                 f"{row['right']}/{row['asked']}",
             )
         )
-    header = ("document", "blocks held", "first token ms", "of prefix cached", "right")
+    header = ("document", "heads", "blocks held", "first token ms", "of prefix cached", "right")
     reading = "\n".join(
-        f"- {row['budget']:,} tokens: {row['seconds']:.0f} s, "
+        f"- {row['budget']:,} tokens, heads {HEADS[row['policy']]}: {row['seconds']:.0f} s, "
         f"{row['seconds'] / row['read_once_seconds']:.1f} times as long as reading it once"
-        for row in registered.values()
+        for row in registered
     )
     return f"""# One document, {questions} questions, in vLLM
 
 {environment_line(asked)}, vLLM {rows[0]["environment"]["vllm"]}.
 Made by `python -m benchmarks.shared_documents`; rows in `shared_documents.jsonl`.
 
-A document of {tokens:,} tokens: prose, between whose sentences {questions} lines stand of the kind
-"Special magic number for Paris is 4821." Every question asks for one of them and begins the answer.
-The demo model answers in bfloat16, in one engine, every question in every way, in turns: behind the
-whole document as stock vLLM caches it for all requests with the same beginning; reading it anew
-({READ_WHOLE} questions); and from a document that was registered once and is shared. First token:
-the median time of a request for one token, alone in the engine, in which nothing else runs. Blocks
-are of {BLOCK_TOKENS} tokens.
+A document of {tokens:,} tokens: prose, between whose sentences {len(PLACES)} lines stand of the
+kind "Special magic number for Oslo is 4821." Every question asks for one of them, in one of
+{len(ASKED)} ways, and begins the answer. The demo model answers in bfloat16, every question in
+every way, in turns: behind the whole document as stock vLLM caches it for all requests with the
+same beginning; reading it anew ({READ_WHOLE} questions); and from the document, registered once
+with so many tokens. One engine has heads that keep as many tokens each, another one
+(`--policy adakv`) heads of different length. First token: the median time of a request for one
+token, with nothing else in the engine. Blocks are of {BLOCK_TOKENS} tokens.
 
 {markdown_table(header, lines)}
 

@@ -1,5 +1,7 @@
 """Budgets that differ between layers and heads: exact counts, true bytes, right attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from snapkv.policies import (
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import random_ids, tiny_model
+from tests.ops.states import random_layer
 from tests.oracle import masked_decode_logits, masked_generate, unwrapped
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
@@ -263,3 +266,43 @@ def test_largest_remainder_by_hand(shares, total, expected):
 def test_bad_parameters_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@given(
+    pages=st.integers(1, 6),
+    page_tokens=st.sampled_from([4, 8, 10]),
+    window=st.integers(1, 9),
+    safeguard=st.sampled_from([0.05, 0.2, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_heads_keep_whole_pages_as_close_to_their_shares_as_these_allow(
+    pages, page_tokens, window, safeguard, seed
+):
+    budget = pages * page_tokens
+    if budget <= window:
+        return
+    layer = random_layer(seed, prompt_tokens=90, query_tokens=window)
+    policy = SnapKV(budget, window_size=window)
+    exact = AdaKV(policy, safeguard=safeguard).select(layer)
+    paged = AdaKV(policy, safeguard=safeguard, page_tokens=page_tokens).select(layer)
+    assert (paged.head_tokens % page_tokens == 0).all()
+    assert paged.head_tokens.sum() == exact.head_tokens.sum() == budget * layer.num_kv_heads
+    assert (paged.head_tokens >= window).all()
+    if exact.head_tokens.min() >= page_tokens * -(-window // page_tokens):
+        assert (paged.head_tokens - exact.head_tokens).abs().max() < page_tokens
+    kept = [set(head[head >= 0].tolist()) for head in paged.keep_indices[0]]
+    for mine, other in zip(kept, exact.keep_indices[0], strict=True):  # the best, fewer or more
+        others = set(other[other >= 0].tolist())
+        assert mine <= others or others <= mine
+
+
+def test_pages_that_do_not_come_out_even_are_refused():
+    policy = SnapKV(20, window_size=4)
+    with pytest.raises(InvalidArgumentError, match="multiple of the 8 tokens of a page, got 20"):
+        AdaKV(policy, page_tokens=8)
+    with pytest.raises(InvalidArgumentError, match="multiple of the 4 tokens of a page, got None"):
+        AdaKV(SnapKV(keep_ratio=0.5, window_size=4), page_tokens=4)
+    uneven = AdaKV(PyramidKV(40, window_size=4), page_tokens=8)
+    layer = replace(random_layer(0, prompt_tokens=90, query_tokens=4), depth=1, num_layers=4)
+    with pytest.raises(InvalidArgumentError, match=r"whole pages of 8 tokens, .*same budget"):
+        uneven.select(layer)

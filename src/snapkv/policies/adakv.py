@@ -120,8 +120,15 @@ class AdaKV(AroundScores):
         """Whole pages of each head, the window in them, and enough for what every head keeps."""
         window = self.policy.window_size
         pages = [(share + window) / page_tokens for share in shares]
-        found = largest_remainder(pages, round(sum(pages)))
-        least = -(-(window + sure) // page_tokens)
+        total, least = round(sum(pages)), -(-(window + sure) // page_tokens)
+        if abs(sum(pages) - total) > 1e-6 or total < least * len(pages):
+            raise InvalidArgumentError(
+                f"page_tokens: expected a layer and row whose {len(pages)} heads keep whole pages "
+                f"of {page_tokens} tokens, got {sum(pages) * page_tokens:.0f} tokens of which each "
+                f"head keeps {window + sure} for sure; choose a larger budget, rows of one length, "
+                "and the same budget for every layer"
+            )
+        found = largest_remainder(pages, total)
         while min(found) < least:
             found[found.index(max(found))] -= 1
             found[found.index(min(found))] += 1
