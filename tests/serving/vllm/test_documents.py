@@ -1,12 +1,23 @@
 """Documents that an engine has read twice, and requests that begin with them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from snapkv import KVzip
+from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import read_context
 from snapkv.serving.documents.sharing import Sharing
-from snapkv.serving.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER, ROOM
+from snapkv.serving.documents.words import (
+    BUDGET,
+    DOCUMENT,
+    DROP,
+    INSTRUCTION,
+    REGISTER,
+    ROOM,
+    Errand,
+)
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
@@ -109,3 +120,10 @@ def test_a_document_without_a_block_to_move_to_is_not_registered_and_hurts_nobod
         assert engine.free_blocks == engine.all_blocks
         assert not engine.leftovers()
         assert register(engine, "one", ids, **{BUDGET: 256})["kept_tokens"] == 256
+
+
+def test_a_session_has_no_document(engine):
+    asked = SimpleNamespace(prompt_token_ids=[1, 2], mm_features=[], resumable=True)
+    for verb in (DOCUMENT, REGISTER, DROP):
+        with pytest.raises(InvalidArgumentError, match=f"^{verb}: .* got a session"):
+            engine.scheduler._documents.plan_of(Errand(verb=verb, document_id="one"), asked)
