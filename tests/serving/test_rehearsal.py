@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from snapkv import ops
+from snapkv.policies.kvzip import most_attention
+from snapkv.serving.documents.reading_twice import STEP_TOKENS
+from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.rehearsal import Largest, rehearsed
 from snapkv.serving.settings import ServingSettings
 from tests.ops.states import random_layer
@@ -89,6 +92,22 @@ def test_no_step_takes_more_memory_than_what_was_rehearsed(policy):
         assert waiting + bytes_of_a_step(made) <= peak.most, request
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm"])
+def test_reading_a_document_again_takes_no_more_memory_than_what_was_rehearsed(policy):
+    settings = ServingSettings(policy=policy, budget=200, sharing=Sharing())
+    largest = Largest.of(config(settings))
+    assert largest.reads_again
+    with Peak() as peak, held_during(largest):
+        waiting = peak.now
+    noted = LAYERS * KV_HEADS * PROMPT * 4
+    assert waiting >= LAYERS * STEP_TOKENS * HEADS * WIDTH * 4 + noted
+    shape = {"query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
+    layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=STEP_TOKENS, **shape)
+    with Peak() as reading:
+        most_attention(replace(layer, keys=layer.keys.clone()), PROMPT - STEP_TOKENS)
+    assert waiting + reading.most <= peak.most
+
+
 @contextlib.contextmanager
 def held_during(largest):
     device = torch.device("cpu")
@@ -109,7 +128,7 @@ def bytes_of_a_step(policy):
 
 
 def test_a_prompt_shorter_than_the_largest_window_is_rehearsed_too():
-    settings = ServingSettings(budget=64, max_window_size=100)
+    settings = ServingSettings(budget=64, max_window_size=100, sharing=Sharing())
     small = config(settings)
     small.model_config.max_model_len = 60
     with held_during(Largest.of(small)):

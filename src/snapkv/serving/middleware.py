@@ -24,6 +24,8 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 NAME = f"{__name__}.SettingsCheck"
 """What to pass to vLLM."""
 
+_TOO_DEEP = "body: expected JSON, got lists in lists too deep to be read; nest them less deeply"
+
 
 class SettingsCheck:
     """An ASGI middleware that looks at a body when the server behind it reads it.
@@ -83,11 +85,17 @@ def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None)
 
 
 def _require_settings(text: bytes, settings: ServingSettings) -> object:
-    """The body from JSON; None for what is no JSON, which the server says itself."""
+    """The body from JSON; None for what is no JSON, which the server says itself.
+
+    One that is nested too deeply for this place may not be for the server's, with fewer calls under
+    way, and would go on unchecked.
+    """
     try:
         body = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
+    except RecursionError as error:
+        raise HTTPException(400, detail=_TOO_DEEP) from error
     try:
         require_settings(body, settings)
     except SnapKVError as error:

@@ -71,6 +71,11 @@ _RULES: tuple[_Rule, ...] = (
         "reading a text again was not tested with latents; leave --share out",
     ),
     (
+        "shared documents and sleep mode",
+        lambda c: _settings(c).sharing and c.model_config.enable_sleep_mode,
+        "an engine that sleeps forgets its cache; leave --share or --enable-sleep-mode out",
+    ),
+    (
         "shared documents in several API servers",
         lambda c: _settings(c).sharing and c.parallel_config._api_process_count > 1,
         ONE_SERVER,

@@ -17,6 +17,7 @@ import torch
 
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
+from snapkv.policies.kvzip import most_attention
 from snapkv.serving.documents.reading_twice import STEP_TOKENS
 from snapkv.serving.layers import voting_layer
 from snapkv.serving.settings import ServingSettings
@@ -33,12 +34,14 @@ class Largest:
         recorded_tokens: whose queries may wait in all layers: those of the prompts that end in one
             step, of one window that began before it, of answers that are evicted from, and of a
             document that is read again.
+        reads_again: whether documents are.
     """
 
     policy: Policy
     prompt_tokens: int
     step_tokens: int
     recorded_tokens: int
+    reads_again: bool
 
     @classmethod
     def of(cls, vllm_config: Any) -> "Largest":
@@ -57,6 +60,7 @@ class Largest:
             + window
             + scheduler.max_num_seqs * limits.queries_of_answers
             + (STEP_TOKENS if settings.sharing is not None else 0),
+            reads_again=settings.sharing is not None,
         )
 
 
@@ -75,21 +79,24 @@ def rehearsed(
     kind: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
     waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
+    if largest.reads_again:  # what is noted of a document
+        noted = [(layer.num_kv_heads, largest.prompt_tokens) for layer in layers]
+        waiting += [torch.empty(shape, device=device) for shape in noted]
     yield
     if layers:
         widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
         _vote(widest, largest, kind)
+        if largest.reads_again:
+            _read_again(widest, largest, kind)
     del waiting
 
 
-@torch.inference_mode()
-def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
-    tokens, width = largest.prompt_tokens, layer.head_size
-    window = min(largest.policy.query_tokens, tokens)
+def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) -> PromptLayer:
+    """So many tokens as a policy sees them, of which the last ones have queries."""
+    queries, width = min(query_tokens, tokens), layer.head_size
     keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **kind)
-    kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, width, **kind)]
-    prompt = PromptLayer(
-        queries=torch.zeros(1, layer.num_heads, window, width, **kind),
+    return PromptLayer(
+        queries=torch.zeros(1, layer.num_heads, queries, width, **kind),
         keys=keys,
         values=torch.empty_like(keys, device="meta"),
         score_options=voting_layer(layer).score_options,
@@ -97,7 +104,21 @@ def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
         depth=0,
         num_layers=1,
     )
+
+
+@torch.inference_mode()
+def _read_again(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
+    seen = _prompt(layer, largest.prompt_tokens, STEP_TOKENS, kind)
+    most_attention(seen, largest.prompt_tokens - seen.queries.shape[2])
+
+
+@torch.inference_mode()
+def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
+    kept = [
+        torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind),
+    ]
+    prompt = _prompt(layer, largest.prompt_tokens, largest.policy.query_tokens, kind)
     selection = largest.policy.select(prompt)
     if selection is not None:
         keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
-        kept += [ops.gather_tokens(keys, keep) for _ in range(2)]
+        kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]

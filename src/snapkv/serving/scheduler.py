@@ -177,7 +177,11 @@ class _CompressingScheduler(Scheduler):
             logger.warning(
                 "Request %s stays whole for now: no free block to move it to", request.request_id
             )
-            return order
+            if not order.noted_tokens:
+                return order
+            # What was read behind a document is forgotten all the same; it ends unregistered.
+            order = replace(order, ends=False, kept_tokens=order.noted_tokens)
+            moves = self._blocks.compress(request.request_id, order) or ()
         if order.ends:
             freed = sum(len(move.sources) - len(move.targets) for move in moves)
             self._metrics.compressed(order, freed)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from snapkv.errors import OutOfMemoryError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.serving.documents.engine import Kept
 from snapkv.serving.documents.room import Room
 
@@ -56,9 +56,16 @@ class FakeEngine:
         self.reading = asyncio.Event()
         self.reading.set()
         self.refusal = None
+        self.longest = 100_000
 
     async def room(self):
         return Room(block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8)
+
+    async def bytes_of(self, tokens, *, budget, instruction_tokens):
+        assert instruction_tokens
+        if tokens > self.longest:
+            raise InvalidArgumentError("document: expected a shorter one")
+        return (await self.room()).bytes_of(tokens, budget)
 
     async def register(self, document_id, token_ids, *, budget, instruction_ids):
         assert instruction_ids

@@ -176,6 +176,38 @@ def test_what_the_engine_refuses_leaves_nothing_behind(error, status):
     asyncio.run(run(World()))
 
 
+def test_a_document_that_cannot_be_read_makes_no_other_one_go():
+    async def run(world):
+        await world.documents.register("", BODY)
+        world.engine.longest = 20
+        with pytest.raises(SnapKVError, match="expected a shorter one"):
+            await world.documents.register("", {"name": "long", "prompt": "a" * 30})
+        assert world.names() == ["contract"]
+        world.require_in_step()
+
+    asyncio.run(run(World(most_bytes=80)))
+
+
+def test_registrations_wait_in_a_line_that_ends():
+    async def run(world):
+        world.engine.reading.clear()
+        bodies = [{**BODY, "name": f"n{number}"} for number in range(66)]
+        line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
+        await asyncio.sleep(0)
+        assert [one.done() for one in line] == [False] * 64 + [True] * 2
+        with pytest.raises(RefusedError, match="expected fewer than 64 ") as refused:
+            await line[-1]
+        assert status_of(refused.value) == 503
+        with suppress(RefusedError):
+            await line[-2]
+        world.engine.reading.set()
+        await asyncio.gather(*line[:64])
+        assert len(world.names()) == 64
+        await world.documents.register("", {**BODY, "name": "late"})
+
+    asyncio.run(run(World(most_bytes=100_000)))
+
+
 def test_what_requests_did_not_read_is_counted():
     async def run(world):
         document = await world.documents.register("", BODY)

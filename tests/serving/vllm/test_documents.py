@@ -2,15 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from snapkv import AdaKV, KVzip
+from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import read_context
 from snapkv.serving.documents.sharing import Sharing
-from snapkv.serving.documents.words import DOCUMENT, DROP, INSTRUCTION, REGISTER, ROOM
+from snapkv.serving.documents.words import (
+    BUDGET,
+    DOCUMENT,
+    DROP,
+    INSTRUCTION,
+    REGISTER,
+    ROOM,
+    Errand,
+)
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 from tests.serving.vllm.test_heads import of_prompt
@@ -117,3 +127,33 @@ def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small
     drop(engine, "one")
     assert engine.free_blocks == before
     assert not engine.leftovers()
+
+
+def test_a_document_without_a_block_to_move_to_is_not_registered_and_hurts_nobody(small):
+    """Others share the blocks it was read into, and hold nearly all of the rest."""
+    sizes = {"kv_cache_memory_bytes": small.blocks_bytes(21, 32), "max_model_len": 384}
+    sharing = Sharing(chunk_tokens=30, most_bytes=small.blocks_bytes(8, 32))
+    options = sizes | {"enable_prefix_caching": True, "sharing": sharing}
+    ids, own = ids_of(320, seed=1), {REGISTER: "one", INSTRUCTION: list(INSTRUCTION_IDS), BUDGET: 256}
+    with small_engine(small, budget=4096, **options) as engine:
+        others = [ids + ids_of(5, seed=2), ids_of(150, seed=3)]
+        alone = engine.answers(others, greedy(20))
+        for prompt in others:
+            engine.start([prompt], greedy(20))
+            engine.step()
+        (name,) = engine.start([[*ids, 1]], greedy(1, extra_args=own))
+        ended = {}
+        while engine.scheduler.requests:
+            ended |= {one.request_id: one for one in engine.step() if one.finished}
+        assert ended.pop(name).kv_transfer_params is None
+        assert [list(one.outputs[0].token_ids) for one in ended.values()] == alone
+        assert engine.free_blocks == engine.all_blocks
+        assert not engine.leftovers()
+        assert register(engine, "one", ids, **{BUDGET: 256})["kept_tokens"] == 256
+
+
+def test_a_session_has_no_document(engine):
+    asked = SimpleNamespace(prompt_token_ids=[1, 2], mm_features=[], resumable=True)
+    for verb in (DOCUMENT, REGISTER, DROP):
+        with pytest.raises(InvalidArgumentError, match=f"^{verb}: .* got a session"):
+            engine.scheduler._documents.plan_of(Errand(verb=verb, document_id="one"), asked)

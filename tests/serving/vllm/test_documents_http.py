@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import json
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
+from snapkv.serving.documents.refused import RefusedError
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.settings import ServingSettings
 from tests.serving.documents.fakes import FakeEngine
@@ -44,7 +46,7 @@ class Site:
 
         args, vllm_config = config
         self.engine = FakeEngine(most_bytes)
-        monkeypatch.setattr(engine, "engine_documents", lambda client, settings: self.engine)
+        monkeypatch.setattr(engine, "ServerEngine", lambda client, settings: self.engine)
         self.app = FastAPI()
         asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
         settings = ServingSettings(budget=64, sharing=Sharing(**own))
@@ -343,6 +345,24 @@ def test_what_is_no_json_object_is_refused_by_vllm(client, content):
     answer = client.post(PATH, content=content, headers=headers)
     assert answer.status_code == 400
     assert "error" in answer.json()
+
+
+def test_lists_in_lists_are_refused(client):
+    deep = json.loads("[" * 500 + "]" * 500)
+    message = {"role": "user", "content": TEXT, "name": deep}
+    require_refused(register(client, messages=[message]), 400, "lists in lists; nest less")
+
+
+def test_a_question_is_text_alone():
+    from snapkv.serving.documents.tokens import ServerPrompts
+
+    class Renderer:
+        async def render_chat(self, request, *, skip_mm_cache):
+            return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
+
+    state = SimpleNamespace(online_renderer=Renderer(), openai_serving_models=None)
+    with pytest.raises(RefusedError, match="expected text alone with a document, got multimodal"):
+        asyncio.run(ServerPrompts(state).render({"messages": [QUESTION]}))
 
 
 def test_other_bodies_arrive_as_they_came(site, client):

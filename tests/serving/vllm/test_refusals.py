@@ -141,6 +141,15 @@ def test_documents_are_shared_by_one_server_with_one_engine(config, name, words)
         require_supported(several)
 
 
+def test_documents_are_not_put_to_sleep(config):
+    asleep = changed(config, model_config={"enable_sleep_mode": True})
+    require_supported(asleep)
+    sharing = ServingSettings(policy="snapkv", budget=64, sharing=Sharing())
+    asleep.additional_config = sharing.to_config()
+    with pytest.raises(UnsupportedModelError, match=r"documents and sleep mode: .* --share "):
+        require_supported(asleep)
+
+
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
     settings = ServingSettings(budget=64, sharing=Sharing())
     with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):

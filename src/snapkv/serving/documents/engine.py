@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from snapkv.errors import OutOfMemoryError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.serving.documents.reading_twice import piece_tokens
 from snapkv.serving.documents.room import Room
 from snapkv.serving.documents.words import BUDGET, DROP, INSTRUCTION, REGISTER, ROOM
@@ -13,6 +13,9 @@ from snapkv.serving.settings import ServingSettings
 
 _TRIES = 3
 """A document is read again where it lost its blocks to other requests at its very end."""
+
+_BEHIND = 2
+"""Tokens that find positions behind a document: one that asks, and one that answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,13 @@ class EngineDocuments(Protocol):
     async def room(self) -> Room:
         """What documents may take."""
 
+    async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
+        """What a document of so many tokens will take; arguments otherwise as for `register`.
+
+        Raises:
+            InvalidArgumentError: a document that is too short, or too long to be read twice.
+        """
+
     async def register(
         self,
         document_id: str,
@@ -52,7 +62,7 @@ class EngineDocuments(Protocol):
 
         Raises:
             OutOfMemoryError: the engine has no blocks for it.
-            InvalidArgumentError: a document that is too short, or too long to be read twice.
+            InvalidArgumentError: see `bytes_of`.
         """
 
     async def drop(self, document_id: str) -> None:
@@ -84,6 +94,18 @@ class ServerEngine:
             self._room = Room(**said)
         return self._room
 
+    async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
+        """See `EngineDocuments`."""
+        room, positions = await self.room(), self._client.model_config.max_model_len
+        if tokens > positions - _BEHIND:
+            raise InvalidArgumentError(
+                f"document: expected at most {positions - _BEHIND:,} tokens, with room to ask and "
+                f"answer behind them, got {tokens:,}; shorten it, or raise --max-model-len"
+            )
+        if room.kept_tokens(tokens, budget) < tokens // room.block_tokens * room.block_tokens:
+            piece_tokens(tokens, instruction_tokens, self._chunk_tokens, positions - tokens)
+        return room.bytes_of(tokens, budget)
+
     async def register(
         self,
         document_id: str,
@@ -94,9 +116,7 @@ class ServerEngine:
     ) -> Kept:
         """See `EngineDocuments`."""
         room, tokens = await self.room(), len(token_ids)
-        if room.kept_tokens(tokens, budget) < tokens // room.block_tokens * room.block_tokens:
-            positions = self._client.model_config.max_model_len
-            piece_tokens(tokens, len(instruction_ids), self._chunk_tokens, positions - tokens)
+        await self.bytes_of(tokens, budget=budget, instruction_tokens=len(instruction_ids))
         own: dict[str, Any] = {REGISTER: document_id, INSTRUCTION: list(instruction_ids)}
         own |= {} if budget is None else {BUDGET: budget}
         for _ in range(_TRIES):

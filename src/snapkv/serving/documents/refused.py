@@ -2,7 +2,7 @@
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
 
-UNKNOWN, TAKEN, NO_ROOM = 404, 409, 507
+UNKNOWN, TAKEN, BUSY, NO_ROOM = 404, 409, 503, 507
 
 
 class RefusedError(InvalidArgumentError):

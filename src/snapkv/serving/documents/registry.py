@@ -86,6 +86,11 @@ class Registry:
                 f"{errand.verb}: expected a prompt of tokens alone, got embeddings or images; "
                 "leave it out"
             )
+        if request.resumable:
+            raise InvalidArgumentError(
+                f"{errand.verb}: expected a prompt that is all there, got a session, whose prompt "
+                "grows; send it as a request of its own"
+            )
         handle: dict[str, Callable[[Errand, Any], RequestPlan]] = {
             DOCUMENT: self._begin,
             REGISTER: self._register,

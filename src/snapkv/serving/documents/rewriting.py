@@ -17,6 +17,9 @@ ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 _BEGINNINGS = ("0", "Yes", "\n\nYes", "  Yes")
 """Of questions. No template renders them alike, and spaces may grow into a token before them."""
 
+_MOST_TOGETHER = 1 << 20
+"""Tokens of documents before the questions of one request, which a few bytes ask for."""
+
 _WITHOUT = {
     "prompt_logprobs": "its probabilities were not computed with this request",
     "prompt_embeds": "its tokens come before the request's",
@@ -166,6 +169,13 @@ async def _with_prompts(
     questions = [prompt] if _is_one_prompt(prompt) else prompt
     if not isinstance(questions, list) or not questions or not all(map(_is_one_prompt, questions)):
         _refuse("prompt", "a question behind the document", prompt, "pass a text or its token ids")
+    begins, asks = len(document.token_ids), len(questions)
+    if asks > 1 and asks * begins > _MOST_TOGETHER:
+        raise RefusedError(
+            f"prompt: expected at most {max(1, _MOST_TOGETHER // begins):,} questions at once, of "
+            f"which each begins with the document's {begins:,} tokens, got {asks:,}; send several "
+            "requests"
+        )
     asked = [await prompts.tokenize(one, special_tokens=False) for one in questions]
     if not all(asked):
         _refuse("prompt", "a question behind the document", prompt, "pass one that has tokens")

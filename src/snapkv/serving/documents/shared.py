@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.serving.documents.catalogue import Catalogue, SharedDocument
 from snapkv.serving.documents.engine import EngineDocuments
-from snapkv.serving.documents.refused import RefusedError
+from snapkv.serving.documents.refused import BUSY, RefusedError
 from snapkv.serving.documents.rewriting import (
     Prompts,
     ids_of_messages,
@@ -20,6 +20,9 @@ from snapkv.serving.names import require_document_name, shown
 from snapkv.validation import require_int
 
 _FIELDS = ("name", "prompt", "messages", "budget", "model")
+
+_MOST_UNDER_WAY = 64
+"""Registrations, whose bodies are held until their turn comes, also if their clients go away."""
 
 
 class Counts(Protocol):
@@ -62,11 +65,18 @@ class SharedDocuments:
                 is not meant; its `model`, as elsewhere, may be named.
 
         Raises:
-            RefusedError: a field that is wrong, a name that stands, no room, or vLLM's own words.
+            RefusedError: a field that is wrong, a name that stands, no room, too many at once, or
+                vLLM's own words.
             SnapKVError: the engine refuses the document.
         """
         _require_fields(body)
         require_base_model(body, self.prompts)
+        if len(self._registrations) >= _MOST_UNDER_WAY:
+            raise RefusedError(
+                f"document: expected fewer than {_MOST_UNDER_WAY} registrations under way, which "
+                "are done one after the other, got one more; try again later",
+                BUSY,
+            )
         task = asyncio.create_task(self._register(tenant, body))
         self._registrations.add(task)
         task.add_done_callback(self._registrations.discard)
@@ -111,9 +121,12 @@ class SharedDocuments:
                 token_ids = await ids_of_text(body.get("prompt"), self.prompts)
             else:
                 token_ids = await ids_of_messages(messages, self.prompts)
-            await self._make_room(len(token_ids), budget)
-            document_id = uuid.uuid4().hex
             instruction = await self.prompts.tokenize(INSTRUCTION, special_tokens=False)
+            needed = await self._engine.bytes_of(
+                len(token_ids), budget=budget, instruction_tokens=len(instruction)
+            )
+            await self._make_room(needed)
+            document_id = uuid.uuid4().hex
             kept = await self._engine.register(
                 document_id, token_ids, budget=budget, instruction_ids=instruction
             )
@@ -130,9 +143,8 @@ class SharedDocuments:
             self._count()
             return document
 
-    async def _make_room(self, tokens: int, budget: int | None) -> None:
+    async def _make_room(self, needed: int) -> None:
         room = await self._engine.room()
-        needed = room.bytes_of(tokens, budget)
         for one in self.catalogue.make_room(needed, room.most_bytes):
             self._counts.dropped("least_used")
             await self._drop(one)

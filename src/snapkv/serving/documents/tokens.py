@@ -54,11 +54,20 @@ class ServerPrompts:
             request = ChatCompletionRequest.model_validate(copy.deepcopy(dict(body)))
         except ValidationError:
             return None
+        except RecursionError as error:
+            raise RefusedError(
+                "messages: expected a chat, got lists in lists; nest less"
+            ) from error
         with _as_refused():
             made = await self._renderer.render_chat(request, skip_mm_cache=True)
         if isinstance(made, ErrorResponse):
             raise RefusedError(made.error.message, made.error.code)
         _, (engine_input,) = made
+        if engine_input["type"] != "token":
+            raise RefusedError(
+                f"messages: expected text alone with a document, got {engine_input['type']} input; "
+                "leave it out"
+            )
         return list(engine_input["prompt_token_ids"])
 
 
