@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from snapkv import CompressedCache, SnapKV
-from snapkv.app.models import load
+from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
 from snapkv.hf.identity import identity_of
 from snapkv.serving.documents.exchange import REFUSED
+from snapkv.serving.documents.files import model_identity
 from snapkv.serving.documents.words import ADOPT, KEPT, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
@@ -28,6 +28,16 @@ MOST_BYTES = 1 << 28
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return SmallModel(tmp_path_factory.mktemp("kept"), max_position_embeddings=4096)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(engine):
+    """Every test drops what it has registered or adopted."""
+    before = engine.free_blocks
+    yield
+    for name in list(engine.scheduler._documents._held):
+        drop(engine, name)
+    assert engine.free_blocks == before
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
@@ -79,7 +89,7 @@ def read_once(small, ids, policy):
 
 def saved(small, path, ids, kept):
     """A file of the library, of a method that no server reads documents with."""
-    policy = SnapKV(kept, window_size=16)
+    policy = FullCache() if kept == len(ids) else SnapKV(kept, window_size=16)
     read_once(small, ids, policy).save(path, beside={"input_ids": torch.tensor([ids])})
     return path
 
@@ -133,7 +143,7 @@ def test_what_an_engine_has_read_answers_the_same_in_the_library(engine, small, 
         answers = [librarys_answer(small, ids, question, 64) for question in QUESTIONS]
     else:
         answers = [
-            answer(small, read_once(small, ids, SnapKV(512)), ids, question)
+            answer(small, read_once(small, ids, FullCache()), ids, question)
             for question in QUESTIONS
         ]
     loaded = [CompressedCache.load(path, small.model) for _ in QUESTIONS]
@@ -205,9 +215,3 @@ def test_no_blocks_are_taken_from_requests(engine):
     drop(engine, "one")
 
 
-def test_the_model_that_the_front_end_names_is_the_tests_own(small):
-    from snapkv.serving.documents.files import model_identity
-
-    assert model_identity(small.folder, "float32") == identity_of(
-        load(small.folder, device="cpu", dtype="float32").model
-    )
