@@ -44,7 +44,7 @@ class Site:
 
         args, vllm_config = config
         self.engine = FakeEngine(most_bytes)
-        monkeypatch.setattr(engine, "engine_documents", lambda client, settings: self.engine)
+        monkeypatch.setattr(engine, "ServerEngine", lambda client, settings: self.engine)
         self.app = FastAPI()
         asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
         settings = ServingSettings(budget=64, sharing=Sharing(**own))

@@ -8,7 +8,7 @@ from snapkv.cache.saving.files import seal_of
 from snapkv.hf.identity import identity_of
 from snapkv.serving.documents.exchange import REFUSED
 from snapkv.serving.documents.files import model_identity
-from snapkv.serving.documents.words import ADOPT, KEPT, TOKENS
+from snapkv.serving.documents.words import ADOPT, KEPT, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 from tests.serving.vllm.test_documents import (
@@ -54,7 +54,8 @@ def adopt(engine, name, ids, kept):
 
 
 def fill(engine, small, path, blocks, **changed):
-    given = {"seal": seal_of(path), "most_bytes": MOST_BYTES, **changed}
+    given = {"most_bytes": MOST_BYTES, **changed}
+    given = {"seal": given.get("seal") or seal_of(path), **given}
     own = (str(path), blocks, identity_of(small.model), given["seal"], given["most_bytes"])
     (said,) = engine.llm.collective_rpc("snapkv_fill_document", args=own)
     return said
@@ -183,9 +184,10 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
         ({"most_bytes": 1000}, "expected a saved cache of at most"),
     ]:
         assert words in fill(engine, small, path, held["blocks"], **changed)[REFUSED]
+    missing = {"seal": "0" * 64}
     fewer = [held["blocks"][0][:1]]
     assert "expected keys and values of (4, 32," in fill(engine, small, path, fewer)[REFUSED]
-    assert "no file at" in fill(engine, small, tmp_path / "no", fewer, seal="")[REFUSED]
+    assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)[REFUSED]
     nowhere = tmp_path / "no" / "document"
     assert "choose another place" in save(engine, small, nowhere, fewer, ids[:32])[REFUSED]
     drop(engine, "one")
@@ -194,7 +196,7 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kept"), [(300, 65), (300, 320), (2048, 64), (1600, 1600)], ids=str
+    ("tokens", "kept"), [(300, 65), (300, 320), (2048, 64)], ids=str
 )
 def test_what_cannot_be_adopted_takes_no_block(engine, tokens, kept):
     before = engine.free_blocks
@@ -215,3 +217,13 @@ def test_no_blocks_are_taken_from_requests(engine):
     drop(engine, "one")
 
 
+def test_documents_hold_no_more_than_they_may(engine):
+    (said,) = engine.outputs([[1]], greedy(1, extra_args={ROOM: "all"}))
+    fitting = said.kv_transfer_params["most_tokens"] // 1600
+    adopted = [adopt(engine, str(number), ids_of(1600), 1600) for number in range(fitting + 1)]
+    assert all(adopted[:fitting])
+    assert adopted[fitting] is None
+
+
+def test_the_front_end_knows_the_model_as_the_library_does(served):
+    assert model_identity(served.folder, "float32") == identity_of(served.model)

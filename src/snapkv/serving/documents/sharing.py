@@ -19,6 +19,7 @@ class Sharing:
         most_bytes: of all documents together; 0 for a quarter of the engine's cache.
         chunk_tokens: of a document, read again at a time.
         across_keys: whether every API key sees the documents of all others.
+        folder: where documents are kept as files, and found again at the next start; "" for none.
 
     Raises:
         InvalidArgumentError: a value out of range.
@@ -28,6 +29,7 @@ class Sharing:
     most_bytes: int = 0
     chunk_tokens: int = 2048
     across_keys: bool = False
+    folder: str = ""
 
     def __post_init__(self) -> None:
         """Check every value by itself."""
@@ -37,6 +39,11 @@ class Sharing:
             raise InvalidTypeError(
                 f"across_keys: expected true or false, got {self.across_keys!r} of type "
                 f"{type(self.across_keys).__name__}; pass one of them"
+            )
+        if not isinstance(self.folder, str):
+            raise InvalidTypeError(
+                f"folder: expected a path, got {self.folder!r} of type "
+                f"{type(self.folder).__name__}; pass a string"
             )
 
     @classmethod
