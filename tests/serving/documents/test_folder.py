@@ -198,7 +198,7 @@ def test_files_elsewhere_are_refused(tmp_path, file):
     put(tmp_path, [1, 97], 2)
     (folder / "out").symlink_to(tmp_path / "mine")
     world = World(folder)
-    with pytest.raises(RefusedError, match="^file: expected") as refused:
+    with pytest.raises(RefusedError, match=r"^file: expected") as refused:
         asyncio.run(world.documents.register("", {"name": "one", "file": file}))
     assert status_of(refused.value) == 400
     assert world.engine.held == {}

@@ -195,9 +195,7 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
     assert engine.answers([ids], greedy(2))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "kept"), [(300, 65), (300, 320), (2048, 64)], ids=str
-)
+@pytest.mark.parametrize(("tokens", "kept"), [(300, 65), (300, 320), (2048, 64)], ids=str)
 def test_what_cannot_be_adopted_takes_no_block(engine, tokens, kept):
     before = engine.free_blocks
     assert adopt(engine, "one", ids_of(tokens), kept) is None

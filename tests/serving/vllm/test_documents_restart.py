@@ -5,7 +5,6 @@ import os
 import signal
 import urllib.request
 
-import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV
@@ -34,15 +33,14 @@ def registered(server, **body):
         return json.loads(answer.read())
 
 
-def librarys(small, ids, question):
-    """A saved cache of the library, and its answer."""
+def librarys(small, ids):
+    """A cache of the library that has read a text."""
     cache = CompressedCache(small.model, SnapKV(64, window_size=16))
     with torch.no_grad():
         small.model(torch.tensor([ids]), past_key_values=cache)
     return cache
 
 
-@pytest.mark.slow
 def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
     from transformers import AutoTokenizer
 
@@ -53,7 +51,7 @@ def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
     with Server(tmp_path, *options, model=served.folder) as server:
         made = registered(server, name="contract", prompt=TEXT)
         answer = asked(server, "contract")
-        cache = librarys(served, ids, question)
+        cache = librarys(served, ids)
         cache.save(folder / "mine.safetensors", beside={"input_ids": torch.tensor([ids])})
         registered(server, name="mine", file="mine.safetensors")
         mine = asked(server, "mine")
