@@ -36,10 +36,20 @@ def test_sharing_is_what_the_options_say(settings_of, options, sharing):
     assert settings_of(*options).sharing == sharing
 
 
+def test_the_folder_of_documents_is_made_and_named_in_full(settings_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert settings_of("--share", "--share-folder", "a/b").sharing == Sharing(
+        folder=str(tmp_path / "a" / "b")
+    )
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--share-bytes", "2GiB"], "share-bytes: expected it with --share"),
+        (["--share-folder", "here"], "share-folder: expected it with --share"),
+        (["--share", "--share-folder", "/dev/null/x"], "share_folder: expected a folder"),
         (["--share-across-keys"], "share-across-keys: expected it with --share"),
         (["--share", "--share-bytes", "2"], "share_bytes: expected bytes with a unit"),
         (["--share", "--share-bytes", "0GiB"], "share_bytes: expected at least 1"),

@@ -12,9 +12,9 @@ from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.serving import layer_runs
 from snapkv.serving.choices import EndOfPrompt
-from snapkv.serving.compressor import Compressor, QueryRecorder, slots
+from snapkv.serving.compressor import Compressor, QueryRecorder
 from snapkv.serving.layers import voting_layer
-from snapkv.serving.layouts import layout_of
+from snapkv.serving.layouts import layout_of, slots
 from snapkv.serving.layouts.plain import PlainLayout
 from snapkv.serving.orders import Move, Order
 from snapkv.serving.plans import Plan

@@ -1,6 +1,7 @@
 """`snapkv serve`: vLLM's OpenAI-compatible server with compressed prompts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,6 +55,9 @@ _ShareBytes = Annotated[
 _ShareAcrossKeys = Annotated[
     bool, typer.Option("--share-across-keys", help="Documents of one API key are everybody's")
 ]
+_ShareFolder = Annotated[
+    str | None, typer.Option(help="Keep documents there as files, also for the next start")
+]
 _MaxWindowSize = Annotated[int, typer.Option(help="The longest window that a request may ask for")]
 _MaxKernelSize = Annotated[int, typer.Option(help="The widest kernel that a request may ask for")]
 
@@ -92,6 +96,7 @@ def serve(
     share: _Share = False,
     share_bytes: _ShareBytes = None,
     share_across_keys: _ShareAcrossKeys = False,
+    share_folder: _ShareFolder = None,
     print_command: _PrintCommand = False,
 ) -> None:
     """Serve a model over HTTP with vLLM, from a compressed cache.
@@ -108,7 +113,7 @@ def serve(
         "evict_every": evict_every,
     }
     sizes = {"budget": budget, "protect_first": protect_first, **caps}
-    sharing = _sharing(share, share_bytes, share_across_keys)
+    sharing = _sharing(share, share_bytes, share_across_keys, share_folder)
     settings = _settings(policy, set_ or [], limits, sharing, **sizes)
     from snapkv.app.models import place_of
 
@@ -133,16 +138,18 @@ def _require_first(model: str) -> None:
 
 
 def _sharing(
-    share: bool, share_bytes: str | None, share_across_keys: bool
-) -> dict[str, int | bool] | None:
+    share: bool, share_bytes: str | None, share_across_keys: bool, share_folder: str | None
+) -> dict[str, int | bool | str] | None:
     """What the options say of shared documents; None where there are none."""
     if share:
         most_bytes = 0 if share_bytes is None else byte_count("share_bytes", share_bytes)
         if share_bytes is not None:
             require_int("share_bytes", most_bytes, minimum=1)
-        return {"most_bytes": most_bytes, "across_keys": share_across_keys}
-    for option, given in (("bytes", share_bytes is not None), ("across-keys", share_across_keys)):
-        if given:
+        folder = "" if share_folder is None else _folder(share_folder)
+        return {"most_bytes": most_bytes, "across_keys": share_across_keys, "folder": folder}
+    alone = {"bytes": share_bytes, "across-keys": share_across_keys or None, "folder": share_folder}
+    for option, given in alone.items():
+        if given is not None:
             raise InvalidArgumentError(
                 f"share-{option}: expected it with --share, got it alone; add --share, or leave "
                 f"--share-{option} out"
@@ -150,11 +157,24 @@ def _sharing(
     return None
 
 
+def _folder(share_folder: str) -> str:
+    """Where documents are kept, made where it is not there."""
+    path = Path(share_folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"share_folder: expected a folder, got {share_folder!r}: {error.strerror}; choose "
+            "another one"
+        ) from error
+    return str(path)
+
+
 def _settings(
     policy: str,
     assignments: list[str],
     limits: Mapping[str, int | str],
-    sharing: Mapping[str, int | bool] | None,
+    sharing: Mapping[str, int | bool | str] | None,
     **sizes: int,
 ) -> "ServingSettings":
     """What the options say; checked before torch is imported, as far as they can be."""

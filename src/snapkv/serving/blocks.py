@@ -140,8 +140,14 @@ class CompressedManager(FullAttentionManager):
         self._of_documents.update(_ids(blocks))
         return blocks
 
+    def take_for_others(self, tokens: int) -> list[KVCacheBlock]:
+        """Free blocks for so many tokens, for workers to fill; there must be as many."""
+        blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(tokens // self.block_size)
+        self._of_documents.update(_ids(blocks))
+        return blocks
+
     def give_up(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Free what `keep_for_others` has kept."""
+        """Free what `keep_for_others` has kept, or `take_for_others` taken."""
         self._of_documents.difference_update(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 

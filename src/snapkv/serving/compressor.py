@@ -12,11 +12,12 @@ from torch.nn import functional
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
+from snapkv.serving.documents.states import DocumentStates
 from snapkv.serving.heads.attention import HeadsAttention
 from snapkv.serving.heads.places import HeadPlaces
 from snapkv.serving.layer_runs import LayerRun, layer_runs
 from snapkv.serving.layers import VotingLayer, voting_layer
-from snapkv.serving.layouts import Layout
+from snapkv.serving.layouts import Layout, slots
 from snapkv.serving.orders import Move, Order
 
 
@@ -126,6 +127,7 @@ class Compressor:
                         f"cut into, got {found} in {name}; pass --block-size {found}"
                     )
         self._runs = list(layer_runs(self._groups))
+        self.documents = DocumentStates(self._runs, self._block_tokens, device=self._device)
 
     def forget(self, request: str) -> None:
         """Drop what was put aside and noted for a request."""
@@ -148,7 +150,8 @@ class Compressor:
         received = self._received.setdefault(request, {})
         for whole in (run for run in self._runs if run.group == move.group):
             for run in whole.within_bounds(order.held_tokens, 0):
-                keys = run.layout.read_keys(self._sources(run, move), order.held_tokens)
+                sources = run.blocks_of(move.sources, self._block_tokens[move.group])
+                keys = run.layout.read_keys(sources, order.held_tokens)
                 layer = self._layer_of(run, request, order.query_tokens, keys)
                 most = most_attention(layer, order.noted_tokens)
                 for name, of_layer in zip(run.layers, most, strict=True):
@@ -191,10 +194,11 @@ class Compressor:
         return [runs] if len(groups) > 1 else ([run] for run in runs)
 
     def _kept(self, run: LayerRun, request: str, order: Order, move: Move) -> _Kept:
-        sources = self._sources(run, move)
+        sources = run.blocks_of(move.sources, self._block_tokens[move.group])
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
         keep = self._keep_indices(run, request, order, keys)
+        self.documents.note(run, order, move, keep)
         block_tokens = self._block_tokens[move.group]
         whole = len(targets) * block_tokens
         laid_out = partial(_padded, tokens=whole)
@@ -213,13 +217,6 @@ class Compressor:
         for name, of_layer in zip(run.layers, kept, strict=True):
             self._heads.note(request, name, of_layer, order.seen_tokens)
         return HeadPlaces(kept, run.first.cache.shape[2])
-
-    def _sources(self, run: LayerRun, move: Move) -> Tensor:
-        """The sources as a cache numbers its blocks, which may be parts of vLLM's."""
-        sources = torch.tensor(move.sources, device=self._device)
-        parts = self._block_tokens[move.group] // run.first.cache.shape[2]
-        within = torch.arange(parts, device=self._device)
-        return (sources[:, None] * parts + within).flatten()
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
         """What is kept of a run of layers: (layers, H, K)."""
@@ -278,9 +275,3 @@ def _padded(states: Tensor, tokens: int) -> Tensor:
     """
     missing = tokens - states.shape[2]
     return functional.pad(states, (0, 0, 0, missing)) if missing else states
-
-
-def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """The KV cache slots of the first tokens that lie in these blocks."""
-    within = torch.arange(block_tokens, device=blocks.device)
-    return (blocks[:, None] * block_tokens + within).flatten()[:tokens]

@@ -1,11 +1,12 @@
 """Which layers are compressed together, as rows of a batch."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from snapkv import ops
 from snapkv.serving.layers import VotingLayer
@@ -40,6 +41,13 @@ class LayerRun:
     def votes_impl(self) -> ops.Implementation:
         """How votes are counted."""
         return "by_head" if self._half_on_cpu else "auto"
+
+    def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
+        """Blocks of so many tokens as the caches number them, which may be parts of vLLM's."""
+        cache = self.first.cache
+        numbers = torch.tensor(blocks, device=cache.device)
+        parts = block_tokens // cache.shape[2]
+        return (numbers[:, None] * parts + torch.arange(parts, device=cache.device)).flatten()
 
     def within_bounds(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
         """The same layers, as many at a time as may be copied.

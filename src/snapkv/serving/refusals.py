@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
+from snapkv.serving.documents.keepable import IN_A_FOLDER
 from snapkv.serving.documents.words import Errand
 from snapkv.serving.limits import Limits
 from snapkv.serving.plans import Plan
@@ -242,7 +243,7 @@ def require_supported(vllm_config: Any) -> None:
     Raises:
         UnsupportedModelError: names what is in the way, and what to do.
     """
-    for what, applies, remedy in _RULES:
+    for what, applies, remedy in (*_RULES, *IN_A_FOLDER):
         if applies(vllm_config):
             raise UnsupportedModelError(f"snapkv: cannot compress prompts with {what}: {remedy}")
     if serves_heads_apart(vllm_config) and vllm_config.model_config.use_mla:

@@ -90,7 +90,8 @@ class _CompressingScheduler(Scheduler):
         self._metrics.request_ended(request.request_id)
         registered = None
         if self._documents is not None:
-            complete = request.status in _COMPLETE
+            read = request.num_computed_tokens >= request.num_prompt_tokens
+            complete = read and request.status in _COMPLETE
             registered = self._documents.request_ends(request.request_id, is_complete=complete)
         to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
         self._plans.pop(request.request_id, None)

@@ -1,9 +1,10 @@
 """vLLM's workers, with a runner that compresses prompts; the class fits the machine."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
+from snapkv.serving.documents.exchange import answered, fill_document, save_document
 from snapkv.serving.requests import without_checks
 from snapkv.serving.runners import compress_in
 
@@ -22,3 +23,25 @@ class CompressingWorker(PlatformWorker):
         config.logits_processors = without_checks(config.logits_processors)
         super().init_device()
         compress_in(self.model_runner)
+
+    def snapkv_fill_document(
+        self, path: str, blocks: list[list[int]], model: dict[str, Any], seal: str, most_bytes: int
+    ) -> dict[str, str]:
+        """See `fill_document`; for `collective_rpc`, between two steps."""
+        states, vocabulary = self.model_runner._compressor.documents, self._vocabulary
+        return answered(
+            lambda: fill_document(
+                states, path, blocks, model, seal=seal, most_bytes=most_bytes, vocabulary=vocabulary
+            )
+        )
+
+    def snapkv_save_document(
+        self, path: str, blocks: list[list[int]], model: dict[str, Any], token_ids: list[int]
+    ) -> dict[str, str]:
+        """See `save_document`; for `collective_rpc`, between two steps."""
+        states = self.model_runner._compressor.documents
+        return answered(lambda: save_document(states, path, blocks, model, token_ids=token_ids))
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model_config.get_vocab_size())

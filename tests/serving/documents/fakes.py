@@ -2,8 +2,9 @@
 
 import asyncio
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv.serving.documents.engine import Kept
+from snapkv.cache.saving.files import read_sealed, write_sealed
+from snapkv.errors import CacheFileError, InvalidArgumentError, OutOfMemoryError, OutputError
+from snapkv.serving.documents.engine import Kept, Saved
 from snapkv.serving.documents.room import Room
 
 BEGIN, END, DOUBLE = 1, 2, 3
@@ -57,6 +58,7 @@ class FakeEngine:
         self.reading.set()
         self.refusal = None
         self.longest = 100_000
+        self.full_disk = False
 
     async def room(self):
         return Room(block_tokens=1, bytes_per_token=10, most_tokens=self.most_bytes // 10, budget=8)
@@ -79,7 +81,26 @@ class FakeEngine:
         return self.held[document_id]
 
     async def drop(self, document_id):
-        del self.held[document_id]
+        self.held.pop(document_id, None)  # as the engine, which knows nothing of others
+
+    async def look_at(self, path):
+        if not path.is_file():
+            raise CacheFileError("path: expected a cache that was saved before")
+        _, notes, _, seal = read_sealed(path)
+        return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), kept_tokens=notes["kept"])
+
+    async def adopt(self, document_id, saved):
+        await self.reading.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        kept = saved.kept_tokens
+        self.held[document_id] = Kept(kept_tokens=kept, bytes=10 * kept)
+        return self.held[document_id]
+
+    async def save(self, kept, token_ids, path):
+        if self.full_disk:
+            raise OutputError("output: expected room on the disk")
+        write_sealed(path, {}, {"ids": list(token_ids), "kept": kept.kept_tokens})
 
 
 class Counted:

@@ -79,6 +79,10 @@ POLICIES = {
         "of streaming-llm, which evicts while it generates",
     ),
     "h2o": (H2O(BUDGET), "of h2o, which evicts while it generates"),
+    "short": (
+        SnapKV(200, window_size=4),
+        "of which snapkv has dropped nothing, and would choose with the next prompt",
+    ),
     "unknown": (Mine(BUDGET, window_size=4), "of a method of this package, got .* of 'mine'"),
 }
 

@@ -15,6 +15,7 @@ from snapkv.serving.documents.sharing import Sharing
         (None, None),
         (Sharing(), {}),
         (Sharing(most_bytes=2**31), {"most_bytes": 2**31}),
+        (Sharing(folder="/kept"), {"folder": "/kept"}),
         (Sharing(chunk_tokens=64, across_keys=True), {"chunk_tokens": 64, "across_keys": True}),
     ],
     ids=str,
@@ -33,6 +34,7 @@ def test_it_travels_in_the_settings(sharing, entry):
         ({"most_bytes": "2GiB"}, InvalidTypeError, "most_bytes: expected an integer"),
         ({"chunk_tokens": 0}, InvalidArgumentError, "chunk_tokens: expected at least 1"),
         ({"across_keys": 1}, InvalidTypeError, "across_keys: expected true or false, got 1"),
+        ({"folder": 1}, InvalidTypeError, "folder: expected a path, got 1"),
         ({"bytes": 1}, InvalidArgumentError, "sharing: expected most_bytes, .* did you mean"),
     ],
 )

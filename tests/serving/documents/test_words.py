@@ -5,12 +5,15 @@ import pytest
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.serving.documents.room import Room
 from snapkv.serving.documents.words import (
+    ADOPT,
     BUDGET,
     DOCUMENT,
     DROP,
     INSTRUCTION,
+    KEPT,
     REGISTER,
     ROOM,
+    TOKENS,
     Errand,
     errand,
 )
@@ -29,6 +32,10 @@ from snapkv.serving.documents.words import (
             {REGISTER: "a", BUDGET: 64, INSTRUCTION: [1, 2]},
             Errand(verb=REGISTER, document_id="a", budget=64, instruction_ids=(1, 2)),
         ),
+        (
+            {ADOPT: "a", TOKENS: [7, 8, 9], KEPT: 2},
+            Errand(verb=ADOPT, document_id="a", token_ids=(7, 8, 9), kept_tokens=2),
+        ),
     ],
 )
 def test_what_a_request_does_with_a_document(given, expected):
@@ -44,6 +51,9 @@ def test_what_a_request_does_with_a_document(given, expected):
         ({DOCUMENT: "a", BUDGET: 3}, InvalidArgumentError, "snapkv_budget: expected none beside"),
         ({DROP: "a", INSTRUCTION: [1]}, InvalidArgumentError, "snapkv_instruction: expected none"),
         ({REGISTER: "a", BUDGET: 0}, InvalidArgumentError, "snapkv_budget: expected at least 1"),
+        ({ADOPT: "a", TOKENS: [1]}, InvalidTypeError, "snapkv_kept: expected an integer"),
+        ({ADOPT: "a", TOKENS: [-1], KEPT: 1}, InvalidArgumentError, "snapkv_tokens: expected at"),
+        ({REGISTER: "a", KEPT: 1}, InvalidArgumentError, "snapkv_kept: expected none beside"),
         ({REGISTER: "a", INSTRUCTION: ["x"]}, InvalidTypeError, "snapkv_instruction: expected"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
-from snapkv.serving.compressor import slots
+from snapkv.serving.layouts import slots
 from snapkv.serving.orders import Move, Order
 from snapkv.serving.scheduler import BEGINNINGS, ORDERS
 

@@ -108,7 +108,8 @@ def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small
     ids, before, kept = ids_of(tokens, seed=tokens), engine.free_blocks, KEPT[method]
     with engine.watching() as watched:
         held = register(engine, "one", ids)
-    assert held == {"tokens": tokens, "kept_tokens": kept}
+    assert (held["tokens"], held["kept_tokens"]) == (tokens, kept)
+    assert len(held["blocks"][0]) == kept // PAGE
     library = Library(small.model, kept, method=method)
     expected, lengths = library.cache(ids), set()
     for layer, found in enumerate(watched.of(ids)):
@@ -134,7 +135,10 @@ def test_a_document_without_a_block_to_move_to_is_not_registered_and_hurts_nobod
     sizes = {"kv_cache_memory_bytes": small.blocks_bytes(21, 32), "max_model_len": 384}
     sharing = Sharing(chunk_tokens=30, most_bytes=small.blocks_bytes(8, 32))
     options = sizes | {"enable_prefix_caching": True, "sharing": sharing}
-    ids, own = ids_of(320, seed=1), {REGISTER: "one", INSTRUCTION: list(INSTRUCTION_IDS), BUDGET: 256}
+    ids, own = (
+        ids_of(320, seed=1),
+        {REGISTER: "one", INSTRUCTION: list(INSTRUCTION_IDS), BUDGET: 256},
+    )
     with small_engine(small, budget=4096, **options) as engine:
         others = [ids + ids_of(5, seed=2), ids_of(150, seed=3)]
         alone = engine.answers(others, greedy(20))

@@ -150,6 +150,30 @@ def test_documents_are_not_put_to_sleep(config):
         require_supported(asleep)
 
 
+@pytest.mark.parametrize(
+    ("part", "given", "words"),
+    [
+        ("parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
+        ("parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
+        ("model_config", {"quantization": "gptq"}, "quantised weights"),
+        ("model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
+        ("model_config", {"model": "someone/model"}, "pass the folder that the model"),
+        ("load_config", {"load_format": "dummy"}, "made-up weights"),
+    ],
+    ids=str,
+)
+def test_documents_are_kept_in_a_folder_where_their_model_is_known(config, part, given, words):
+    kept = ServingSettings(policy="snapkv", budget=64, sharing=Sharing(folder="/kept")).to_config()
+    shared = ServingSettings(policy="snapkv", budget=64, sharing=Sharing()).to_config()
+    require_supported(changed(config, additional_config=kept))
+    other = changed(config, **{part: given})
+    other.additional_config = shared
+    require_supported(other)
+    other.additional_config = kept
+    with pytest.raises(UnsupportedModelError, match=f"documents in a folder and .*{words}"):
+        require_supported(other)
+
+
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
     settings = ServingSettings(budget=64, sharing=Sharing())
     with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):

@@ -13,10 +13,13 @@ class FromDocument:
     Args:
         document_tokens: tokens of the prompt that the document stands for.
         kept_tokens: how many of those are held.
+        is_adopted: whether another program has read it, whose numbers are not to the last bit those
+            that other requests would compute.
     """
 
     document_tokens: int
     kept_tokens: int
+    is_adopted: bool = False
 
     @property
     def dropped_tokens(self) -> int:
@@ -38,7 +41,7 @@ class FromDocument:
     @property
     def shared_tokens(self) -> int | None:
         """See `RequestPlan`."""
-        return 0 if self.dropped_tokens else None
+        return 0 if self.dropped_tokens or self.is_adopted else None
 
     @property
     def reusable_tokens(self) -> int:

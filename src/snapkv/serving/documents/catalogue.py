@@ -90,6 +90,10 @@ class Catalogue:
             )
         return found
 
+    def stands(self, tenant: str, name: str) -> bool:
+        """Whether a tenant has a document of this name."""
+        return (tenant, name) in self._standing
+
     def require_free(self, tenant: str, name: str) -> None:
         """Raise where a name stands for a document already.
 

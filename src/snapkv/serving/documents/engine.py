@@ -1,14 +1,28 @@
 """What the front end asks of the engine, which holds the documents' blocks."""
 
+import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.serving.documents.exchange import REFUSED
+from snapkv.serving.documents.files import model_identity, read_document
 from snapkv.serving.documents.reading_twice import piece_tokens
+from snapkv.serving.documents.refused import NO_ROOM, RefusedError
 from snapkv.serving.documents.room import Room
-from snapkv.serving.documents.words import BUDGET, DROP, INSTRUCTION, REGISTER, ROOM
+from snapkv.serving.documents.words import (
+    ADOPT,
+    BUDGET,
+    DROP,
+    INSTRUCTION,
+    KEPT,
+    REGISTER,
+    ROOM,
+    TOKENS,
+)
 from snapkv.serving.settings import ServingSettings
 
 _TRIES = 3
@@ -25,10 +39,29 @@ class Kept:
     Attributes:
         kept_tokens: per KV head and layer.
         bytes: of the engine's cache, the same that `Room.bytes_of` had said.
+        blocks: of every KV cache group, where its keys and values lie.
     """
 
     kept_tokens: int
     bytes: int
+    blocks: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A document in a file, which belongs to the engine's model.
+
+    Attributes:
+        path: of the file.
+        seal: SHA-256 of it.
+        token_ids: what the document stands for.
+        kept_tokens: per KV head and layer.
+    """
+
+    path: Path
+    seal: str
+    token_ids: tuple[int, ...]
+    kept_tokens: int
 
 
 class EngineDocuments(Protocol):
@@ -68,6 +101,28 @@ class EngineDocuments(Protocol):
     async def drop(self, document_id: str) -> None:
         """Give a document's blocks back, once no request stands on them."""
 
+    async def look_at(self, path: Path) -> Saved:
+        """Read and check the file of a document.
+
+        Raises:
+            SnapKVError: not a saved cache, not of this model, or one that no engine can hold.
+        """
+
+    async def adopt(self, document_id: str, saved: Saved) -> Kept:
+        """Hold a document that is in a file until it is dropped, without reading its text.
+
+        Raises:
+            OutOfMemoryError: the engine has no blocks for it.
+            RefusedError: the engine cannot read the file.
+        """
+
+    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
+        """Write the document that was registered last to a file.
+
+        Raises:
+            RefusedError: the file cannot be written.
+        """
+
 
 class ServerEngine:
     """Sends vLLM's engine requests that do so, see `snapkv.serving.documents.words`.
@@ -81,6 +136,7 @@ class ServerEngine:
         self._client = engine_client
         self._chunk_tokens = settings.sharing.chunk_tokens if settings.sharing else 0
         self._room: Room | None = None
+        self._model: dict[str, Any] | None = None
 
     async def room(self) -> Room:
         """See `EngineDocuments`; asked once."""
@@ -122,8 +178,7 @@ class ServerEngine:
         for _ in range(_TRIES):
             said = await self._send([*token_ids, token_ids[-1]], own)
             if said is not None:
-                kept: int = said["kept_tokens"]
-                return Kept(kept_tokens=kept, bytes=kept * room.bytes_per_token)
+                return _kept(said, room)
         raise OutOfMemoryError(
             f"document: expected blocks for its {tokens:,} tokens while it is read, got none that "
             "other requests left; try again when there are fewer"
@@ -132,6 +187,85 @@ class ServerEngine:
     async def drop(self, document_id: str) -> None:
         """See `EngineDocuments`."""
         await self._send([0], {DROP: document_id})
+
+    async def look_at(self, path: Path) -> Saved:
+        """See `EngineDocuments`; with the first file, the model is asked who it is."""
+        model, room = await self._identity(), await self.room()
+        found = await asyncio.to_thread(
+            read_document, path, model=model, most_bytes=room.most_file_bytes
+        )
+        tokens, kept_tokens = len(found.token_ids), found.kept.shape[-1]
+        if kept_tokens % room.block_tokens:
+            raise InvalidArgumentError(
+                f"file: expected a multiple of {room.block_tokens} kept tokens, the server's block "
+                f"size, got {kept_tokens:,}; save the cache with such a budget"
+            )
+        longest = self._client.model_config.max_model_len
+        if tokens >= longest:
+            raise InvalidArgumentError(
+                f"file: expected fewer than {longest:,} tokens, got {tokens:,}; raise "
+                "--max-model-len"
+            )
+        ids = tuple(found.token_ids.tolist())
+        return Saved(path=path, seal=found.seal, token_ids=ids, kept_tokens=kept_tokens)
+
+    async def adopt(self, document_id: str, saved: Saved) -> Kept:
+        """See `EngineDocuments`."""
+        model, room = await self._identity(), await self.room()
+        own = {ADOPT: document_id, TOKENS: list(saved.token_ids), KEPT: saved.kept_tokens}
+        try:
+            said = await self._send([0], own)
+            if said is None:
+                raise OutOfMemoryError(
+                    f"document: expected free blocks for {saved.kept_tokens:,} tokens, got fewer; "
+                    "try again when there are fewer requests"
+                )
+            kept = _kept(said, room)
+            given = str(saved.path), kept.blocks, model, saved.seal, room.most_file_bytes
+            await self._have_workers("snapkv_fill_document", given, status=400)
+        except BaseException:
+            await asyncio.shield(self.drop(document_id))
+            raise
+        return kept
+
+    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
+        """See `EngineDocuments`."""
+        given = str(path), kept.blocks, await self._identity(), list(token_ids)
+        await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
+
+    async def _identity(self) -> dict[str, Any]:
+        """Who the model is; the first to ask waits until it has been loaded once more."""
+        if self._model is None:
+            config = self._client.model_config
+            self._model = await asyncio.to_thread(
+                model_identity,
+                config.model,
+                str(config.dtype).removeprefix("torch."),
+                trust_remote_code=config.trust_remote_code,
+            )
+        return self._model
+
+    async def _have_workers(self, method: str, given: tuple[Any, ...], *, status: int) -> None:
+        """Call a method of all workers.
+
+        Raises:
+            RefusedError: one refuses, with this status; or one fails, which goes on like the engine
+                does.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            answers = await self._client.collective_rpc(method, args=given)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # of no narrower kind in vLLM
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise RefusedError(
+                f"document: expected the engine to move it, got: {line}; see the server's log", 500
+            ) from error
+        for said in answers:
+            if said:
+                raise RefusedError(said[REFUSED], status)
 
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
         """What the engine says when a request of one new token has ended."""
@@ -145,3 +279,9 @@ class ServerEngine:
         async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
             said = output.kv_transfer_params
         return said
+
+
+def _kept(said: Mapping[str, Any], room: Room) -> Kept:
+    """What the engine says of a document that it holds."""
+    kept = said["kept_tokens"]
+    return Kept(kept_tokens=kept, bytes=kept * room.bytes_per_token, blocks=said["blocks"])

@@ -6,9 +6,11 @@ rewritten while the server behind that check reads it.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from snapkv.serving.documents.catalogue import SharedDocument
+from snapkv.serving.documents.folder import DocumentFolder
 from snapkv.serving.documents.rewriting import document_of, rewritten
 from snapkv.serving.documents.routes import as_http_errors, router_of
 from snapkv.serving.documents.shared import SharedDocuments
@@ -79,9 +81,11 @@ class FrontEnd:
 
         engine = ServerEngine(app.state.engine_client, settings)
         counts = DocumentMetrics(app.state.openai_serving_models.model_name())
-        self._documents = SharedDocuments(engine, ServerPrompts(app.state), counts)
-        apart = _has_keys(app.state.args) and settings.sharing and not settings.sharing.across_keys
-        self._apart = bool(apart)
+        sharing = settings.sharing
+        assert sharing is not None
+        folder = DocumentFolder(Path(sharing.folder)) if sharing.folder else None
+        self._documents = SharedDocuments(engine, ServerPrompts(app.state), counts, folder)
+        self._apart = _has_keys(app.state.args) and not sharing.across_keys
         app.include_router(router_of(self._documents, self._tenant_of))
 
     @asynccontextmanager

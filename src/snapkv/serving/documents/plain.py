@@ -12,7 +12,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.saving.encoding import COMPRESSED, decode_layer
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.hf.saved import policy_of
-from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies import EvictingPolicy, FullCache, Policy
 from snapkv.storage.dense import DenseStore, Dynamic
 from snapkv.storage.static import StaticStore
 
@@ -53,6 +53,7 @@ def plain_layers(
             raise ValueError(f"layer {index} has seen {layer.seen_tokens} tokens")
         layers.append(layer)
     _refuse(path, _of_lengths(layers))
+    _refuse(path, _of_choices(policy, layers))
     if isinstance(policy, EvictingPolicy):
         _refuse(path, iter([(f"of {policy.name}, which evicts while it generates", _READ_AGAIN)]))
     return layers
@@ -174,6 +175,16 @@ def _of_lengths(layers: Sequence[CompressedLayer]) -> Faults:
         yield (
             f"whose layers keep different numbers of tokens, from {lengths[0]} to {lengths[-1]}",
             "use a method that keeps as many in each, such as KVzip",
+        )
+
+
+def _of_choices(policy: Policy, layers: Sequence[CompressedLayer]) -> Faults:
+    """A method that has dropped nothing yet takes what is read next for the end of its prompt."""
+    is_done = all(layer.slots.is_compressed for layer in layers)
+    if not is_done and not isinstance(policy, FullCache):
+        yield (
+            f"of which {policy.name} has dropped nothing, and would choose with the next prompt",
+            "save one that keeps fewer tokens than it has read, or one of FullCache",
         )
 
 

@@ -1,6 +1,6 @@
 """What is said to those whose document or request cannot be served, and with which status."""
 
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
 
 UNKNOWN, TAKEN, BUSY, NO_ROOM = 404, 409, 503, 507
 
@@ -22,4 +22,4 @@ def status_of(error: SnapKVError) -> int:
     """The status of the HTTP response to an error of this package."""
     if isinstance(error, RefusedError):
         return error.status
-    return NO_ROOM if isinstance(error, OutOfMemoryError) else 400
+    return NO_ROOM if isinstance(error, OutOfMemoryError | OutputError) else 400

@@ -13,7 +13,7 @@ from snapkv.serving.choices import SecondReading
 from snapkv.serving.documents.beginning import FromDocument
 from snapkv.serving.documents.reading_twice import ReadTwice, piece_tokens
 from snapkv.serving.documents.room import Room
-from snapkv.serving.documents.words import DOCUMENT, DROP, REGISTER, ROOM, Errand
+from snapkv.serving.documents.words import ADOPT, DOCUMENT, DROP, KEPT, REGISTER, ROOM, Errand
 from snapkv.serving.orders import Beginning
 from snapkv.serving.plans import Plan, RequestPlan
 from snapkv.serving.settings import ServingSettings
@@ -28,6 +28,7 @@ class Held:
         token_ids: that requests begin with.
         kept_tokens: of those, how many are held.
         parts_heads: whether heads hold different numbers of them.
+        is_adopted: whether workers were given it, and did not read it.
         blocks: of every compressed KV cache group; None while it is being read.
         requests: that begin with it and have not ended.
         is_dropped: whether no other request may name it.
@@ -36,6 +37,7 @@ class Held:
     token_ids: tuple[int, ...]
     kept_tokens: int
     parts_heads: bool = False
+    is_adopted: bool = False
     blocks: Sequence[list[Any]] | None = None
     requests: set[str] = field(default_factory=set)
     is_dropped: bool = False
@@ -43,7 +45,18 @@ class Held:
     @property
     def plan(self) -> FromDocument:
         """Of a request that begins with it."""
-        return FromDocument(document_tokens=len(self.token_ids), kept_tokens=self.kept_tokens)
+        return FromDocument(
+            document_tokens=len(self.token_ids),
+            kept_tokens=self.kept_tokens,
+            is_adopted=self.is_adopted,
+        )
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What whoever registers or adopts it is told, once it has blocks."""
+        blocks = [[block.block_id for block in of_group] for of_group in self.blocks or ()]
+        tokens = len(self.token_ids)
+        return {"tokens": tokens, "kept_tokens": self.kept_tokens, "blocks": blocks}
 
 
 class Registry:
@@ -94,6 +107,7 @@ class Registry:
         handle: dict[str, Callable[[Errand, Any], RequestPlan]] = {
             DOCUMENT: self._begin,
             REGISTER: self._register,
+            ADOPT: self._adopt,
             DROP: self._drop,
             ROOM: self._say_room,
         }
@@ -122,8 +136,7 @@ class Registry:
         return held.plan
 
     def _register(self, errand: Errand, request: Any) -> RequestPlan:
-        if errand.document_id in self._held:
-            raise InvalidArgumentError(f"{REGISTER}: expected a new identifier; pass another one")
+        self._require_new(errand)
         if self._registering:
             raise InvalidArgumentError(
                 f"{REGISTER}: expected one document at a time, got one while another is being "
@@ -164,6 +177,35 @@ class Registry:
         )
         parted = plan.choice.parts_heads
         return Held(token_ids=ids, kept_tokens=kept, parts_heads=parted), plan
+
+    def _adopt(self, errand: Errand, request: Any) -> RequestPlan:
+        """Take blocks for a document that workers are given; nobody may name it before they are."""
+        self._require_new(errand)
+        tokens, kept, size = len(errand.token_ids), errand.kept_tokens, self._room.block_tokens
+        if kept % size or not kept <= tokens < self._max_model_len:
+            raise InvalidArgumentError(
+                f"{KEPT}: expected a multiple of {size}, of fewer than {self._max_model_len:,} "
+                f"tokens, got {kept:,} of {tokens:,}; adopt another document"
+            )
+        self._require_free(kept)
+        free = self._managers[0].block_pool.get_num_free_blocks()
+        needed = sum(kept // manager.block_size for manager in self._managers)
+        if needed > free:
+            raise InvalidArgumentError(
+                f"{ADOPT}: expected {needed} free blocks, got {free}; adopt it when fewer requests "
+                "are under way"
+            )
+        blocks = [manager.take_for_others(kept) for manager in self._managers]
+        held = Held(token_ids=errand.token_ids, kept_tokens=kept, is_adopted=True, blocks=blocks)
+        self._held[errand.document_id] = held
+        self._answers[request.request_id] = held.described
+        return Plan(prompt_tokens=request.num_prompt_tokens)
+
+    def _require_new(self, errand: Errand) -> None:
+        if errand.document_id in self._held:
+            raise InvalidArgumentError(
+                f"{errand.verb}: expected a new identifier; pass another one"
+            )
 
     def _require_free(self, kept_tokens: int) -> None:
         taken = sum(held.kept_tokens for held in self._all())
@@ -224,8 +266,8 @@ class Registry:
 
         Returns:
             What whoever sent the request is told: of a document that is registered from now on how
-            many tokens it stands for and how many are held, or the room there is. None of one that
-            was to be registered and is not.
+            many tokens it stands for, how many are held and in which blocks, or the room there is.
+            None of one that was to be registered and is not.
         """
         if (held := self._used_by.pop(request_id, None)) is not None:
             held.requests.discard(request_id)
@@ -242,7 +284,7 @@ class Registry:
             del self._held[document_id]
             return None
         held.blocks = [manager.keep_for_others(request_id, kept) for manager in self._managers]
-        return {"tokens": len(held.token_ids), "kept_tokens": kept}
+        return held.described
 
     def _release(self, held: Held) -> None:
         """Free the blocks of a document that nobody can name and nobody uses."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from snapkv.errors import InvalidArgumentError
 
+_BESIDE_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
@@ -25,6 +27,11 @@ class Room:
     def most_bytes(self) -> int:
         """Of all documents together."""
         return self.most_tokens * self.bytes_per_token
+
+    @property
+    def most_file_bytes(self) -> int:
+        """Of one document as a file, with the positions and the token ids that stand beside it."""
+        return 2 * self.most_bytes + _BESIDE_BYTES
 
     def kept_tokens(self, tokens: int, budget: int | None) -> int:
         """How many tokens are held of a document of so many.

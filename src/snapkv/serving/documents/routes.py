@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import FileResponse
 
 from snapkv.errors import SnapKVError
 from snapkv.serving.documents.catalogue import PATH, SharedDocument
@@ -25,11 +26,19 @@ def router_of(documents: SharedDocuments, tenant_of: Callable[[Any], str]) -> AP
             return _described(await documents.register(tenant_of(request.scope), body))
 
     async def every(request: Request) -> list[dict[str, Any]]:
+        with as_http_errors():
+            await documents.restored()
         return [_described(one) for one in documents.catalogue.of(tenant_of(request.scope))]
 
     async def one(name: str, request: Request) -> dict[str, Any]:
         with as_http_errors():
+            await documents.restored()
             return _described(documents.catalogue.find(tenant_of(request.scope), name))
+
+    async def file(name: str, request: Request) -> Response:
+        with as_http_errors():
+            path = documents.file(tenant_of(request.scope), name)
+        return FileResponse(path, filename=path.name, media_type="application/octet-stream")
 
     async def delete(name: str, request: Request) -> Response:
         with as_http_errors():
@@ -40,6 +49,7 @@ def router_of(documents: SharedDocuments, tenant_of: Callable[[Any], str]) -> AP
     router.add_api_route("", register, methods=["POST"], status_code=201)
     router.add_api_route("", every, methods=["GET"])
     router.add_api_route("/{name}", one, methods=["GET"])
+    router.add_api_route("/{name}/file", file, methods=["GET"], response_class=FileResponse)
     router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
     return router
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies import AdaKV
 from snapkv.serving.limits import Limits
 from snapkv.serving.records import entry_of, require_fields
 from snapkv.validation import require_at_least, require_int
@@ -18,6 +19,7 @@ class Sharing:
         most_bytes: of all documents together; 0 for a quarter of the engine's cache.
         chunk_tokens: of a document, read again at a time.
         across_keys: whether every API key sees the documents of all others.
+        folder: where documents are kept as files, and found again at the next start; "" for none.
 
     Raises:
         InvalidArgumentError: a value out of range.
@@ -27,6 +29,7 @@ class Sharing:
     most_bytes: int = 0
     chunk_tokens: int = 2048
     across_keys: bool = False
+    folder: str = ""
 
     def __post_init__(self) -> None:
         """Check every value by itself."""
@@ -36,6 +39,11 @@ class Sharing:
             raise InvalidTypeError(
                 f"across_keys: expected true or false, got {self.across_keys!r} of type "
                 f"{type(self.across_keys).__name__}; pass one of them"
+            )
+        if not isinstance(self.folder, str):
+            raise InvalidTypeError(
+                f"folder: expected a path, got {self.folder!r} of type "
+                f"{type(self.folder).__name__}; pass a string"
             )
 
     @classmethod
@@ -52,7 +60,7 @@ class Sharing:
         """What differs from the defaults, ready for JSON."""
         return entry_of(self)
 
-    def require_possible(self, limits: Limits) -> None:
+    def require_possible(self, policy: str, limits: Limits) -> None:
         """Raise where a server's other settings leave no room for documents.
 
         Raises:
@@ -64,3 +72,9 @@ class Sharing:
                     f"{name}: expected none where documents are shared, since requests that name "
                     f"one stay whole, got {tokens}; leave --{name.replace('_', '-')} or --share out"
                 )
+        if self.folder and policy == AdaKV.name:
+            raise InvalidArgumentError(
+                f"share_folder: expected none with {policy}, whose heads hold different numbers of "
+                "tokens, which no file of a document has; leave it out, or serve with --policy "
+                "snapkv"
+            )

@@ -31,7 +31,16 @@ INSTRUCTION = PREFIX + "instruction"
 BUDGET = PREFIX + "budget"
 """Tokens of a document that are kept, rounded up to whole blocks."""
 
-_VERBS = (DOCUMENT, REGISTER, DROP, ROOM)
+ADOPT = PREFIX + "adopt"
+"""The identifier of a document that is not read: its blocks are there, for workers to fill."""
+
+TOKENS = PREFIX + "tokens"
+"""Ids of all tokens of a document that is adopted."""
+
+KEPT = PREFIX + "kept"
+"""How many of them it holds, in whole blocks."""
+
+_VERBS = (DOCUMENT, REGISTER, ADOPT, DROP, ROOM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +48,20 @@ class Errand:
     """What a request does with a document.
 
     Attributes:
-        verb: `DOCUMENT`, `REGISTER`, `DROP` or `ROOM`.
+        verb: `DOCUMENT`, `REGISTER`, `ADOPT`, `DROP` or `ROOM`.
         document_id: which one.
         budget: of one that is registered; None for the server's.
         instruction_ids: likewise, see `INSTRUCTION`.
+        token_ids: of one that is adopted.
+        kept_tokens: likewise, see `KEPT`.
     """
 
     verb: str
     document_id: str
     budget: int | None = None
     instruction_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    kept_tokens: int = 0
 
 
 def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
@@ -69,20 +82,33 @@ def errand(extra_args: Mapping[str, Any] | None) -> Errand | None:
     document_id = given.pop(verb)
     if not isinstance(document_id, str) or not document_id:
         raise InvalidArgumentError(f"{verb}: expected an identifier, got {document_id!r}; pass one")
-    budget: int | None = None
-    instruction_ids: tuple[int, ...] = ()
-    if verb == REGISTER:
-        budget = given.pop(BUDGET, None)
-        if budget is not None:
-            require_int(BUDGET, budget, minimum=1)
-        instruction_ids = tuple(given.pop(INSTRUCTION, ()))
-        for token_id in instruction_ids:
-            require_int(INSTRUCTION, token_id, minimum=0)
+    read = {REGISTER: _of_registration, ADOPT: _of_adoption}.get(verb)
+    own = {} if read is None else read(given)
     for name in given:
         raise InvalidArgumentError(
             f"{name}: expected none beside {verb}, since a document is compressed once for all who "
             "name it and what follows it stays whole, got one; leave it out"
         )
-    return Errand(
-        verb=verb, document_id=document_id, budget=budget, instruction_ids=instruction_ids
-    )
+    return Errand(verb=verb, document_id=document_id, **own)
+
+
+def _of_registration(given: dict[str, Any]) -> dict[str, Any]:
+    """What a registration says, taken out of the settings that are given."""
+    budget = given.pop(BUDGET, None)
+    if budget is not None:
+        require_int(BUDGET, budget, minimum=1)
+    return {"budget": budget, "instruction_ids": _taken_ids(INSTRUCTION, given)}
+
+
+def _of_adoption(given: dict[str, Any]) -> dict[str, Any]:
+    """The same of an adoption."""
+    kept_tokens = given.pop(KEPT, None)
+    require_int(KEPT, kept_tokens, minimum=1)
+    return {"token_ids": _taken_ids(TOKENS, given), "kept_tokens": kept_tokens}
+
+
+def _taken_ids(name: str, given: dict[str, Any]) -> tuple[int, ...]:
+    ids = tuple(given.pop(name, ()))
+    for token_id in ids:
+        require_int(name, token_id, minimum=0)
+    return ids

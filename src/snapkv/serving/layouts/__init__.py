@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol, Self, cast
 
+import torch
 from torch import Tensor
 
 from snapkv.serving.refusals import LAYOUTS
@@ -42,3 +43,9 @@ def layout_of(layers: Sequence[Any]) -> Layout:
     """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
     module = importlib.import_module(LAYOUTS[layers[0].get_attn_backend().get_name()])
     return cast(Layout, module.layout(layers))
+
+
+def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
+    """The KV cache slots of the first tokens that lie in these blocks."""
+    within = torch.arange(block_tokens, device=blocks.device)
+    return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
