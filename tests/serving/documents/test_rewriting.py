@@ -139,7 +139,7 @@ def test_no_question_is_refused(prompt):
 def test_so_many_questions_at_once_as_few_bytes_can_ask_are_refused(monkeypatch):
     monkeypatch.setattr("snapkv.serving.documents.rewriting._MOST_TOGETHER", 3 * len(TEXT_IDS))
     assert len(sent_on(COMPLETIONS, {"prompt": ["Q"] * 3})["prompt"]) == 3
-    with pytest.raises(RefusedError, match=r"at most 3 questions at once .* got 4; send"):
+    with pytest.raises(RefusedError, match=r"at most 3 questions at once, .* got 4; send"):
         sent_on(COMPLETIONS, {"prompt": ["Q"] * 4})
     monkeypatch.setattr("snapkv.serving.documents.rewriting._MOST_TOGETHER", 1)
     assert len(sent_on(COMPLETIONS, {"prompt": "Q"})["prompt"]) == 1
