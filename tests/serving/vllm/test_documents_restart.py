@@ -68,7 +68,8 @@ def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
     )
     assert mine == tokenizer.decode(output[0, prompt.shape[1] :])
     (folder / "everybody" / "broken.json").write_text("{")
-    with Server(tmp_path, *options, model=served.folder) as server:
+    told = {"VLLM_LOGGING_LEVEL": "WARNING"}
+    with Server(tmp_path, *options, model=served.folder, **told) as server:
         found = json.loads(server.get(PATH))
         assert [one["name"] for one in found] == ["contract", "mine"]
         assert {**found[0], "last_used": 0, "requests": 0} == {**made, "last_used": 0}

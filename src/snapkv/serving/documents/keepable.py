@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from snapkv.policies import AdaKV
 from snapkv.serving.settings import ServingSettings
 
 Rule = tuple[str, Callable[[Any], Any], str]
@@ -12,12 +13,20 @@ Rule = tuple[str, Callable[[Any], Any], str]
 _WEIGHTS = "their files say which weights have read them, by those in the model's folder; leave "
 
 
-def _kept(vllm_config: Any) -> bool:
-    sharing = ServingSettings.from_config(vllm_config.additional_config).sharing
-    return sharing is not None and bool(sharing.folder)
+def _kept(vllm_config: Any, policy: str | None = None) -> bool:
+    """Whether a server keeps documents in a folder, and serves this policy if one is given."""
+    settings = ServingSettings.from_config(vllm_config.additional_config)
+    kept = settings.sharing is not None and bool(settings.sharing.folder)
+    return kept and policy in (None, settings.policy)
 
 
 IN_A_FOLDER: tuple[Rule, ...] = (
+    (
+        "documents in a folder and adakv",
+        lambda c: _kept(c, AdaKV.name),
+        "heads of a layer hold different numbers of tokens, which no engine takes from a file; "
+        "serve with --policy snapkv, or leave --share-folder out",
+    ),
     (
         "documents in a folder and tensor or pipeline parallelism",
         lambda c: _kept(c) and c.parallel_config.world_size > 1,

@@ -61,13 +61,15 @@ class DocumentStates:
     def note(self, run: LayerRun, order: Order, move: Move, keep: Tensor) -> None:
         """Remember what stays of a document in a run of layers; of other requests nothing.
 
+        Nor of one whose heads hold different numbers of tokens, which no file can hold.
+
         Args:
             run: the layers.
             order: of the request.
             move: where its blocks lie.
             keep: (layers, Hkv, K) int64.
         """
-        if isinstance(order.choice, SecondReading):
+        if isinstance(order.choice, SecondReading) and not order.parts_heads:
             for name, positions in zip(run.layers, keep, strict=True):
                 self._chosen[name] = _Chosen(move.targets[0], positions, order.choice.policy)
 
