@@ -81,7 +81,7 @@ class ServingSettings:
         if self.budget or self.limits.cap or self.limits.decode_budget:
             self._limited(made if self.budget else None, self.protect_first, {})
         if self.sharing is not None:
-            self.sharing.require_possible(self.policy, self.limits)
+            self.sharing.require_possible(self.limits)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -174,6 +174,22 @@ def test_documents_are_kept_in_a_folder_where_their_model_is_known(config, part,
         require_supported(other)
 
 
+def test_a_folder_holds_no_documents_whose_heads_differ(config):
+    sharing = Sharing(folder="/kept")
+    alike, parted = (
+        changed(
+            config,
+            additional_config=ServingSettings(
+                policy=policy, budget=64, sharing=sharing
+            ).to_config(),
+        )
+        for policy in ("snapkv", "adakv")
+    )
+    require_supported(alike)
+    with pytest.raises(UnsupportedModelError, match="documents in a folder and adakv"):
+        require_supported(parted)
+
+
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
     settings = ServingSettings(budget=64, sharing=Sharing())
     with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):

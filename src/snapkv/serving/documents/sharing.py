@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
-from snapkv.policies import AdaKV
 from snapkv.serving.limits import Limits
 from snapkv.serving.records import entry_of, require_fields
 from snapkv.validation import require_at_least, require_int
@@ -60,7 +59,7 @@ class Sharing:
         """What differs from the defaults, ready for JSON."""
         return entry_of(self)
 
-    def require_possible(self, policy: str, limits: Limits) -> None:
+    def require_possible(self, limits: Limits) -> None:
         """Raise where a server's other settings leave no room for documents.
 
         Raises:
@@ -72,9 +71,3 @@ class Sharing:
                     f"{name}: expected none where documents are shared, since requests that name "
                     f"one stay whole, got {tokens}; leave --{name.replace('_', '-')} or --share out"
                 )
-        if self.folder and policy == AdaKV.name:
-            raise InvalidArgumentError(
-                f"share_folder: expected none with {policy}, whose heads hold different numbers of "
-                "tokens, which no file of a document has; leave it out, or serve with --policy "
-                "snapkv"
-            )
