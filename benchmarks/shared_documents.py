@@ -164,11 +164,11 @@ class Engine:
 def measure() -> Iterator[Row]:
     """With heads that keep as many tokens, and with heads that do not."""
     loaded = load("demo")
-    text = make_text(loaded.tokenizer)
+    text, environment = make_text(loaded.tokenizer), describe_environment()
     for policy in POLICIES:
         engine = Engine(policy)
         for row in rows_of(engine, text, loaded):
-            yield row | {"policy": policy}
+            yield row | {"policy": policy, "environment": environment | {"vllm": installed()}}
         engine.close()
 
 
@@ -178,7 +178,6 @@ def rows_of(engine: Engine, text: Text, loaded: LoadedModel) -> Iterator[Row]:
     common = {
         "model": loaded.description()
         | {"attn_implementation": "vLLM CPU_ATTN", "dtype": "bfloat16"},
-        "environment": describe_environment() | {"vllm": installed()},
         "document_tokens": len(text.ids),
         "questions": len(text.questions),
     }

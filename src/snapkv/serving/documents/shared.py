@@ -96,8 +96,14 @@ class SharedDocuments:
         await self.restored()
         task = asyncio.create_task(self._register(tenant, body))
         self._registrations.add(task)
-        task.add_done_callback(self._registrations.discard)
+        task.add_done_callback(self._ended)
         return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[SharedDocument]) -> None:
+        """A registration is over; what went wrong is looked at, whether its client waits or not."""
+        self._registrations.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     async def delete(self, tenant: str, name: str) -> None:
         """Forget a document by its name; the engine does once its requests have ended.
