@@ -4,7 +4,7 @@ import asyncio
 
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.errors import CacheFileError, InvalidArgumentError, OutOfMemoryError, OutputError
-from snapkv.serving.documents.engine import Kept, Saved
+from snapkv.serving.documents.engine import Answer, Kept, Saved
 from snapkv.serving.documents.room import Room
 
 BEGIN, END, DOUBLE = 1, 2, 3
@@ -79,6 +79,15 @@ class FakeEngine:
             raise OutOfMemoryError("document: expected room for it")
         self.held[document_id] = Kept(kept_tokens=size // 10, bytes=size)
         return self.held[document_id]
+
+    async def answer(self, prompt, document_id, most_tokens):
+        """Says the prompt's last tokens backwards; a document forgets how the third one was."""
+        await self.reading.wait()
+        ids = list(reversed(prompt[-most_tokens:]))
+        if document_id is not None:
+            assert document_id in self.held
+            ids[2:3] = [0] * len(ids[2:3])
+        return Answer(token_ids=tuple(ids), text=" ".join(map(str, ids)))
 
     async def drop(self, document_id):
         self.held.pop(document_id, None)  # as the engine, which knows nothing of others

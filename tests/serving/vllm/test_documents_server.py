@@ -66,6 +66,13 @@ def test_many_ask_about_one_document(even_heads, options, second_runner, tmp_pat
         assert server.metric("snapkv:document_bytes") == registered["bytes"]
         assert json.loads(server.get(DOCUMENTS))[0]["requests"] == 0
         assert server.post(DOCUMENTS, {"name": "text", "prompt": TEXT})[0] == 409
+        whole = {"name": "whole", "prompt": TEXT, "budget": 1000}
+        assert server.post(DOCUMENTS, whole)[0] == 201
+        asked = {"questions": ["Why?", "Who was it?"], "max_tokens": 8}
+        status, said = server.post(f"{DOCUMENTS}/whole/report", asked)
+        assert (status, json.loads(said)["same"]) == (200, 2), said
+        status, said = server.post(f"{DOCUMENTS}/text/report", asked)
+        assert (status, json.loads(said)["of"]) == (200, 2), said
         status, said = server.post(
             "/v1/completions", body | {"vllm_xargs": {"snapkv_register": "x"}}
         )

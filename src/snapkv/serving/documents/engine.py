@@ -16,6 +16,7 @@ from snapkv.serving.documents.room import Room
 from snapkv.serving.documents.words import (
     ADOPT,
     BUDGET,
+    DOCUMENT,
     DROP,
     INSTRUCTION,
     KEPT,
@@ -64,6 +65,14 @@ class Saved:
     kept_tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the engine has generated, greedily."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
 class EngineDocuments(Protocol):
     """Reads documents and keeps their blocks, for requests that bring a document's id."""
 
@@ -100,6 +109,15 @@ class EngineDocuments(Protocol):
 
     async def drop(self, document_id: str) -> None:
         """Give a document's blocks back, once no request stands on them."""
+
+    async def answer(
+        self, prompt: Sequence[int], document_id: str | None, most_tokens: int
+    ) -> Answer:
+        """Answer a prompt, behind a document that it begins with, or, with None, behind all of it.
+
+        Raises:
+            OutOfMemoryError: the engine cannot.
+        """
 
     async def look_at(self, path: Path) -> Saved:
         """Read and check the file of a document.
@@ -267,18 +285,36 @@ class ServerEngine:
             if said:
                 raise RefusedError(said[REFUSED], status)
 
+    async def answer(
+        self, prompt: Sequence[int], document_id: str | None, most_tokens: int
+    ) -> Answer:
+        """See `EngineDocuments`."""
+        own: dict[str, Any] = {BUDGET: 0} if document_id is None else {DOCUMENT: document_id}
+        output = await self._generated(prompt, own, max_tokens=most_tokens)
+        if output is None or output.outputs[0].finish_reason == "error":
+            raise OutOfMemoryError(
+                "document: expected an answer, got none from the engine; try again, or register "
+                "it again"
+            )
+        found = output.outputs[0]
+        return Answer(token_ids=tuple(found.token_ids), text=found.text)
+
     async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
         """What the engine says when a request of one new token has ended."""
+        output = await self._generated(prompt, own, max_tokens=1, ignore_eos=True, detokenize=False)
+        return None if output is None else output.kv_transfer_params
+
+    async def _generated(self, prompt: Sequence[int], own: dict[str, Any], **more: Any) -> Any:
+        """The last output of a greedy request; None where there is none."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=own
-        )
+        sampling = SamplingParams(temperature=0.0, extra_args=own, **more)
         name = f"snapkv-document-{uuid.uuid4().hex}"
-        said: dict[str, Any] | None = None
-        async for output in self._client.generate({"prompt_token_ids": prompt}, sampling, name):
-            said = output.kv_transfer_params
-        return said
+        last = None
+        asked = {"prompt_token_ids": list(prompt)}
+        async for output in self._client.generate(asked, sampling, name):
+            last = output
+        return last
 
 
 def _kept(said: Mapping[str, Any], room: Room) -> Kept:

@@ -1,4 +1,4 @@
-"""Where documents are registered, listed and deleted, behind vLLM's own check of API keys."""
+"""Where documents are registered, listed, compared and deleted, behind vLLM's API keys."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,6 +40,10 @@ def router_of(documents: SharedDocuments, tenant_of: Callable[[Any], str]) -> AP
             path = documents.file(tenant_of(request.scope), name)
         return FileResponse(path, filename=path.name, media_type="application/octet-stream")
 
+    async def report(name: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
+        with as_http_errors():
+            return await documents.report(tenant_of(request.scope), name, body)
+
     async def delete(name: str, request: Request) -> Response:
         with as_http_errors():
             await documents.delete(tenant_of(request.scope), name)
@@ -50,6 +54,7 @@ def router_of(documents: SharedDocuments, tenant_of: Callable[[Any], str]) -> AP
     router.add_api_route("", every, methods=["GET"])
     router.add_api_route("/{name}", one, methods=["GET"])
     router.add_api_route("/{name}/file", file, methods=["GET"], response_class=FileResponse)
+    router.add_api_route("/{name}/report", report, methods=["POST"])
     router.add_api_route("/{name}", delete, methods=["DELETE"], status_code=204)
     return router
 

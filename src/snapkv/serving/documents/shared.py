@@ -14,6 +14,7 @@ from snapkv.serving.documents.catalogue import Catalogue, SharedDocument
 from snapkv.serving.documents.engine import EngineDocuments, Kept, Saved
 from snapkv.serving.documents.folder import DocumentFolder, Noted
 from snapkv.serving.documents.refused import BUSY, UNKNOWN, RefusedError
+from snapkv.serving.documents.reporting import report
 from snapkv.serving.documents.rewriting import (
     Prompts,
     ids_of_messages,
@@ -68,6 +69,7 @@ class SharedDocuments:
         self._folder = folder
         self._restoring: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
+        self._reporting = asyncio.Lock()
         self._registrations: set[asyncio.Task[SharedDocument]] = set()
         self._count()
 
@@ -137,6 +139,23 @@ class SharedDocuments:
         finally:
             if self.catalogue.end(document):
                 await asyncio.shield(self._drop(document))
+
+    async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Answers from a document beside those from its whole text, see `reporting.report`.
+
+        Raises:
+            RefusedError: the tenant has none of that name, a field is wrong, or another report is
+                being made.
+            SnapKVError: the engine does not answer.
+        """
+        if self._reporting.locked():
+            raise RefusedError(
+                "document: expected one report at a time, got one while another is being made; try "
+                "again later",
+                BUSY,
+            )
+        async with self._reporting, self.named(tenant, name) as document:
+            return await report(document, body, self._engine, self.prompts)
 
     def answered(self, document: SharedDocument, prompts: int) -> None:
         """Count a request whose prompts began with a document."""
