@@ -2,7 +2,8 @@
 
 `make test-serving` runs them twice, once on each of vLLM's model runners, since a process has one;
 the folder `interpreter` brings the second to machines without a GPU. The tests of the demo model
-run on the first alone: Triton's interpreter is too slow for it.
+run on the first alone: Triton's interpreter is too slow for it. So do those that ask of servers
+what no runner has a part in.
 """
 
 import os
@@ -18,6 +19,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 OF_THE_DEMO = {"folder", "text_ids"}
+OF_FRONT_ENDS = {"test_documents_restart.py", "test_documents_http.py"}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -27,9 +29,13 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.vllm)
         item.add_marker(pytest.mark.filterwarnings("default"))
     if SECOND_RUNNER:
-        demo = [item for item in ours if OF_THE_DEMO & set(item.fixturenames)]
-        config.hook.pytest_deselected(items=demo)
-        items[:] = [item for item in items if item not in demo]
+        others = [
+            item
+            for item in ours
+            if OF_THE_DEMO & set(item.fixturenames) or item.path.name in OF_FRONT_ENDS
+        ]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session")
