@@ -34,6 +34,8 @@ NO_OUTPUT = {
     *("sources", "names", "bits", "library"),  # a library is changed by what is made to change it
     *("prefill", "layers"),
     "recall",  # a folder for files without names, which replace none
+    "share_bytes",
+    "share_folder",  # a folder for documents, which replace none but their own
 }
 """Options with a text that name nothing to write."""
 
