@@ -57,7 +57,7 @@ def test_many_ask_about_one_document(even_heads, options, second_runner, tmp_pat
         with ThreadPoolExecutor(len(QUESTIONS)) as pool:
             answers = list(pool.map(lambda question: ask(server, question), QUESTIONS))
         assert answers == [[expected(even_heads, question)] for question in QUESTIONS]
-        assert ask(server, QUESTIONS[1], n=2, temperature=1, top_k=1) == answers[1] * 2
+        assert ask(server, QUESTIONS[1], n=2, temperature=1, min_p=1) == answers[1] * 2
         body = {"prompt": QUESTIONS[1], "vllm_xargs": {"snapkv_document": "text"}}
         _, said = server.post("/v1/completions", body | {"max_tokens": 1})
         details = json.loads(said)["usage"]["prompt_tokens_details"]

@@ -189,6 +189,8 @@ class CompressingRunner:
     def _carry_out(self) -> None:
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
+        if not orders:  # as in steps that measure memory, before there is a cache to compress
+            return
         self._compressor.note(orders)
         if any(order.ends for order in orders.values()):
             with self._stopwatch.timing():
