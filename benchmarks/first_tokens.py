@@ -16,9 +16,9 @@ from benchmarks.records import Row, environment_line, markdown_table
 from benchmarks.scoring import score_answer
 from snapkv import FullCache
 from snapkv.app.models import LoadedModel
-from snapkv.kvzip import INSTRUCTION
 from snapkv.lab.evaluate.haystack import Haystack
 from snapkv.policies import AdaKV, KeyDiff, KVzip, Policy, Random
+from snapkv.policies.kvzip import INSTRUCTION
 
 PROMPT_TOKENS, BUDGETS, SINKS = 768, (64, 192, 384), (0, 4)
 STRETCHES, FOLLOWING_TOKENS = 8, 256

@@ -29,9 +29,10 @@ from benchmarks.library_questions import PREFIX, Asked, python_questions, squad_
 from benchmarks.records import RESULTS, Row, measure_or_render
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.app.models import LoadedModel, load
-from snapkv.kvzip import INSTRUCTION, read_twice
+from snapkv.kvzip import read_twice
 from snapkv.library import Part, blend
 from snapkv.policies import Policy
+from snapkv.policies.kvzip import INSTRUCTION
 
 ROWS = RESULTS / "library.jsonl"
 PAGE = RESULTS / "library.md"

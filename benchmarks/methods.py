@@ -37,10 +37,10 @@ from benchmarks.reading import read_prompt, read_prompt_twice
 from benchmarks.records import RESULTS, Row, read_rows, write_rows
 from benchmarks.retrieval import Outcome, Question, measure_retrieval
 from snapkv.app.models import LoadedModel, load
-from snapkv.kvzip import INSTRUCTION
 from snapkv.lab.evaluate.haystack import Haystack, load_haystack
 from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
+from snapkv.policies.kvzip import INSTRUCTION
 
 ROWS = RESULTS / "methods.jsonl"
 PAGE = RESULTS / "methods.md"
