@@ -65,7 +65,7 @@ def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, m
     def fail(*_):
         raise AssertionError("answered again")
 
-    monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", fail)
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.answer", fail)
     again = snapkv(*NEEDLE, "--budget", 64, "--json")
     assert (again.status, again.out) == (0, first.out)
 

@@ -21,7 +21,7 @@ from snapkv.cache.last_queries import look_back, remember_queries
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
-from snapkv.hf import handoff
+from snapkv.hf import handoff, recording
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.candidates import current_candidates
 from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
@@ -122,6 +122,11 @@ def _attention(
         options=options,
         candidates=current_candidates(),
     )
+    return recording.note(call, attend(call))
+
+
+def attend(call: AttentionCall) -> Attended:
+    """What the call returns, once the layer that was left for it has stored and kept its part."""
     handed = _take_handoff(call)
     return _PHASES[_phase(handed)](call, handed)
 

@@ -3,5 +3,6 @@
 from snapkv.prefill.chunks import chunked
 from snapkv.prefill.layers import layer_by_layer
 from snapkv.prefill.selective import gemfilter, selective
+from snapkv.prefill.shared import SharedReading
 
-__all__ = ["chunked", "gemfilter", "layer_by_layer", "selective"]
+__all__ = ["SharedReading", "chunked", "gemfilter", "layer_by_layer", "selective"]

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from snapkv import FullCache, KVzip, SnapKV
+from snapkv import H2O, TOVA, AdaKV, FullCache, KVzip, SnapKV
 from snapkv.app.answering import answer
+from snapkv.app.prefills import Exact, GemFilter
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.lab.evaluate.runner import Method, Run
 from snapkv.lab.evaluate.sample import Sample
+from snapkv.lab.evaluate.store import key
+from snapkv.prefill import SharedReading
 from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
 
 TWICE = Method(label="kvzip@24", policy=KVzip(24, window_size=4, chunk_tokens=64))
@@ -38,7 +41,7 @@ def counting(monkeypatch):
         prompts.append(prompt)
         return answer(loaded, prompt, policy, settings, **options)
 
-    monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", counted)
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.answer", counted)
     return prompts
 
 
@@ -152,7 +155,7 @@ def test_no_memory_for_one_method_leaves_the_others_their_turn(tiny, tmp_path, m
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
         return answer(loaded, prompt, policy, settings, **options)
 
-    monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", full_is_too_much)
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.answer", full_is_too_much)
     rows = run(tiny, tmp_path).rows
     assert [(r["method"], r["cell"]["sentences"], r["status"]) for r in rows] == [
         ("full", 8, "ok"), ("snapkv@64", 8, "ok"),
@@ -162,17 +165,18 @@ def test_no_memory_for_one_method_leaves_the_others_their_turn(tiny, tmp_path, m
 
 
 def losing(monkeypatch, policy, times):
-    """Prompts answered from now on; the first of a policy's are lost to memory."""
-    prompts, losses = [], []
+    """Prompts answered from now on; the first of a policy's are lost, whoever reads them."""
+    prompts, lost = [], []
 
     def sometimes(loaded, prompt, asked, settings, **options):
         prompts.append(prompt)
-        if asked == policy and len(losses) < times:
-            losses.append(prompt)
+        if asked == policy and prompt not in lost and len(lost) < times:
+            lost.append(prompt)
+        if asked == policy and prompt in lost:
             raise OutOfMemoryError("prompt: about 12 tokens would fit")
         return answer(loaded, prompt, asked, settings, **options)
 
-    monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", sometimes)
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.answer", sometimes)
     return prompts
 
 
@@ -193,6 +197,77 @@ def test_an_answer_lost_to_memory_is_asked_again_by_the_next_run(
     prompts.clear()
     run(tiny, tmp_path / "lost", questions=questions)
     assert not prompts
+
+
+def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_path):
+    gem = Method(label="gem", policy=SnapKV(40), prefill=GemFilter(layer=1, least_tokens=16))
+    policies = {"h2o": H2O(40), "tova": TOVA(40), "adakv": AdaKV(SnapKV(40)), "kvzip": TWICE.policy}
+    methods = [*METHODS, gem, *(Method(label=k, policy=p) for k, p in policies.items())]
+    run(tiny, tmp_path / "together", methods=methods, questions=("hidden",))
+    for method in methods:
+        run(tiny, tmp_path / "alone", methods=[method], questions=("hidden",))
+    together, alone = (
+        {key(record): record for record in untimed(records(tmp_path / name))}
+        for name in ("together", "alone")
+    )
+    assert len(together) == 4 * len(methods)
+    assert together == alone
+
+
+def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path, monkeypatch):
+    read = []
+
+    def counted(model, ids):
+        read.append(ids.shape)
+        return SharedReading(model, ids)
+
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.SharedReading", counted)
+    gem = Method(label="gem", policy=SnapKV(40), prefill=GemFilter(layer=1, least_tokens=16))
+    run(tiny, tmp_path / "three", methods=[*METHODS, gem])
+    assert len(read) == 4
+    for methods in (METHODS[:1], [METHODS[0], gem]):
+        run(tiny, tmp_path / f"{len(methods)}", methods=methods)
+    assert len(read) == 4
+
+
+@pytest.mark.parametrize("reason", ["no room", "out of memory", "another model", "too little left"])
+def test_methods_read_alone_where_a_reading_cannot_be_shared(tiny, tmp_path, monkeypatch, reason):
+    def refused(model, ids):
+        if reason == "another model":
+            raise UnsupportedModelError("model: expected layers of keys and values")
+        if reason == "out of memory":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        raise AssertionError("it was known that there is no room")
+
+    def little(loaded, prompt, policy, settings, prefill, **options):
+        if prefill != Exact():
+            raise OutOfMemoryError("prompt: about 12 tokens would fit")
+        return answer(loaded, prompt, policy, settings, prefill=prefill, **options)
+
+    whole = run(tiny, tmp_path / "whole")
+    if reason == "too little left":
+        monkeypatch.setattr("snapkv.lab.evaluate.sharing.answer", little)
+    else:
+        monkeypatch.setattr("snapkv.lab.evaluate.sharing.SharedReading", refused)
+    if reason == "no room":
+        monkeypatch.setattr("snapkv.lab.evaluate.sharing.free_bytes", lambda device: 1000)
+    alone = run(tiny, tmp_path / "alone")
+    assert untimed(alone.rows) == untimed(whole.rows)
+    assert {row["status"] for row in alone.rows} == {"ok"}
+
+
+def test_the_time_of_a_shared_reading_counts_in_every_answer(tiny, tmp_path, monkeypatch):
+    def slow(model, ids):
+        shared = SharedReading(model, ids)
+        shared.read_ms += 60_000
+        return shared
+
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.SharedReading", slow)
+    rows = run(tiny, tmp_path).rows
+    assert len(rows) == 4
+    for row in rows:
+        assert 60_000 < row["first_token_ms"] < 70_000
+        assert row["token_ms"] < 10_000
 
 
 def test_an_answer_lost_again_is_recorded_again_and_the_rest_goes_on(tiny, tmp_path, monkeypatch):
@@ -217,7 +292,7 @@ def test_other_failures_end_the_run_and_keep_its_answers(tiny, tmp_path, monkeyp
             raise RuntimeError("broken")
         return answer(*arguments, **options)
 
-    monkeypatch.setattr("snapkv.lab.evaluate.runner.answer", third_fails)
+    monkeypatch.setattr("snapkv.lab.evaluate.sharing.answer", third_fails)
     with pytest.raises(RuntimeError, match="broken"):
         run(tiny, tmp_path)
     assert len(records(tmp_path)) == 2

@@ -1,5 +1,6 @@
 """Running a task: every sample from the cache of every method."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,13 +10,14 @@ from typing import Any
 
 import torch
 
-from snapkv.app.answering import Answer, answer
+from snapkv.app.answering import Answer
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
+from snapkv.lab.evaluate.sharing import PromptReader
 from snapkv.lab.evaluate.store import LOST, Progress, Record, Store, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
@@ -96,19 +98,18 @@ class Run:
         samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
         _require_distinct(samples)
         block = self._block(samples)
-        wanted = [
-            (sample, method, question)
-            for sample in samples
-            for question in self.questions
-            for method in self.methods
-        ]
+        asked = list(itertools.product(samples, self.questions))
+        wanted = [(s, method, question) for s, question in asked for method in self.methods]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            for done, (sample, method, question) in enumerate(wanted):
-                if on_progress:
-                    on_progress(f"{sample.name}, {method.label}", done, len(wanted))
-                if (sample.name, method.label, question) not in store:
-                    store.add(self._record(sample, method, question))
+            done = itertools.count()
+            for sample, question in asked:
+                reader = self._reader(sample, question, store)
+                for method in self.methods:
+                    if on_progress:
+                        on_progress(f"{sample.name}, {method.label}", next(done), len(wanted))
+                    if (sample.name, method.label, question) not in store:
+                        store.add(self._record(sample, method, question, reader))
             if on_progress:
                 on_progress("done", len(wanted), len(wanted))
             keys = [(s.name, m.label, q) for s, m, q in wanted]
@@ -129,7 +130,19 @@ class Run:
             **versions(),
         }
 
-    def _record(self, sample: Sample, method: Method, question: Setting) -> Record:
+    def _reader(self, sample: Sample, question: Setting, store: Store) -> PromptReader:
+        """What reads the sample's prompt, for the methods whose answers are missing."""
+        missing = [m for m in self.methods if (sample.name, m.label, question) not in store]
+        return PromptReader(
+            self.loaded,
+            sample.prompt(self.loaded.tokenizer, self.template, question),
+            sample.settings,
+            [method.prefill for method in missing],
+        )
+
+    def _record(
+        self, sample: Sample, method: Method, question: Setting, reader: PromptReader
+    ) -> Record:
         """One answer, or why there is none."""
         record: Record = {
             "sample": sample.name,
@@ -139,16 +152,8 @@ class Run:
             "policy": method.describe(),
             "references": list(sample.references),
         }
-        prompt = sample.prompt(self.loaded.tokenizer, self.template, question)
         try:
-            given = answer(
-                self.loaded,
-                prompt,
-                method.policy,
-                sample.settings,
-                protection=sample.protection,
-                prefill=method.prefill,
-            )
+            given = reader.answer(method.policy, method.prefill, sample.protection)
             return record | {"status": "ok"} | _outcome(self.task, sample, given)
         except PromptTooLongError:
             return record | {"status": "too long"}

@@ -1,0 +1,113 @@
+"""Reading a sample's prompt once for all methods that choose behind it."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from snapkv.app.answering import Answer, answer, prompt_ids
+from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
+from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import OutOfMemoryError, PromptTooLongError, UnsupportedModelError
+from snapkv.plan import free_bytes, out_of_memory_explained
+from snapkv.policies import Policy
+from snapkv.prefill import SharedReading
+from snapkv.prefill.shared import shared_bytes
+
+_MOST_OF_FREE = 0.4
+"""The share of the free memory that a reading may hold; caches and answers need the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadBefore(Prefill):
+    """Exact, and the model's work has been done."""
+
+    name: ClassVar[str] = "exact"
+
+    reading: SharedReading
+
+    def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """See `SharedReading.given`."""
+        del model
+        return self.reading.given()
+
+
+class PromptReader:
+    """How the methods that answer one prompt read it: together, where that gives the same.
+
+    The prompt is read with the first of several methods that read exactly. Each reads for itself
+    where there is one only, where the model cannot share a reading, or where the memory has no room
+    for what all of them need.
+
+    Args:
+        loaded: model and tokenizer.
+        prompt: what is answered.
+        settings: of the answer.
+        ways: how each of the methods reads.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompt: Prompt,
+        settings: GenerationSettings,
+        ways: Sequence[Prefill],
+    ) -> None:
+        self._loaded, self._prompt, self._settings = loaded, prompt, settings
+        self._shares = list(ways).count(Exact()) > 1
+        self._shared: SharedReading | None = None
+
+    def answer(self, policy: Policy, way: Prefill, protection: Protection) -> Answer:
+        """The answer of a method; `way` is how it reads by itself. Errors as in `answer`.
+
+        The time of a shared reading counts in every answer, which would have taken it too.
+        """
+        if way == Exact() and (shared := self._reading()) is not None:
+            try:
+                given = self._answer(policy, _ReadBefore(reading=shared), protection)
+                return replace(
+                    given,
+                    first_token_ms=given.first_token_ms + shared.read_ms,
+                    total_ms=given.total_ms + shared.read_ms,
+                )
+            except OutOfMemoryError:
+                pass  # the error holds what filled the memory until this block is left
+            self._shares = False
+            self._shared = shared = None
+            torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        return self._answer(policy, way, protection)
+
+    def _answer(self, policy: Policy, way: Prefill, protection: Protection) -> Answer:
+        return answer(
+            self._loaded,
+            self._prompt,
+            policy,
+            self._settings,
+            protection=protection,
+            prefill=way,
+        )
+
+    def _reading(self) -> SharedReading | None:
+        """What is shared; None where each method is to read for itself."""
+        if self._shares and self._shared is None:
+            self._shared = self._read()
+            self._shares = self._shared is not None
+        return self._shared
+
+    def _read(self) -> SharedReading | None:
+        model, prompt = self._loaded.model, self._prompt
+        with contextlib.suppress(PromptTooLongError, OutOfMemoryError, UnsupportedModelError):
+            ids = prompt_ids(self._loaded, prompt, self._settings)
+            context = ids[:, : prompt.context_tokens(self._loaded.tokenizer)]
+            free = free_bytes(model.device)
+            if free is not None and shared_bytes(model, context.shape[1]) > _MOST_OF_FREE * free:
+                return None
+            with out_of_memory_explained(lambda: ""):
+                return SharedReading(model, context)
+        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        return None

@@ -1,0 +1,163 @@
+"""One reading of a prompt for several caches.
+
+What a method keeps of a prompt it chooses behind the attention of each layer, which has then read
+all of it: the hidden states are the same whatever is kept. So a prompt is read once, and what
+every layer's attention was given is held. Every cache then goes through these calls again, through
+the same seam, without the model's computations between them: only appending and choosing is left.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.hf.attend import Attended, AttentionCall
+from snapkv.hf.attention import attend
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.recording import noting_calls
+from snapkv.policies import FullCache
+from snapkv.prefill.decoder import standing_in
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """What one layer appended to the cache, and the attention call that followed.
+
+    Attributes:
+        layer_idx: the layer.
+        keys: (B, Hkv, T, D), appended. values: (B, Hkv, T, Dv).
+        returned_at: where the keys lie that the cache returned.
+        call: of the layer's attention; None until it came.
+        last_output: (B, 1, Hq, Dv), what attention gave the last token.
+    """
+
+    layer_idx: int
+    keys: Tensor
+    values: Tensor
+    returned_at: int
+    call: AttentionCall | None = None
+    last_output: Tensor | None = None
+
+    def note(self, call: AttentionCall, attended: Attended) -> None:
+        """Hold the call; of what it returned only what is looked at again."""
+        self.call, self.last_output = call, attended[0][:, -1:].clone()
+
+    def into(self, cache: CompressedCache) -> None:
+        """Append the same to another cache, which chooses as it does where it reads itself."""
+        assert self.call is not None
+        assert self.last_output is not None
+        tokens = self.call.query.shape[2]
+        said = self.last_output.expand(-1, tokens, -1, -1)
+        keys, values = cache.update(self.keys, self.values, self.layer_idx)
+        call = dataclasses.replace(self.call, function=lambda *_, **__: (said, None))
+        if self.call.key.data_ptr() == self.returned_at:
+            call = dataclasses.replace(call, key=keys, value=values)
+        attend(call)
+
+
+class SharedReading:
+    """A prompt that was read once, for any number of caches of the model.
+
+        reading = SharedReading(model, ids)
+        for policy in policies:
+            with reading.given():
+                model.generate(ids, past_key_values=CompressedCache(model, policy))
+
+    It holds the keys, values and queries of all layers; see `shared_bytes`.
+
+    Args:
+        model: a decoder-only transformers model.
+        input_ids: (B, T) int64, without padding.
+
+    Attributes:
+        read_ms: what reading took.
+
+    Raises:
+        UnsupportedModelError: layers that hold something else than keys and values of their own
+            (states of a recurrence, keys of another layer), or whose forward is wrapped already.
+    """
+
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
+        self._model, self._ids = model, input_ids
+        leader = _NotingCache(model, FullCache())
+        begin = time.perf_counter()
+        with torch.inference_mode(), noting_calls(leader.note_call):
+            output = model(input_ids, past_key_values=leader, logits_to_keep=1)
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.read_ms = (time.perf_counter() - begin) * 1000
+        self._steps = leader.steps
+        self._output = dataclasses.replace(output, past_key_values=None)
+        told = [step.layer_idx for step in self._steps if step.call is not None]
+        if told != list(range(len(leader.layers))):
+            raise UnsupportedModelError(
+                f"model: expected layers that each hold keys and values of their own where a "
+                f"prompt is read once for several caches, got {type(model).__name__} with "
+                f"{len(told)} of {len(leader.layers)}; read it for each of them"
+            )
+
+    @contextlib.contextmanager
+    def given(self) -> Iterator[None]:
+        """Within this block, the model need not read the prompt into an empty cache.
+
+        Everything else is read as ever.
+
+        Raises:
+            UnsupportedModelError: the model's forward is wrapped already.
+        """
+        own = self._model.forward
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            cache: Any = kwargs.get("past_key_values")
+            ids = args[0] if args else kwargs.get("input_ids")
+            is_empty = isinstance(cache, CompressedCache) and not cache.get_seq_length()
+            if not is_empty or not isinstance(ids, Tensor) or not torch.equal(ids, self._ids):
+                return own(*args, **kwargs)
+            for step in self._steps:
+                step.into(cache)
+            return dataclasses.replace(self._output, past_key_values=cache)
+
+        with standing_in({self._model: forward}):
+            yield
+
+
+class _NotingCache(CompressedCache):
+    """Keeps everything, and notes what was appended layer by layer."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.steps: list[_Step] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        step = _Step(
+            layer_idx=layer_idx, keys=key_states, values=value_states, returned_at=keys.data_ptr()
+        )
+        self.steps.append(step)
+        return keys, values
+
+    def note_call(self, call: AttentionCall, attended: Attended) -> None:
+        """Note the attention of the layer that has just appended; of no other."""
+        if self.steps and self.steps[-1].call is None:
+            self.steps[-1].note(call, attended)
+
+
+def shared_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """About what a `SharedReading` of so many tokens holds: all queries, keys and values."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    width = size * (heads + 2 * key_value_heads)
+    return int(tokens * width * config.num_hidden_layers * model.dtype.itemsize)

@@ -1,0 +1,165 @@
+"""One reading for several caches: every cache is as if the model had read the prompt into it."""
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, KVzip, SnapKV
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.kvzip import read_context
+from snapkv.prefill import SharedReading
+from snapkv.prefill.shared import shared_bytes
+from tests.families import CASES, random_ids, tiny_model
+from tests.golden.cases import BUDGET, POLICIES
+
+OPTIONS = {
+    "static": {"storage": "static", "room_tokens": 16},
+    "int8": {"quantize": "int8"},
+    "recall": {"recall": "host"},
+    "compress": {"turns": "compress"},
+    "protect": {"protect": [(2, 9)]},
+    "fair": {"fair": {"one": (0, 40), "two": (40, 80)}},
+}
+
+
+def generated(model, ids, cache, tokens=7):
+    options = {"max_new_tokens": tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    output = model.generate(
+        ids,
+        past_key_values=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+def stored(cache):
+    return [
+        (cache.kept_positions(layer), cache.layers[layer].store.held_bytes)
+        for layer in cache.compressed_layers
+    ]
+
+
+def assert_alike(model, ids, shared, policy, **options):
+    own, given = (CompressedCache(model, policy, **options) for _ in range(2))
+    expected, expected_logits = generated(model, ids, own)
+    with shared.given():
+        found, logits = generated(model, ids, given)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
+    for one, other in zip(stored(given), stored(own), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1] == other[1]
+
+
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+def test_methods_of_every_family_share_a_reading(family, implementation):
+    model, ids = tiny_model(family, implementation), random_ids(1, 90)
+    shared = SharedReading(model, ids)
+    for name in ("full", "snapkv", "tova"):
+        assert_alike(model, ids, shared, POLICIES[name]())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_every_policy_shares_one_reading_with_all_others(family):
+    model, ids = tiny_model(family), random_ids(1, 90)
+    shared, served = SharedReading(model, ids), 0
+    for policy in POLICIES.values():
+        if policy().reads_twice:
+            continue
+        try:
+            generated(model, ids, CompressedCache(model, policy()))
+        except UnsupportedModelError:
+            continue
+        assert_alike(model, ids, shared, policy())
+        served += 1
+    assert served > len(POLICIES) - 6
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_kind_of_cache_shares_a_reading(options):
+    model, ids = tiny_model("llama"), random_ids(1, 80)
+    shared = SharedReading(model, ids)
+    for _ in range(2):  # nothing of what is shared was written over
+        assert_alike(model, ids, shared, SnapKV(BUDGET, window_size=6), **options)
+
+
+def test_a_question_behind_the_context_is_read_by_the_model():
+    model, ids = tiny_model("llama"), random_ids(1, 100)
+    shared = SharedReading(model, ids[:, :80])
+    own, given = (CompressedCache(model, SnapKV(BUDGET, window_size=6)) for _ in range(2))
+    with torch.no_grad():
+        model(ids[:, :80], past_key_values=own)
+        with shared.given():
+            model(ids[:, :80], past_key_values=given)
+            assert torch.equal(generated(model, ids, given)[0], generated(model, ids, own)[0])
+
+
+def test_the_first_of_two_readings_is_shared_and_the_second_is_not():
+    model, ids = tiny_model("llama"), random_ids(1, 80)
+    policy = KVzip(BUDGET, window_size=6, chunk_tokens=32)
+    own = read_context(model, ids, policy)
+    with SharedReading(model, ids).given():
+        given = read_context(model, ids, policy)
+    for one, other in zip(stored(given), stored(own), strict=True):
+        assert torch.equal(one[0], other[0])
+
+
+def test_another_prompt_is_read_by_the_model():
+    model, ids = tiny_model("llama"), random_ids(1, 80)
+    other = ids.flip(1)
+    expected = generated(model, other, CompressedCache(model, SnapKV(BUDGET, window_size=6)))[0]
+    with SharedReading(model, ids).given():
+        found = generated(model, other, CompressedCache(model, SnapKV(BUDGET, window_size=6)))[0]
+    assert torch.equal(found, expected)
+
+
+def test_the_model_is_as_it_was_behind_the_block():
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    shared = SharedReading(model, ids)
+    with pytest.raises(OutOfMemoryError), shared.given():
+        raise OutOfMemoryError("memory: none")
+    assert "forward" not in vars(model)
+
+
+def test_a_reading_in_another_way_is_refused_within():
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    shared = SharedReading(model, ids)
+    refused = pytest.raises(UnsupportedModelError, match="wrapped already")
+    with shared.given(), refused, shared.given():
+        pass
+
+
+def test_states_of_a_recurrence_are_not_shared():
+    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match="1 of 4; read it for each of them"):
+        SharedReading(model, random_ids(1, 40))
+
+
+@pytest.mark.parametrize("tokens", [64, 200])
+def test_what_it_holds_is_known_before(tokens):
+    """By hand: 64 tokens, 4 layers, 8 query heads and 2 times 2 of 8 numbers each, 4 bytes."""
+    model = tiny_model("llama")
+    shared = SharedReading(model, random_ids(1, tokens))
+    assert shared_bytes(model, 64) == 64 * 4 * (8 + 4) * 8 * 4
+    states = [part for step in shared._steps for part in (step.keys, step.values, step.call.query)]
+    assert sum(part.nbytes for part in states) == shared_bytes(model, tokens)
