@@ -102,6 +102,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.first_day
 	$(BIN)/python -m benchmarks.pooling
 	$(BIN)/python -m benchmarks.auto_budget
+	$(BIN)/python -m benchmarks.sharing
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

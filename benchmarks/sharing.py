@@ -96,9 +96,9 @@ def render(rows: list[Row]) -> str:
         "# Ten methods for little more than one",
         "What a method keeps of a prompt it chooses when all of it has been read, so `snapkv eval` "
         "reads a prompt once for all methods that read it exactly. Here a needle is searched by "
-        f"{names}, each with a budget of a quarter of the prompt: by the first of them alone, and by "
-        "all ten in one run. The answers are those of ten runs. Each time is the processor time of "
-        f"all threads, the median of {rows[0]['rounds']} rounds in turn.",
+        f"{names}, each with a budget of a quarter of the prompt: by the first of them alone, "
+        "and by all ten in one run. The answers are those of ten runs. Each time is the processor "
+        f"time of all threads, the median of {rows[0]['rounds']} rounds in turn.",
         environment_line(rows) + ".",
         markdown_table(
             [

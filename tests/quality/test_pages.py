@@ -16,6 +16,7 @@ from benchmarks import (
     readme,
     selective,
     serving,
+    sharing,
     speed,
     studies,
 )
@@ -36,6 +37,7 @@ PAGES = {
     "medusa": medusa,
     "selective": selective,
     "serving": serving,
+    "sharing": sharing,
 }
 
 
