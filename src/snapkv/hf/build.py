@@ -83,8 +83,8 @@ def _kv_heads(config: Any) -> int | None:
     """Heads that the cache of a layer stores; None where only its tensors will say."""
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, however it is expanded
         return None
-    heads: int | None = getattr(config, "num_key_value_heads", None)
-    return heads
+    heads = getattr(config, "num_key_value_heads", None)
+    return heads if isinstance(heads, int) else None
 
 
 def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> list[LayerIdentity]:

@@ -19,9 +19,9 @@ from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import handoff, saved
 from snapkv.hf.build import layers_for, storage_for
-from snapkv.hf.known_heads import with_known_heads
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
+from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage.codes import Bits
 from snapkv.storage.sliding import let_go_of_the_past

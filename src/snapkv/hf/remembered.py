@@ -96,9 +96,7 @@ def _name_of(identity: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _warn_once(
-    log: logging.Logger, path: Path, reason: str, otherwise: str, study: str
-) -> None:
+def _warn_once(log: logging.Logger, path: Path, reason: str, otherwise: str, study: str) -> None:
     log.warning(
         "%s says nothing of the model (%s), so %s; remove it, or run snapkv study %s",
         path,

@@ -17,6 +17,7 @@ from snapkv.hf.remembered import Remembered
 from snapkv.prefill.decoder import decoder_layers
 from snapkv.validation import require_int
 
+
 def default_early_layer(model: PreTrainedModel) -> int:
     """How many layers read every token where nobody says: what is known, else half of them."""
     return known_early_layer(model) or len(decoder_layers(model)) // 2
