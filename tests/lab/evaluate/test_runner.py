@@ -359,7 +359,7 @@ def test_the_fingerprint_leaves_the_methods_out(tiny):
 
 def test_records_say_which_heads_a_run_went_by(tiny, tmp_path):
     duo = Method(label="duo", policy=DuoAttention(recent_tokens=8))
-    with pytest.raises(InvalidArgumentError, match="pattern: .*study heads"):
+    with pytest.raises(InvalidArgumentError, match=r"pattern: .*study heads"):
         run(tiny, tmp_path, methods=[duo])
     config = tiny.model.config
     one, other = (
