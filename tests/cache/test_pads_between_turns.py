@@ -1,6 +1,7 @@
 """Batches in which a row's turn is shorter, or its answer ends early: each row as it is alone."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from snapkv import (
 )
 from tests import families
 from tests.families import random_ids, tiny_model
+from tests.policies.test_evicting import DUO
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PICK = {"window_size": 8, "kernel_size": 5}
@@ -55,6 +57,7 @@ EVICTING = {
     "r-kv": RKV(40, evict_every=5),
     "r-kv-one-at-a-time": RKV(40, window_size=4, evict_every=1),
     "fastgen": FastGen(0.8, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
+    "duo-attention": replace(DUO, recent_tokens=24),
     "snapkv-then-tova": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=TOVA(60)),
     "snapkv-then-h2o": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=H2O(48)),
 }
@@ -229,7 +232,8 @@ def test_answers_that_turn_out_to_have_ended_are_as_alone_or_refused(name, optio
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "pyramidkv", "adakv", "h2o", "scissorhands", "r-kv", "fastgen"]
+    "name",
+    ["snapkv", "pyramidkv", "adakv", "h2o", "scissorhands", "r-kv", "fastgen", "duo-attention"],
 )
 @pytest.mark.parametrize(("family", "implementation"), WITHOUT_WINDOWS)
 def test_rows_are_as_alone_in_every_family(family, implementation, name):

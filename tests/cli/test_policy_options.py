@@ -170,6 +170,15 @@ def test_who_names_no_method_gets_the_default(options, policy):
         ({"group_reduce": "min"}, "group_reduce: expected one of mean, max, sum, none"),
         ({"policy": "fastgen", "set_": ["recovery=1.5"]}, "recovery: expected a number in (0, 1]"),
         ({"policy": "fastgen", "set_": ["special_ids=5"]}, "special_ids: expected token ids, got"),
+        ({"policy": "duo-attention", "set_": ["keep_heads=2"]}, "keep_heads: expected a number in"),
+        (
+            {"policy": "duo-attention", "set_": ["pattern=no.json"]},
+            "got 'no.json', which cannot be",
+        ),
+        (
+            {"policy": "duo-attention", "budget": 64},
+            "budget: expected a parameter of duo-attention",
+        ),
         ({"policy": "fastgen", "budget": 64}, "budget: expected a parameter of fastgen"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -32,7 +32,8 @@ from tests.ops.states import pad_left, random_layer
 WITH_SINKS = [
     policy
     for policy in POLICIES.values()
-    if any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
+    if issubclass(policy, PrefixPolicy)
+    and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
 ]
 
 

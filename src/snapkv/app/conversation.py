@@ -52,7 +52,7 @@ class Conversation:
         prefill: Prefill | None = None,
     ) -> None:
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
-        policy = policy.with_tokenizer(loaded.tokenizer)
+        policy = loaded.completed(policy)
         evicts = isinstance(policy, EvictingPolicy)
         self._prefill = prefill or Exact()
         if recall is None:

@@ -156,6 +156,8 @@ def _typed(text: str, hint: Any) -> Any:
         if kind in kinds:
             with contextlib.suppress(ValueError):  # an InvalidArgumentError is one
                 return count("set", text) if kind is int else kind(text)
+    if str in kinds:
+        return text
     if any(get_origin(kind) is tuple for kind in kinds):
         return kernel(text)
     return text

@@ -5,6 +5,7 @@ from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
+from snapkv.policies.duo_attention import DuoAttention
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
@@ -36,6 +37,7 @@ POLICIES: dict[str, type[Policy]] = {
         Scissorhands,
         RKV,
         FastGen,
+        DuoAttention,
         PromptThenDecode,
         KeyDiff,
         KVzip,
@@ -49,6 +51,7 @@ __all__ = [
     "AutoBudget",
     "CriticalKV",
     "DecodeStep",
+    "DuoAttention",
     "EvictingPolicy",
     "Eviction",
     "ExpectedAttention",

@@ -11,6 +11,7 @@ from snapkv import (
     AdaKV,
     CompressedCache,
     CriticalKV,
+    DuoAttention,
     FastGen,
     FullCache,
     KeyDiff,
@@ -44,6 +45,7 @@ POLICIES = [
     H2O(96),
     StreamingLLM(96),
     FastGen(0.9),
+    DuoAttention(sink_tokens=4, recent_tokens=60),
     PromptThenDecode(prompt=SnapKV(96, window_size=16), decode=H2O(128)),
     FullCache(),
 ]

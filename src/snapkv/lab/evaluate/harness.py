@@ -28,7 +28,7 @@ from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, Prom
 from snapkv.lab.evaluate.likelihood import log_likelihood
 from snapkv.lab.evaluate.runner import (
     Method,
-    require_methods,
+    fitting_methods,
     require_same_policies,
 )
 from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
@@ -74,7 +74,7 @@ class HarnessRun:
 
     def __post_init__(self) -> None:
         """Check that every method can run before any task is read."""
-        require_methods(self.loaded, self.methods)
+        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
 
     def into(
         self, folder: Path, on_progress: Progress | None = None

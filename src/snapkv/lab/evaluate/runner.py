@@ -4,7 +4,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
 from snapkv.lab.evaluate.sharing import PromptReader
@@ -72,7 +73,7 @@ class Run:
         _require_lengths(task, self.loaded.max_tokens)
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
-        require_methods(self.loaded, self.methods)
+        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
         for method in self.methods if "visible" in self.questions else ():
             require_one_reading(method.policy, "pass --question hidden")
         if self.limit is not None and self.limit < 1:
@@ -182,8 +183,13 @@ class Results:
     unwritten: OutputError | None = None
 
 
-def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
-    """Raise unless there are methods, each under a label of its own, that work with the model."""
+def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
+    """The methods, with what was found of the model's heads where one goes by that.
+
+    Raises:
+        InvalidArgumentError: no method, or two of one label, or nothing was found of the heads.
+        UnsupportedModelError: a method does not work with the model.
+    """
     labels = [method.label for method in methods]
     if not labels:
         raise InvalidArgumentError(
@@ -195,7 +201,10 @@ def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
             "repeated one out"
         )
     for method in methods:
-        CompressedCache(loaded.model, method.policy.with_tokenizer(loaded.tokenizer))
+        CompressedCache(loaded.model, loaded.completed(method.policy))
+    return tuple(
+        replace(method, policy=with_known_heads(loaded.model, method.policy)) for method in methods
+    )
 
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
