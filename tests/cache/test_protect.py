@@ -22,6 +22,7 @@ from snapkv.policies import (
     FullCache,
     KeyDiff,
     KVzip,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -61,6 +62,7 @@ METHODS = {
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(**BOTH), decode=TOVA(budget=42)),
     "snapkv, then h2o": PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=42)),
     "keydiff": KeyDiff(**BOTH),
+    "lagkv": LagKV(**BOTH, lag_size=8),
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
 }
@@ -307,7 +309,7 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
 
 
 @pytest.mark.parametrize("rows", ["whole", "pads"])
-@pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramidkv", "expected-attention"])
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "lagkv", "pyramidkv", "expected-attention"])
 @pytest.mark.parametrize("protect", [[], SPANS])
 def test_every_segment_keeps_its_share(name, rows, protect):
     """The counts of every head are those of the shares, of each row's own prefix."""

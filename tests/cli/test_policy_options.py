@@ -15,6 +15,7 @@ from snapkv import (
     FullCache,
     KeyDiff,
     KVzip,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -74,6 +75,10 @@ def newcomer(monkeypatch):
         (
             {"policy": "snapkv", "set_": ["window-size=16", "kernel_size = 5"]},
             SnapKV(window_size=16, kernel_size=5),
+        ),
+        (
+            {"policy": "lagkv", "budget": 64, "set_": ["lag_size=16", "cross_scoring=true"]},
+            LagKV(64, lag_size=16, cross_scoring=True),
         ),
         ({"policy": "full"}, FullCache()),
         ({"policy": "random", "seed": 3}, Random(seed=3)),
@@ -151,6 +156,8 @@ def test_who_names_no_method_gets_the_default(options, policy):
         ({"budget": {"auto": {"lost_vote": 1.0}}}, "lost_vote: expected a number in (0, 1)"),
         ({"policy": "pyramidkv", "budget": "auto"}, "expected a number of tokens with pyramidkv"),
         ({"policy": "keydiff", "budget": "auto"}, "expected a number of tokens with keydiff"),
+        ({"policy": "lagkv", "budget": "auto"}, "expected a number of tokens with lagkv"),
+        ({"policy": "lagkv", "set_": ["lag_size=1"]}, "lag_size: expected at least 2, got 1"),
         ({"policy": "h2o", "budget": "auto"}, "budget: expected an integer, got 'auto'"),
         ({"budget": 0}, "budget: expected at least 1, got 0"),
         ({"budget": 64, "keep_ratio": 0.5}, "budget and keep_ratio: expected one of them"),

@@ -18,6 +18,7 @@ from snapkv import (
     FullCache,
     KeyDiff,
     KVzip,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -65,6 +66,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
         prompt=KeyDiff(BUDGET, **_WINDOW), decode=TOVA(BUDGET + 2)
     ),
     "keydiff": lambda: KeyDiff(BUDGET, sink_tokens=2, **_WINDOW),
+    "lagkv": lambda: LagKV(BUDGET, lag_size=8, **_WINDOW),
+    "adakv-lagkv": lambda: AdaKV(LagKV(BUDGET, lag_size=8, cross_scoring=True, **_WINDOW)),
     "kvzip": lambda: KVzip(BUDGET, chunk_tokens=32, **_WINDOW),
     "adakv-kvzip": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, **_WINDOW)),
     "random": lambda: Random(BUDGET, sink_tokens=2, **_WINDOW),

@@ -18,6 +18,7 @@ from snapkv.policies import (
     ExpectedAttention,
     KeyDiff,
     KVzip,
+    LagKV,
     PrefixPolicy,
     PromptLayer,
     PromptThenDecode,
@@ -62,7 +63,7 @@ methods = pytest.mark.parametrize("method", WITH_SINKS, ids=lambda method: metho
 def test_methods_that_rate_without_a_question_have_sinks():
     defaults = {policy: policy().sink_tokens for policy in WITH_SINKS}
     papers = {SnapKV: 0, PyramidKV: 0}
-    assert defaults == {ExpectedAttention: 4, KeyDiff: 0, KVzip: 4, Random: 0, **papers}
+    assert defaults == {ExpectedAttention: 4, KeyDiff: 0, KVzip: 4, LagKV: 4, Random: 0, **papers}
     assert SnapKV(pooling="fading").sink_tokens == 4
 
 
@@ -230,6 +231,7 @@ ONE_READING = [
     KeyDiff(24, window_size=8, sink_tokens=4),
     Random(24, window_size=8, sink_tokens=4),
     ExpectedAttention(24, window_size=8),
+    LagKV(24, window_size=8, lag_size=7),
     AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
     CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
 ]

@@ -11,6 +11,7 @@ from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.kvzip import KVzip
+from snapkv.policies.lagkv import LagKV
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
@@ -38,6 +39,7 @@ POLICIES: dict[str, type[Policy]] = {
         FastGen,
         PromptThenDecode,
         KeyDiff,
+        LagKV,
         KVzip,
         Random,
     )
@@ -57,6 +59,7 @@ __all__ = [
     "H2O",
     "KVzip",
     "KeyDiff",
+    "LagKV",
     "POLICIES",
     "Policy",
     "PrefixPolicy",
