@@ -16,6 +16,7 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     AutoBudget,
+    Compactor,
     CriticalKV,
     ExpectedAttention,
     FastGen,
@@ -63,6 +64,7 @@ METHODS = {
     "snapkv, then h2o": PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=42)),
     "keydiff": KeyDiff(**BOTH),
     "lagkv": LagKV(**BOTH, lag_size=8),
+    "compactor": Compactor(**BOTH, chunk_tokens=16),
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
 }

@@ -13,6 +13,7 @@ from snapkv.ops.ragged import api as ragged
 from snapkv.policies import (
     H2O,
     AdaKV,
+    Compactor,
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
@@ -35,6 +36,7 @@ METHODS = {
     "adakv": AdaKV(SnapKV(BUDGET, window_size=WINDOW)),
     "adakv of keydiff": AdaKV(KeyDiff(BUDGET, window_size=WINDOW)),
     "adakv of lagkv": AdaKV(LagKV(BUDGET, window_size=WINDOW, lag_size=9, cross_scoring=True)),
+    "adakv of compactor": AdaKV(Compactor(BUDGET, window_size=WINDOW, chunk_tokens=16)),
     "adakv of pyramidkv": AdaKV(PyramidKV(BUDGET, window_size=WINDOW)),
     "adakv of criticalkv": AdaKV(CriticalKV(SnapKV(BUDGET, window_size=WINDOW))),
     "criticalkv of pyramidkv": CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),

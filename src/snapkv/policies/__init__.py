@@ -3,6 +3,7 @@
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
+from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
 from snapkv.policies.expected_attention import ExpectedAttention
@@ -40,6 +41,7 @@ POLICIES: dict[str, type[Policy]] = {
         PromptThenDecode,
         KeyDiff,
         LagKV,
+        Compactor,
         KVzip,
         Random,
     )
@@ -49,6 +51,7 @@ POLICIES: dict[str, type[Policy]] = {
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "Compactor",
     "CriticalKV",
     "DecodeStep",
     "EvictingPolicy",
