@@ -72,9 +72,10 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "compactor": lambda: Compactor(BUDGET, chunk_tokens=16, sink_tokens=4, **_WINDOW),
     "kvzip": lambda: KVzip(BUDGET, chunk_tokens=32, **_WINDOW),
     "adakv-kvzip": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, **_WINDOW)),
+    "adakv-kvzip-plus": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, plus=True, **_WINDOW)),
     "random": lambda: Random(BUDGET, sink_tokens=2, **_WINDOW),
 }
-TWICE_READERS = ("kvzip", "adakv-kvzip")
+TWICE_READERS = ("kvzip", "adakv-kvzip", "adakv-kvzip-plus")
 STORAGES: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"storage": "static", "room_tokens": 64},

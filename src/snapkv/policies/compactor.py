@@ -76,8 +76,9 @@ class Compactor(PrefixPolicy):
         if layer.queries.shape[2] < max(layer.row_lengths):
             raise InvalidArgumentError(
                 f"policy: expected the queries of all {T} tokens with {self.name}, since earlier "
-                f"turns that it would choose from are not read again, got {layer.queries.shape[2]}; "
-                "read the conversation into a new cache, or use LagKV or KeyDiff"
+                "turns it would choose from are not read again, got "
+                f"{layer.queries.shape[2]}; read the conversation into a new cache, or use LagKV "
+                "or KeyDiff"
             )
         for row, tokens in enumerate(layer.row_lengths):
             first = T - tokens + self.sink_tokens
