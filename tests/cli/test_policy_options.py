@@ -83,6 +83,10 @@ def newcomer(monkeypatch):
         ),
         ({"policy": "compactor", "budget": 64, "seed": 3}, Compactor(64, seed=3)),
         ({"policy": "compactor", "set_": ["blending=0.5"]}, Compactor(blending=0.5)),
+        (
+            {"policy": "adakv", "set_": ["policy=kvzip", "plus=true"]},
+            AdaKV(KVzip(plus=True)),
+        ),
         ({"policy": "full"}, FullCache()),
         ({"policy": "random", "seed": 3}, Random(seed=3)),
         ({"policy": "full", "seed": 3}, FullCache()),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from kvpress import CompactorPress, LagKVPress
+from kvpress import CompactorPress, KVzipPress, LagKVPress
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -33,7 +33,31 @@ def compactor(states, options):
         return press.score(module, hidden, keys, states["values"], None, turned)
 
 
+def kvzip_plus(states, options):
+    """Of a text in one piece and queries behind it that do not turn; they are what enters, too."""
+    queries, keys, values = (states[name] for name in ("queries", "keys", "values"))
+    heads, tokens, size = queries.shape[1:]
+    hidden = queries.transpose(1, 2).flatten(2)
+    module = SimpleNamespace(
+        config=SimpleNamespace(
+            num_attention_heads=heads, num_key_value_heads=keys.shape[1], hidden_size=heads * size
+        ),
+        head_dim=size,
+        layer_idx=0,
+        q_proj=lambda states: states,
+        o_proj=SimpleNamespace(weight=states["output_weight"]),
+    )
+    press = KVzipPress(kvzip_plus_normalization=True, **options)
+    press.context_length = press.end_idx = keys.shape[2] - tokens
+    press.score_val = torch.zeros(1, 1, keys.shape[1], press.end_idx)
+    ones = torch.ones(1, tokens, size)
+    turned = {"position_embeddings": (ones, torch.zeros_like(ones))}
+    press.score_kvzip(module, hidden, keys, values, None, turned)
+    return press.score_val[0]
+
+
 PRESSES = {
+    "kvzip+": kvzip_plus,
     "compactor": compactor,
     "lagkv": lambda states, options: LagKVPress(**options).score(
         None, None, states["keys"], states["values"], None, {}

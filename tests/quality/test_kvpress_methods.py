@@ -11,7 +11,9 @@ from benchmarks import kvpress as benchmark
 from safetensors.torch import load_file, save_file
 
 from snapkv import Compactor, LagKV
-from tests.ops.states import random_layer
+from snapkv.policies.criticalkv import projected_norms
+from snapkv.policies.kvzip import most_attention
+from tests.ops.states import output_weight, random_layer
 
 pytestmark = pytest.mark.kvpress
 
@@ -30,6 +32,18 @@ def press(tmp_path):
         return load_file(found)["scores"]
 
     return score
+
+
+def test_the_page_says_of_every_press_where_it_is():
+    listed = "import kvpress; print(*kvpress.__all__)"
+    run = [benchmark.PYTHON, "-I", "-c", listed]
+    names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    page = Path(__file__).parents[2].joinpath("docs", "policies.md").read_text("utf-8")
+    rows = page.partition("## What kvpress lists")[2].splitlines()
+    first = " ".join(row.split("|")[1] for row in rows if row.startswith("| `"))
+    assert sorted(first.replace("`", "").replace(",", "").split()) == sorted(
+        name for name in names if name.endswith("Press")
+    )
 
 
 @pytest.mark.parametrize("tokens", [300, 288, 47])
@@ -96,3 +110,19 @@ def test_compactor_rates_as_there_but_for_fillers(press, blending, full_chunks):
     alike = (ours - expected).abs().amax(dim=(0, 1)) < 1e-3
     assert bool(alike.all()) == full_chunks
     assert bool((theirs[..., :8] >= theirs[..., 8:-4].amax()).all())
+
+
+def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):
+    layer = random_layer(4, prompt_tokens=150, query_tokens=60, head_dim=16)
+    weight = output_weight(4 * 16, hidden=4 * 16)
+    layer = replace(layer, output_weight=weight)
+    states = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
+    theirs = press("kvzip+", {}, **states, output_weight=weight)
+    ours = most_attention(
+        layer,
+        90,
+        query_norms=layer.queries.transpose(1, 2).flatten(2).norm(dim=-1),
+        value_norms=projected_norms(layer, 90, lambda added: added.norm(dim=-1)),
+    )
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(ours, most_attention(layer, 90))
