@@ -106,7 +106,7 @@ def layer_for(policy, tokens, seed, batch=1):
 
 
 def queries_of(policy, tokens):
-    return tokens if "every_query" in policy.needs else policy.window_size
+    return tokens if "queries" in policy.needs else policy.window_size
 
 
 def batch_for(policy, lengths, seed, extra=0):

@@ -48,7 +48,7 @@ class Compactor(PrefixPolicy):
     name: ClassVar[str] = "compactor"
     query_tokens: ClassVar[int] = ALL_QUERIES
     """All of the prompt's queries."""
-    needs: ClassVar[frozenset[Need]] = frozenset({"rotation", "every_query"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"rotation", "queries"})
 
     _: KW_ONLY
     sketch_dimension: int = 48
