@@ -20,6 +20,7 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     KeyDiff,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Scissorhands,
@@ -46,6 +47,7 @@ APPENDING = {
     "adakv-criticalkv": AdaKV(CriticalKV(SnapKV(40, **PICK))),
     "expected-attention": ExpectedAttention(40, window_size=8),
     "keydiff": KeyDiff(40, window_size=8),
+    "lagkv": LagKV(40, window_size=8, lag_size=9),
 }
 EVICTING = {
     "h2o": H2O(40),
@@ -61,7 +63,7 @@ EVICTING = {
     "snapkv-then-tova": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=TOVA(60)),
     "snapkv-then-h2o": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=H2O(48)),
 }
-BUDGETED = ("snapkv", "criticalkv", "keydiff", "snapkv-per-query-head")
+BUDGETED = ("snapkv", "criticalkv", "keydiff", "lagkv", "snapkv-per-query-head")
 PRODUCTS = [
     *((name, {}) for name in (*APPENDING, *EVICTING)),
     *((name, {"storage": "static", "room_tokens": 96}) for name in BUDGETED[:3]),
@@ -428,7 +430,15 @@ def test_what_evicts_takes_nothing_back(name):
 
 # Products that nobody had tried.
 
-SNAPKV_LIKE = ["snapkv", "snapkv-per-query-head", "pyramidkv", "adakv", "criticalkv", "keydiff"]
+SNAPKV_LIKE = [
+    "snapkv",
+    "snapkv-per-query-head",
+    "pyramidkv",
+    "adakv",
+    "criticalkv",
+    "keydiff",
+    "lagkv",
+]
 
 
 def turns_of(model, cache, turns):

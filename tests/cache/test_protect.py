@@ -16,6 +16,7 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     AutoBudget,
+    Compactor,
     CriticalKV,
     DuoAttention,
     ExpectedAttention,
@@ -23,6 +24,7 @@ from snapkv.policies import (
     FullCache,
     KeyDiff,
     KVzip,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -63,6 +65,8 @@ METHODS = {
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(**BOTH), decode=TOVA(budget=42)),
     "snapkv, then h2o": PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=42)),
     "keydiff": KeyDiff(**BOTH),
+    "lagkv": LagKV(**BOTH, lag_size=8),
+    "compactor": Compactor(**BOTH, chunk_tokens=16),
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
 }
@@ -312,7 +316,7 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
 
 
 @pytest.mark.parametrize("rows", ["whole", "pads"])
-@pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramidkv", "expected-attention"])
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "lagkv", "pyramidkv", "expected-attention"])
 @pytest.mark.parametrize("protect", [[], SPANS])
 def test_every_segment_keeps_its_share(name, rows, protect):
     """The counts of every head are those of the shares, of each row's own prefix."""

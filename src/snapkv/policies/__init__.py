@@ -3,6 +3,7 @@
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
+from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
 from snapkv.policies.duo_attention import DuoAttention
@@ -12,6 +13,7 @@ from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.kvzip import KVzip
+from snapkv.policies.lagkv import LagKV
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
@@ -40,6 +42,8 @@ POLICIES: dict[str, type[Policy]] = {
         DuoAttention,
         PromptThenDecode,
         KeyDiff,
+        LagKV,
+        Compactor,
         KVzip,
         Random,
     )
@@ -49,6 +53,7 @@ POLICIES: dict[str, type[Policy]] = {
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "Compactor",
     "CriticalKV",
     "DecodeStep",
     "DuoAttention",
@@ -60,6 +65,7 @@ __all__ = [
     "H2O",
     "KVzip",
     "KeyDiff",
+    "LagKV",
     "POLICIES",
     "Policy",
     "PrefixPolicy",
