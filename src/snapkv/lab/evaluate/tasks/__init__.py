@@ -7,6 +7,7 @@ from snapkv.lab.evaluate.tasks.longbench import LongBench
 from snapkv.lab.evaluate.tasks.needle import Needle
 from snapkv.lab.evaluate.tasks.rag import RagCitation, RagPipeline, RagPosition
 from snapkv.lab.evaluate.tasks.ruler import Ruler
+from snapkv.lab.evaluate.tasks.tracking import Tracking
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
@@ -14,6 +15,7 @@ TASKS: dict[str, type[Task]] = {
         Needle,
         Lines,
         Instructions,
+        Tracking,
         LongBench,
         Ruler,
         RagCitation,
@@ -33,4 +35,5 @@ __all__ = [
     "RagPosition",
     "Ruler",
     "TASKS",
+    "Tracking",
 ]
