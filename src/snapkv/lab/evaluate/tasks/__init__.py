@@ -8,6 +8,7 @@ from snapkv.lab.evaluate.tasks.needle import Needle
 from snapkv.lab.evaluate.tasks.rag import RagCitation, RagPipeline, RagPosition
 from snapkv.lab.evaluate.tasks.ruler import Ruler
 from snapkv.lab.evaluate.tasks.tracking import Tracking
+from snapkv.lab.evaluate.tasks.turns import Turns
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
@@ -16,6 +17,7 @@ TASKS: dict[str, type[Task]] = {
         Lines,
         Instructions,
         Tracking,
+        Turns,
         LongBench,
         Ruler,
         RagCitation,
@@ -36,4 +38,5 @@ __all__ = [
     "Ruler",
     "TASKS",
     "Tracking",
+    "Turns",
 ]
