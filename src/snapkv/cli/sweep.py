@@ -1,17 +1,20 @@
 """From `--policy`, `--budget` and `--baseline` to the methods of a run."""
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from snapkv.app.prefills import Prefill
 from snapkv.cli.amounts import token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
+from snapkv.lab.evaluate.conversing import LATER, Later
 from snapkv.lab.evaluate.runner import Method
-from snapkv.validation import AUTO, DEFAULT
+from snapkv.policies import FullCache
+from snapkv.validation import AUTO, DEFAULT, require_choice
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
@@ -34,6 +37,34 @@ def read_in_every_way(
         for method in compared
         for text, way in prefills
     ]
+
+
+def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
+    """Every method with every way to read later questions, which its label names if it drops.
+
+    Args:
+        compared: what answers; the full cache comes once, since nothing of it is dropped.
+        texts: "append", "compress" and "recall", also with commas between them; None for the first.
+
+    Raises:
+        InvalidArgumentError: another word, or one of them twice.
+    """
+    ways = [way.strip() for text in texts or ["append"] for way in text.split(",") if way.strip()]
+    for way in ways:
+        require_choice("turns", way, tuple(LATER))
+    if not ways or len(set(ways)) < len(ways):
+        raise InvalidArgumentError(
+            f"turns: expected some of {', '.join(LATER)}, each once, got "
+            f"{', '.join(ways) or 'none'}; leave the repeated one out"
+        )
+    made = []
+    for method, (place, way) in itertools.product(compared, enumerate(ways)):
+        if not isinstance(method.policy, FullCache):
+            label = method.label + ("" if way == "append" else f" {way}")
+            made.append(replace(method, label=label, later=cast(Later, way)))
+        elif place == 0:
+            made.append(method)
+    return made
 
 
 def methods(

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, P
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
-from snapkv.lab.evaluate.sample import Sample, Setting, Template
+from snapkv.lab.evaluate.conversing import LATER, Later, converse
+from snapkv.lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv.lab.evaluate.sharing import PromptReader
-from snapkv.lab.evaluate.store import LOST, Progress, Record, Store, short_hash
+from snapkv.lab.evaluate.store import LOST, Key, Progress, Record, Store, key, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
@@ -29,16 +30,25 @@ from snapkv.policies import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A policy, and a way to read, under the name that tables give them."""
+    """A policy, and a way to read, under the name that tables give them.
+
+    Attributes:
+        label: the name.
+        policy: what the cache keeps.
+        prefill: how prompts are read.
+        later: what becomes of the questions behind the first one, see `LATER`.
+    """
 
     label: str
     policy: Policy
     prefill: Prefill = field(default_factory=Exact)
+    later: Later = "append"
 
     def describe(self) -> Record:
-        """The policy's name and parameters, and how it reads where that is not exact."""
+        """The policy's name and parameters, and how it reads where that is not as usual."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        return self.policy.describe() | reading
+        later = {} if self.later == "append" else {"turns": self.later}
+        return self.policy.describe() | reading | later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,7 @@ class Run:
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
         for method in self.methods if "visible" in self.questions else ():
             require_one_reading(method.policy, "pass --question hidden")
+        _require_turns(task, self.methods)
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(
                 f"limit: expected at least 1 sample, got {self.limit}; leave it out for all"
@@ -109,11 +120,14 @@ class Run:
                 for method in self.methods:
                     if on_progress:
                         on_progress(f"{sample.name}, {method.label}", next(done), len(wanted))
-                    if (sample.name, method.label, question) not in store:
-                        store.add(self._record(sample, method, question, reader))
+                    if all(wanted in store for wanted in _keys(sample, method, question)):
+                        continue
+                    for record in self._records(sample, method, question, reader):
+                        if key(record) not in store:
+                            store.add(record)
             if on_progress:
                 on_progress("done", len(wanted), len(wanted))
-            keys = [(s.name, m.label, q) for s, m, q in wanted]
+            keys = [wanted for asked in wanted for wanted in _keys(*asked)]
             rows = summarise(store.records, keys, self.task)
             unwritten = store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
@@ -133,7 +147,11 @@ class Run:
 
     def _reader(self, sample: Sample, question: Setting, store: Store) -> PromptReader:
         """What reads the sample's prompt, for the methods whose answers are missing."""
-        missing = [m for m in self.methods if (sample.name, m.label, question) not in store]
+        missing = [
+            method
+            for method in self.methods
+            if not all(wanted in store for wanted in _keys(sample, method, question))
+        ]
         return PromptReader(
             self.loaded,
             sample.prompt(self.loaded.tokenizer, self.template, question),
@@ -141,18 +159,40 @@ class Run:
             [method.prefill for method in missing],
         )
 
+    def _records(
+        self, sample: Sample, method: Method, question: Setting, reader: PromptReader
+    ) -> Iterator[Record]:
+        """What a sample's questions were answered, or why not; one after the other."""
+        if not isinstance(sample, Conversation):
+            yield self._record(sample, method, question, reader)
+            return
+        left, status = list(sample.turns), ""
+        try:
+            for given in converse(
+                self.loaded,
+                sample,
+                method.policy,
+                self.template,
+                question,
+                prefill=method.prefill,
+                later=method.later,
+            ):
+                turn = left.pop(0)
+                outcome = {"status": "ok"} | _outcome(self.task, turn, given)
+                yield _asked(turn, method, question) | outcome
+        except PromptTooLongError:
+            status = "too long"
+        except OutOfMemoryError:
+            status = LOST
+        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        for turn in left:
+            yield _asked(turn, method, question) | {"status": status}
+
     def _record(
         self, sample: Sample, method: Method, question: Setting, reader: PromptReader
     ) -> Record:
         """One answer, or why there is none."""
-        record: Record = {
-            "sample": sample.name,
-            "method": method.label,
-            "question": question,
-            "cell": sample.cell,
-            "policy": method.describe(),
-            "references": list(sample.references),
-        }
+        record = _asked(sample, method, question)
         try:
             given = reader.answer(method.policy, method.prefill, sample.protection)
             return record | {"status": "ok"} | _outcome(self.task, sample, given)
@@ -201,7 +241,7 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
             "repeated one out"
         )
     for method in methods:
-        CompressedCache(loaded.model, loaded.completed(method.policy))
+        CompressedCache(loaded.model, loaded.completed(method.policy), **LATER[method.later])
     return tuple(
         replace(method, policy=with_known_heads(loaded.model, method.policy)) for method in methods
     )
@@ -219,6 +259,21 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
             )
 
 
+def _require_turns(task: Task, methods: Sequence[Method]) -> None:
+    """Raise where a method says of later questions what has no effect, or cannot be."""
+    for method in methods:
+        if method.later != "append" and not task.has_turns:
+            raise InvalidArgumentError(
+                f"turns: expected it with a task of several questions about one text, such as "
+                f"turns, got {method.later} with {task.name}; leave it out"
+            )
+        if method.later == "recall" and not method.prefill.holds_all:
+            raise InvalidArgumentError(
+                f"turns: expected a prefill that gives every layer every token for recall, got "
+                f"{method.prefill.name}; use append or compress, or the prefill exact"
+            )
+
+
 def _require_lengths(task: Task, max_tokens: int | None) -> None:
     """Raise where prompts would be made only to be found far too long; a few are shown as such."""
     longest = max(getattr(task, "lengths", ()), default=0)
@@ -231,6 +286,23 @@ def _require_lengths(task: Task, max_tokens: int | None) -> None:
 
 
 _MOST_TIMES_POSITIONS = 8
+
+
+def _keys(sample: Sample, method: Method, question: Setting) -> list[Key]:
+    """What the records of a sample's questions are found by."""
+    return [(turn.name, method.label, question) for turn in sample.turns]
+
+
+def _asked(sample: Sample, method: Method, question: Setting) -> Record:
+    """What a record says before there is an answer."""
+    return {
+        "sample": sample.name,
+        "method": method.label,
+        "question": question,
+        "cell": sample.cell,
+        "policy": method.describe(),
+        "references": list(sample.references),
+    }
 
 
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
@@ -247,7 +319,7 @@ def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
 
 def _require_distinct(samples: Sequence[Sample]) -> None:
     """Raise unless there are samples, each under a name of its own."""
-    counts = Counter(sample.name for sample in samples)
+    counts = Counter(turn.name for sample in samples for turn in sample.turns)
     if not counts:
         raise InvalidArgumentError(
             "samples: expected at least one, got none with these settings; ask for more"
