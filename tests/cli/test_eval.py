@@ -41,7 +41,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(snapkv, tiny_only, here):
+def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
+    snapkv, tiny_only, here, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "120")
     done = snapkv(*NEEDLE, "--budget", "64,40")
     assert done.status == 0
     assert "needle: accuracy by length" in done.out

@@ -87,13 +87,14 @@ def documents_table(about: About, records: Sequence[Record]) -> Grid:
 
 
 def results_table(results: Results) -> Grid:
-    """Mean scores, times 100, and costs: a row per method.
+    """Mean scores, times 100, with their intervals, and costs: a row per method.
 
     The best of the measured scores are bold.
     """
     scores = method_table(results)
     return Grid(
         title=scores.title,
+        caption=scores.caption,
         headings=scores.headings,
         rows=tuple(
             tuple(

@@ -10,10 +10,16 @@ from typing import Any
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
 from snapkv.lab.drawing import encoded, require_drawable
+from snapkv.lab.evaluate.differences import Difference
 from snapkv.lab.evaluate.runner import Results
-from snapkv.lab.evaluate.summary import score_lines, shown_score
+from snapkv.lab.evaluate.summary import score_lines, shown_interval, shown_score
 from snapkv.lab.report import figures
-from snapkv.lab.report.score_tables import as_csv, as_markdown, method_table
+from snapkv.lab.report.score_tables import (
+    as_csv,
+    as_markdown,
+    method_table,
+    shown_difference,
+)
 from snapkv.validation import format_bytes
 
 FILES = ("index.html", "results.csv", "results.md")
@@ -94,13 +100,15 @@ def _cells(results: Results) -> dict[str, Any]:
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     costs = ("prompt tokens", "kept tokens", "cache", "first token", "ms/token")
     return {
-        "headings": ["method", "question", *axes, "score", "samples", *costs],
+        "headings": ["method", "question", *axes, "score", "95 %", "difference", "samples", *costs],
         "rows": [
             [
                 row["method"],
                 row["question"],
                 *(str(row["cell"].get(axis, "")) for axis in axes),
                 row["status"] if row["score"] is None else shown_score(row["score"]),
+                "-" if row["score"] is None else shown_interval(row["interval"]),
+                _shown_difference(row["difference"]),
                 str(row["samples"]),
                 _counted(row["prompt_tokens"]),
                 _counted(row["kept_tokens"]),
@@ -111,6 +119,11 @@ def _cells(results: Results) -> dict[str, Any]:
             for row in results.rows
         ],
     }
+
+
+def _shown_difference(found: dict[str, Any] | None) -> str:
+    """A difference from the full cache as `Difference.describe` gives it."""
+    return "-" if found is None else shown_difference(Difference.read(found))
 
 
 def _failures(results: Results) -> list[list[str]]:
