@@ -8,7 +8,9 @@ from rich.text import Text
 from snapkv.app.answering import Answer
 from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.grid import Grid
+from snapkv.lab.evaluate.intervals import METHOD
 from snapkv.lab.evaluate.runner import Results
+from snapkv.lab.report import leaderboard
 from snapkv.lab.report.score_tables import method_table
 from snapkv.lab.study.base import Table
 from snapkv.library.about import About
@@ -103,6 +105,20 @@ def results_table(results: Results) -> Grid:
             )
             for row, texts in enumerate(scores.rows)
         ),
+    )
+
+
+def board_table(found: dict[str, Any]) -> Grid:
+    """A row per method, share and setting of a leaderboard."""
+    return Grid(
+        title=f"leaderboard of {found['model']['name']}",
+        caption=f"95 %: interval of the mean over tasks, {METHOD}",
+        headings=("question", *leaderboard.headings(found)),
+        rows=tuple(
+            (line.scores.question, *leaderboard.texts(line, found))
+            for line in leaderboard.board_lines(found)
+        ),
+        left=2,
     )
 
 

@@ -25,8 +25,6 @@ from snapkv.validation import format_bytes
 FILES = ("index.html", "results.csv", "results.md")
 """What `write_report` writes; the page comes first."""
 
-_TEMPLATE = Path(__file__).with_name("page.html")
-
 _REASONS = {
     "too long": "prompt and answer need more positions than the model has",
     "out of memory": "the device had no memory left for it",
@@ -60,17 +58,13 @@ def write_report(results: Results, folder: str) -> Path:
 
 
 def as_page(results: Results) -> str:
-    """The page: everything that is not markup is escaped."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    """The page of a run."""
+    return filled(
+        "page.html",
         task=results.task,
         model=results.run["model"],
         samples=results.run["samples"],
-        table=method_table(results),
+        methods=method_table(results),
         figures=list(_pictures(results)),
         cells=_cells(results),
         failures=_failures(results),
@@ -78,8 +72,36 @@ def as_page(results: Results) -> str:
     )
 
 
+def filled(template: str, **values: Any) -> str:
+    """A page out of a template of this folder: everything that is not markup is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+def picture(figure: Any, title: str, alt: str) -> dict[str, str]:
+    """A figure inside a page, with its text for those who do not see it."""
+    data = base64.b64encode(encoded(figure, ".svg")).decode()
+    return {"title": title, "alt": alt, "source": f"data:image/svg+xml;base64,{data}"}
+
+
+def facts_of(block: dict[str, Any]) -> list[tuple[str, str]]:
+    """A block of settings as names and texts, what is inside another under both names."""
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        for name, value in _flat(block)
+    ]
+
+
 def _pictures(results: Results) -> Iterator[dict[str, str]]:
-    """Every figure with its text for those who do not see it."""
+    """Every figure."""
     lines = score_lines(results.rows, results.task.axes[0])
     means = "; ".join(f"{line.method} ({line.question}) {shown_score(line.mean)}" for line in lines)
     titles = {
@@ -87,12 +109,7 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         "budgets": f"{results.task.metric} by budget",
     }
     for name, figure in figures.draw(results).items():
-        data = base64.b64encode(encoded(figure, ".svg")).decode()
-        yield {
-            "title": titles[name],
-            "alt": f"{titles[name]} of every method. Means: {means}.",
-            "source": f"data:image/svg+xml;base64,{data}",
-        }
+        yield picture(figure, titles[name], f"{titles[name]} of every method. Means: {means}.")
 
 
 def _cells(results: Results) -> dict[str, Any]:
@@ -149,10 +166,7 @@ def _failures(results: Results) -> list[list[str]]:
 def _facts(results: Results) -> list[tuple[str, str]]:
     """What must be known to make the results again: the run's block, and every method."""
     policies = {f"method {row['method']}": row["policy"] for row in results.rows}
-    return [
-        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-        for name, value in _flat(results.run | policies)
-    ]
+    return facts_of(results.run | policies)
 
 
 def _flat(block: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 import csv
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,21 +110,37 @@ def as_csv(results: Results) -> str:
 
 def as_markdown(results: Results) -> str:
     """The table of methods, the best scores in bold."""
-    table = method_table(results)
-    rows = [
+    table, left = method_table(results), len(_BEFORE_SCORES)
+    body = markdown_table(table.headings, table.rows, left=left, bold=table.best)
+    model = escaped(results.run["model"]["name"])
+    return f"# {escaped(table.title)}\n\nModel: {model}\n\n{body}\n\n{escaped(table.caption)}\n"
+
+
+def markdown_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int,
+    bold: Collection[tuple[int, int]] = (),
+) -> str:
+    """Texts as a table.
+
+    Args:
+        headings: of the columns.
+        rows: texts under the headings.
+        left: how many of the first columns stand on the left.
+        bold: places (row, column).
+    """
+    lines = [[escaped(heading) for heading in headings]]
+    lines.append(["---"] * left + ["---:"] * (len(headings) - left))
+    lines += [
         [
-            f"**{_escaped(text)}**" if (row, column) in table.best else _escaped(text)
+            f"**{escaped(text)}**" if (row, column) in bold else escaped(text)
             for column, text in enumerate(texts)
         ]
-        for row, texts in enumerate(table.rows)
+        for row, texts in enumerate(rows)
     ]
-    rule = ["---", "---", *["---:"] * (len(table.headings) - len(_BEFORE_SCORES))]
-    lines = [[_escaped(heading) for heading in table.headings], rule, *rows]
-    body = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return (
-        f"# {_escaped(table.title)}\n\nModel: {_escaped(results.run['model']['name'])}\n\n{body}"
-        f"\n{_escaped(table.caption)}\n"
-    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +227,6 @@ def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple
     )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown takes for nothing else."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
