@@ -145,9 +145,9 @@ def _runs(
 
 
 def _in_words(expected: "Estimate") -> str:
-    """How much is to be done, and about how long it takes."""
+    """How much is to be done, and how long the full cache would take; many methods take longer."""
     if expected.seconds is None:
         return f"{expected.known:,} answers are there, none is to be given"
     minutes = max(1, round(expected.seconds / 60))
     there = f", {expected.known:,} are there" if expected.known else ""
-    return f"about {minutes:,} min: {expected.answers:,} answers to give{there}"
+    return f"about {minutes:,} min or more: {expected.answers:,} answers to give{there}"

@@ -109,13 +109,17 @@ def results_table(results: Results) -> Grid:
 
 
 def board_table(found: dict[str, Any]) -> Grid:
-    """A row per method, share and setting of a leaderboard."""
+    """A row per method, share and setting of a leaderboard; tasks one by one are on its page."""
+
+    def without_tasks(cells: Sequence[str]) -> tuple[str, ...]:
+        return (*cells[:3], *cells[-3:])
+
     return Grid(
         title=f"leaderboard of {found['model']['name']}",
         caption=f"95 %: interval of the mean over tasks, {METHOD}",
-        headings=("question", *leaderboard.headings(found)),
+        headings=("question", *without_tasks(leaderboard.headings(found))),
         rows=tuple(
-            (line.scores.question, *leaderboard.texts(line, found))
+            (line.scores.question, *without_tasks(leaderboard.texts(line, found)))
             for line in leaderboard.board_lines(found)
         ),
         left=2,

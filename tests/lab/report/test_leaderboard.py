@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from snapkv.lab import drawing
 from snapkv.lab.evaluate.leaderboard import board_row
 from snapkv.lab.report.leaderboard import (
     FILES,
@@ -123,6 +124,18 @@ def test_the_figure_has_a_panel_per_method_with_means_bands_and_the_full_cache(f
     band = panels["h2o"].collections[0].get_paths()[0].vertices[:, 1]
     shown = [line for line in board_lines(found) if line.name == "h2o" and line.share == 0.5]
     assert (band.min(), band.max()) == (0, pytest.approx(100 * shown[0].scores.interval[1]))
+
+
+def test_a_method_that_is_only_in_one_setting_leaves_the_others_their_room(found):
+    """Also where it is the last, and where all are in the legend above."""
+    found["rows"].append(answered("kvzip@0.125", "needle", HALF, question="hidden", held=0.2))
+    made = draw(found)
+    drawing.encoded(made, ".png")
+    widths = [panel.get_position().width for panel in made.axes if panel.get_title()]
+    assert min(widths) > 0.15
+    assert {text.get_text() for text in made.legends[0].get_texts()} == {
+        "question visible", "question hidden", "full cache, visible", "full cache, hidden",
+    }  # fmt: skip
 
 
 def test_the_page_holds_the_tables_and_fetches_nothing(found):

@@ -70,8 +70,9 @@ class Estimate:
 
     Attributes:
         answers: to be given. known: that are there already.
-        seconds: for reading every prompt once, and generating so many answers; None where nothing
-            is left to do.
+        seconds: that the full cache would take to read every prompt once and to generate so many
+            answers, for methods that score or read twice take longer; None where nothing is left
+            to do.
     """
 
     answers: int

@@ -184,9 +184,23 @@ def draw(found: Record) -> "Figure":
             panel.set_axis_off()
         figure.supxlabel("held share of the cache (percent)")
         figure.supylabel("mean score over tasks")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+        _legend(figure, panels)
     return figure
+
+
+def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """What is drawn in any panel, each once."""
+    found: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        found = dict(zip(labels, handles, strict=True)) | found
+    figure.legend(
+        list(found.values()),
+        list(found),
+        loc="outside upper center",
+        ncols=min(2, len(found)),
+        frameon=False,
+    )
 
 
 def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequence[str]) -> None:
@@ -198,15 +212,12 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
             for line in lines
             if line.name == name and line.scores.question == setting and line.held is not None
         ]
-        own.sort(key=lambda point: point[0])
-        means = [100 * (line.scores.mean or 0.0) for _, line in own]
-        panel.plot([held for held, _ in own], means, label=f"question {setting}", **style)
-        band(
-            panel,
-            [held for held, _ in own],
-            [line.scores.interval for _, line in own],
-            style["color"],
-        )
+        if own:  # a curve without points leaves the layout no room
+            own.sort(key=lambda point: point[0])
+            held = [share for share, _ in own]
+            means = [100 * (line.scores.mean or 0.0) for _, line in own]
+            panel.plot(held, means, label=f"question {setting}", **style)
+            band(panel, held, [line.scores.interval for _, line in own], style["color"])
         for line in lines:
             if line.share is None and line.scores.question == setting and line.scores.scores:
                 height = 100 * (line.scores.mean or 0.0)
