@@ -193,7 +193,9 @@ def test_without_names_every_method_that_has_a_budget_takes_part_also_a_new_one(
     monkeypatch.setitem(POLICIES, "new", New)
     found = contending([])
     assert found[0] == "default"
-    assert set(POLICIES) - set(found) == {"full", "fastgen", "prompt-then-decode"}
+    assert set(POLICIES) - set(found) == {
+        *("full", "fastgen", "prompt-then-decode", "duo-attention"),
+    }
     assert "new" in found
 
 

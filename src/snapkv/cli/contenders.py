@@ -7,7 +7,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.cli.policy import make_policy, wrapped
 from snapkv.cli.sweep import parsed, specs, takes_budget
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.lab.evaluate.runner import Method, require_methods
+from snapkv.lab.evaluate.runner import Method, fitting_methods
 from snapkv.lab.evaluate.sample import Setting
 from snapkv.policies import POLICIES, FullCache
 from snapkv.validation import DEFAULT
@@ -105,7 +105,7 @@ def _unfit(loaded: LoadedModel, spec: str, question: Setting) -> str:
     """Why a method cannot take part at any share; empty where it can."""
     method = _method(spec, spec, _AMPLE_TOKENS)
     try:
-        require_methods(loaded, [method])
+        fitting_methods(loaded, [method])
     except UnsupportedModelError as error:
         return str(error)
     if method.policy.reads_twice and question == "visible":
