@@ -12,36 +12,14 @@ from snapkv.cli.fields import documented_arguments, integers
 from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.tasks import TASKS, Needle
-from tests.lab.evaluate.tiny import tiny_loaded
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
 
 
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
-
-
-@pytest.fixture
-def tiny_only(monkeypatch, tiny):
-    """`load` gives the tiny model; returns the keyword arguments of each call."""
-    calls = []
-
-    def load(**options):
-        calls.append(options)
-        return tiny
-
-    monkeypatch.setattr("snapkv.cli.loading.load", load)
-    return calls
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(snapkv, tiny_only, here):
+def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
+    snapkv, tiny_only, here, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "120")
     done = snapkv(*NEEDLE, "--budget", "64,40")
     assert done.status == 0
     assert "needle: accuracy by length" in done.out

@@ -83,17 +83,22 @@ def methods(
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
     """
-    made = [Method(label=spec, policy=make_policy(*_parsed(spec))) for spec in specs(baselines)]
+    made = [Method(label=spec, policy=make_policy(*parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):
-        name, given = _parsed(spec)
-        own = {parameter.rpartition(".")[2] for parameter in given}
-        if "budget" not in accepted(name, {}) or own & {"budget", "keep_ratio"}:
+        name, given = parsed(spec)
+        if not takes_budget(name, given):
             made.append(Method(label=spec, policy=make_policy(name, given)))
             continue
         for budget in budgets:
             policy = make_policy(name, {"budget": budget, **given})
             made.append(Method(label=f"{spec}@{_shown(budget)}", policy=policy))
     return made
+
+
+def takes_budget(name: str, given: Iterable[str]) -> bool:
+    """Whether a policy has a budget that these parameters of it do not set."""
+    own = {parameter.rpartition(".")[2] for parameter in given}
+    return "budget" in accepted(name, {}) and not own & {"budget", "keep_ratio"}
 
 
 def _shown(budget: int | str | dict[str, Any]) -> str:
@@ -109,8 +114,12 @@ def specs(texts: Iterable[str]) -> list[str]:
     return [part.strip() for part in parts if part.strip() not in ("", "none")]
 
 
-def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name of a policy, and the parameters that it is written with."""
+def parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of a policy, and the parameters that it is written with.
+
+    Raises:
+        InvalidArgumentError: an unknown policy, or a parameter without a value.
+    """
     name, _, rest = spec.partition(":")
     parameters = [part for part in rest.split(",") if part.strip()]
     for parameter in parameters:
