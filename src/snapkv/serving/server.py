@@ -1,8 +1,9 @@
 """vLLM's own OpenAI-compatible server, with compressed prompts."""
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
@@ -36,10 +37,22 @@ def serve(
         MissingDependencyError: no vLLM, or one of another version.
     """
     require_supported_version()
-    with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
-        # Counts of the engine's process reach /metrics through files; chosen before the import.
-        os.environ.setdefault(_METRICS, folder)
+    with _metrics_folder():
         _run(model, settings, options, name or model)
+
+
+@contextlib.contextmanager
+def _metrics_folder() -> Iterator[None]:
+    """Counts of the engine's process reach /metrics through files; chosen before the import."""
+    if _METRICS in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
+        os.environ[_METRICS] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_METRICS]  # what this process starts next has no such folder
 
 
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:

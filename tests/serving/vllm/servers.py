@@ -62,14 +62,14 @@ class Server:
         deadline = time.monotonic() + _STARTED
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended: {self.output()[-3000:]}")
+                raise RuntimeError(f"the server ended: {self.output()[-20_000:]}")
             try:
                 self.get("/health")
                 return self
             except OSError:
                 time.sleep(1)
         self.__exit__()
-        raise RuntimeError(f"the server did not start: {self.output()[-3000:]}")
+        raise RuntimeError(f"the server did not start: {self.output()[-20_000:]}")
 
     def __exit__(self, *error: object) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -1,5 +1,6 @@
 """What cannot be served is refused by name before the first request."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -194,6 +195,7 @@ def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
     settings = ServingSettings(budget=64, sharing=Sharing())
     with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):
         serve(folder, settings, ["--api-server-count", "2"])
+    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ, "its folder is gone"
 
 
 def test_heads_with_sinks_cannot_be_sequences_of_their_own():
