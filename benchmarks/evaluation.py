@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.records import RESULTS, markdown_table, read_rows
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.drawing import encoded
-from snapkv.lab.evaluate.runner import Method, Results, Run
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Results, Run
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import Lines, Needle, RagCitation, RagPipeline, RagPosition, Ruler
 from snapkv.lab.report.figures import draw

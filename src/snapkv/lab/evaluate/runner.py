@@ -3,41 +3,23 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from snapkv.app.answering import Answer
 from snapkv.app.models import LoadedModel
-from snapkv.app.prefills import Exact, Prefill
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
+from snapkv.lab.evaluate.asking import Answerer, Asked, Method
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
-from snapkv.lab.evaluate.sharing import PromptReader
-from snapkv.lab.evaluate.store import LOST, Progress, Record, Store, short_hash
+from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
+from snapkv.lab.evaluate.workers.base import Executor
+from snapkv.lab.evaluate.workers.serial import Serial
 from snapkv.lab.measure.environment import versions
-from snapkv.policies import Policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A policy, and a way to read, under the name that tables give them."""
-
-    label: str
-    policy: Policy
-    prefill: Prefill = field(default_factory=Exact)
-
-    def describe(self) -> Record:
-        """The policy's name and parameters, and how it reads where that is not exact."""
-        reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        return self.policy.describe() | reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +66,17 @@ class Run:
         """A short name for everything that a run's results depend on, its methods left out."""
         return short_hash(self._settings())
 
-    def into(self, folder: Path, on_progress: Progress | None = None) -> "Results":
+    def into(
+        self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
+    ) -> "Results":
         """Answer what the folder does not hold yet, and summarise all of it.
 
         What was lost to memory before is asked once more.
+
+        Args:
+            folder: of the answers.
+            on_progress: told of every answer.
+            executor: who answers; this process by default. The folder is the same.
 
         Raises:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
@@ -102,20 +91,28 @@ class Run:
         wanted = [(s, method, question) for s, question in asked for method in self.methods]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            done = itertools.count()
-            for sample, question in asked:
-                reader = self._reader(sample, question, store)
-                for method in self.methods:
-                    if on_progress:
-                        on_progress(f"{sample.name}, {method.label}", next(done), len(wanted))
-                    if (sample.name, method.label, question) not in store:
-                        store.add(self._record(sample, method, question, reader))
-            if on_progress:
-                on_progress("done", len(wanted), len(wanted))
+            work = list(self._missing(asked, store))
+            done = len(wanted) - sum(len(question.methods) for question in work)
+            tell = on_progress or _untold
+            tell("", done, len(wanted))
+            for record in (executor or self._serial()).answers(work):
+                store.add(record)
+                done += 1
+                tell(f"{record['sample']}, {record['method']}", done, len(wanted))
             keys = [(s.name, m.label, q) for s, m, q in wanted]
             rows = summarise(store.records, keys, self.task)
             unwritten = store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
+
+    def _missing(self, asked: Iterable[tuple[Sample, Setting]], store: Store) -> Iterator[Asked]:
+        """What has no answer yet."""
+        for sample, question in asked:
+            missing = [m for m in self.methods if (sample.name, m.label, question) not in store]
+            if missing:
+                yield Asked(sample=sample, question=question, methods=missing)
+
+    def _serial(self) -> Serial:
+        return Serial(Answerer(loaded=self.loaded, task=self.task, template=self.template))
 
     def _block(self, samples: Sequence[Sample]) -> Record:
         """What a result must say so that it can be made again."""
@@ -129,38 +126,6 @@ class Run:
             "limit": self.limit,
             **versions(),
         }
-
-    def _reader(self, sample: Sample, question: Setting, store: Store) -> PromptReader:
-        """What reads the sample's prompt, for the methods whose answers are missing."""
-        missing = [m for m in self.methods if (sample.name, m.label, question) not in store]
-        return PromptReader(
-            self.loaded,
-            sample.prompt(self.loaded.tokenizer, self.template, question),
-            sample.settings,
-            [method.prefill for method in missing],
-        )
-
-    def _record(
-        self, sample: Sample, method: Method, question: Setting, reader: PromptReader
-    ) -> Record:
-        """One answer, or why there is none."""
-        record: Record = {
-            "sample": sample.name,
-            "method": method.label,
-            "question": question,
-            "cell": sample.cell,
-            "policy": method.describe(),
-            "references": list(sample.references),
-        }
-        try:
-            given = reader.answer(method.policy, method.prefill, sample.protection)
-            return record | {"status": "ok"} | _outcome(self.task, sample, given)
-        except PromptTooLongError:
-            return record | {"status": "too long"}
-        except OutOfMemoryError:
-            pass  # the error holds what filled the memory until this block is left
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return record | {"status": LOST}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +145,10 @@ class Results:
     task: Task
     rows: list[Record]
     unwritten: OutputError | None = None
+
+
+def _untold(description: str, done: int, total: int) -> None:
+    """Nobody is told how far the run is."""
 
 
 def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
@@ -249,25 +218,3 @@ def _require_distinct(samples: Sequence[Sample]) -> None:
             f"samples: expected every sample once, got {name} {times} times; leave out the setting "
             "that is repeated"
         )
-
-
-def _outcome(task: Task, sample: Sample, given: Answer) -> dict[str, Any]:
-    prediction = given.text.removeprefix(sample.answer_start)
-    return {
-        "prediction": prediction,
-        "score": task.score(sample, prediction),
-        **costs(given),
-    }
-
-
-def costs(given: Answer) -> Record:
-    """What an answer took."""
-    return {
-        "prompt_tokens": given.prompt_tokens,
-        "new_tokens": given.new_tokens,
-        "kept_tokens": given.cache.kept_tokens,
-        "held_bytes": given.cache.held_bytes,
-        "full_bytes": given.cache.full_bytes,
-        "first_token_ms": given.first_token_ms,
-        "token_ms": given.token_ms,
-    }
