@@ -95,7 +95,7 @@ class WorkerPool(Executor):
                     yield from worker.records()
                 except WorkerEndedError:
                     if asked.tries + 1 < MOST_TRIES:
-                        waiting.extendleft(asked.by_method())
+                        waiting.extendleft(reversed(list(asked.by_method())))
                     else:
                         yield from asked.lost()
 
