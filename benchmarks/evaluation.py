@@ -2,7 +2,7 @@
 
     python -m benchmarks.evaluation needle     run one experiment, or go on where it stopped
     python -m benchmarks.evaluation            all of them
-    python -m benchmarks.evaluation --render   draw the figures and the page from what is there
+    python -m benchmarks.evaluation --render   draw the figures and the page from the answers there
 
 Answers and rows: `docs/results/evaluation/NAME/`. Page: `docs/results/evaluation.md`.
 """
@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.records import RESULTS, markdown_table, read_rows
+from benchmarks.records import RESULTS, Row, markdown_table, read_rows, write_rows
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.drawing import encoded
 from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.intervals import METHOD
 from snapkv.lab.evaluate.runner import Results, Run
+from snapkv.lab.evaluate.store import key
+from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import Lines, Needle, RagCitation, RagPipeline, RagPosition, Ruler
 from snapkv.lab.report.figures import draw
@@ -131,17 +134,23 @@ def _say(description: str, done: int, total: int) -> None:
 
 
 def measured() -> dict[str, Results]:
-    """The experiments that have been run to their end."""
+    """The experiments that have been run to their end, summarised from their answers."""
     return {
         name: Results(
             folder=FOLDER / name,
             run=json.loads((FOLDER / name / "run.json").read_text("utf-8")),
             task=experiment.task(),
-            rows=read_rows(FOLDER / name / "summary.jsonl"),
+            rows=_summary(FOLDER / name, experiment.task()),
         )
         for name, experiment in EXPERIMENTS.items()
         if (FOLDER / name / "summary.jsonl").exists()
     }
+
+
+def _summary(folder: Path, task: Task) -> list[Row]:
+    """The rows of all answers in a folder."""
+    answers = read_rows(folder / "samples.jsonl")
+    return summarise(answers, [key(answer) for answer in answers], task)
 
 
 def render(found: dict[str, Results]) -> str:
@@ -153,7 +162,8 @@ def render(found: dict[str, Results]) -> str:
 _HEAD = (
     "# The paper's experiments on the demo model\n\n"
     "Scores are times 100. The model has 135 million parameters: look at how methods compare, not "
-    "at how much it knows. The question is visible to the vote. Every answer is in "
+    "at how much it knows. The question is visible to the vote. The intervals, of the mean and of "
+    f"its difference from the full cache: 95 %, {METHOD}. Every answer is in "
     f"`docs/results/evaluation`; `{README_LINE}` makes them again."
 )
 
@@ -182,6 +192,7 @@ _NOT_SHOWN = ("question", "ms/token")
 def _write(found: dict[str, Results]) -> None:
     PAGE.write_text(render(found), encoding="utf-8")
     for name, results in found.items():
+        write_rows(FOLDER / name / "summary.jsonl", results.rows)
         Path(FOLDER / f"{name}.png").write_bytes(encoded(draw(results)["scores"], ".png"))
 
 

@@ -102,14 +102,7 @@ def render(rows: list[Row]) -> str:
         f"time of all threads, the median of {rows[0]['rounds']} rounds in turn.",
         environment_line(rows) + ".",
         markdown_table(
-            [
-                "prompt",
-                "one method, s",
-                "ten, s",
-                "ten by themselves, s",
-                "ten / one",
-                "alone / one",
-            ],
+            ["prompt", "one method, s", "ten methods, s", "ratio"],
             [
                 [
                     f"{row['length']:,}",

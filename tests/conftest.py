@@ -30,6 +30,14 @@ def early_layers(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def head_scores(tmp_path_factory, monkeypatch):
+    """Nothing is known of any model's heads but the demo model's, and what a test remembers."""
+    folder = tmp_path_factory.getbasetemp() / f"head-scores-{uuid.uuid4().hex}"
+    monkeypatch.setattr("snapkv.hf.known_heads.head_scores_folder", lambda: folder)
+    return folder
+
+
 def pytest_report_header() -> str:
     """Name the transformers release under test: the suite runs on the oldest and the newest."""
     import torch

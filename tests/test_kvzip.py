@@ -1,5 +1,8 @@
 """KVzip: the scores are those of plain attention while the text is read again."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -15,7 +18,10 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
-from snapkv.kvzip import read_context, read_twice
+from snapkv.kvzip import read_context, read_twice, repeat_context
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
+from snapkv.policies.kvzip import most_attention
 from tests.families import random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
@@ -52,6 +58,83 @@ def test_what_is_kept_received_most_attention_while_the_text_was_repeated(family
         grouped = scores.view(2, heads, -1, TOKENS).amax(dim=2)[..., : TOKENS - WINDOW]
         least = grouped[..., SINKS:].topk(BUDGET - SINKS - WINDOW).values[..., -1:]
         assert (grouped.gather(2, kept[..., SINKS:-WINDOW]) >= least - 1e-5).all()
+
+
+def entering(model, ids):
+    """What every attention module reads, by layer: (B, T, hidden)."""
+    found, hooks = {}, []
+    for index, layer in enumerate(model.model.layers):
+
+        def note(_, inputs, named, index=index):
+            found[index] = named.get("hidden_states", inputs[0] if inputs else None)
+
+        hooks.append(layer.self_attn.register_forward_pre_hook(note, with_kwargs=True))
+    with torch.no_grad():
+        output = model(
+            ids, past_key_values=DynamicCache(config=model.config), output_attentions=True
+        )
+    for hook in hooks:
+        hook.remove()
+    return output.attentions, output.past_key_values, found
+
+
+def plain_plus_scores(model, ids):
+    """KVzip+ per layer and query head, out of transformers' own weights, values and states."""
+    reference, best = unwrapped(model, "eager"), {}
+    for piece in ids.split(CHUNK, dim=1):
+        before = torch.tensor([INSTRUCTION]).expand(ids.shape[0], -1)
+        weights, states, read = entering(reference, torch.cat([ids, before, piece], dim=1))
+        for index, weight in enumerate(weights):
+            heads, values = weight.shape[1], states.layers[index].values[:, :, :TOKENS]
+            values = values.repeat_interleave(heads // values.shape[1], dim=1)
+            columns = reference.model.layers[index].self_attn.o_proj.weight.chunk(heads, dim=1)
+            added = torch.stack([values[:, h] @ columns[h].T for h in range(heads)], dim=1)
+            shares = weight[:, :, TOKENS:, :TOKENS] * added.norm(dim=-1)[:, :, None]
+            shares = shares / read[index][:, TOKENS:].norm(dim=-1)[:, None, :, None]
+            most = shares.amax(dim=2).detach()
+            best[index] = most if index not in best else best[index].maximum(most)
+    return best
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_plus_weighs_attention_by_what_it_adds_to_the_output(family, rows):
+    model, ids = tiny_model(family, "eager"), random_ids(rows, TOKENS)
+    policy, kept = replace(POLICY, plus=True), []
+    cache = CompressedCache(model, policy)
+    prompts = repeat_context(model, ids, cache, instruction_ids=INSTRUCTION)
+    for index, scores in plain_plus_scores(model, ids).items():
+        heads = prompts[index].keys.shape[1]
+        expected = scores.view(rows, heads, -1, TOKENS).amax(dim=2)
+        torch.testing.assert_close(prompts[index].received, expected, atol=1e-5, rtol=1e-4)
+    for wrap in (policy, AdaKV(policy), POLICY):
+        read = read_context(model, ids, wrap, instruction_ids=INSTRUCTION)
+        assert read.report().kept_tokens == BUDGET
+        kept.append([read.kept_positions(index).tolist() for index in range(4)])
+    assert kept[0] != kept[2], "or nothing is shown here"
+    assert all(not layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_plus_by_hand():
+    """Two queries, of states of length 1 and 4, behind two positions of values worth 1 and 3.
+
+    The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
+    and the first's of 0, pays (8/11, 1/11), over 4 (2/11, 3/44). So the most is 1/3 and 1.
+    """
+    seen = PromptLayer(
+        queries=torch.tensor([[[[0.0], [math.log(8)]]]]),
+        keys=torch.tensor([[[[1.0], [0.0], [0.0], [0.0]]]]),
+        values=torch.tensor([[[[1.0], [3.0], [9.0], [9.0]]]]),
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+    )
+    plain = most_attention(seen, 2)
+    assert plain[0, 0].tolist() == pytest.approx([8 / 11, 1 / 3])
+    weights = {
+        "query_norms": torch.tensor([[1.0, 4.0]]),
+        "value_norms": torch.tensor([[[1.0, 3.0]]]),
+    }
+    assert most_attention(seen, 2, **weights)[0, 0].tolist() == pytest.approx([1 / 3, 1.0])
 
 
 def test_the_cache_goes_on_as_any_compressed_one():

@@ -5,6 +5,8 @@ each behind the whole of it, as if it repeated it; its queries show which keys t
 policy chooses, and the cache is as after any compressed prompt.
 """
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +24,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
+from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import most_attention
 
 
@@ -101,15 +104,20 @@ def repeat_context(
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, past_key_values=cache, logits_to_keep=1)
-    observers = [_Observer(tokens) for _ in cache.layers]
+    layers = len(cache.layers)
+    entering = _entering_states(model, layers) if scorer.plus else []
+    observers = [_Observer(tokens, entering[i] if entering else None) for i in range(layers)]
     before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
     before = before.expand(input_ids.shape[0], -1)
     _observe(cache, observers)
-    for piece in torch.split(input_ids, chunk, dim=1):
-        repeated = torch.cat([before, piece], dim=1)
-        model(repeated, past_key_values=cache, logits_to_keep=1)
-        for layer in cache.layers:
-            layer.crop(-repeated.shape[1])
+    with contextlib.ExitStack() as hooks:
+        for states in entering:
+            hooks.enter_context(states)
+        for piece in torch.split(input_ids, chunk, dim=1):
+            repeated = torch.cat([before, piece], dim=1)
+            model(repeated, past_key_values=cache, logits_to_keep=1)
+            for layer in cache.layers:
+                layer.crop(-repeated.shape[1])
     _observe(cache, [None] * len(cache.layers))
     cache.reading.prompt_end = tokens
     return [observer.prompt() for observer in observers]
@@ -158,22 +166,71 @@ def _observe(cache: CompressedCache, observers: Sequence[Any]) -> None:
         layer.observer = observer
 
 
+def _entering_states(model: PreTrainedModel, layers: int) -> "list[_EnteringStates]":
+    """What enters the attention of every layer."""
+    found: dict[int, list[Any]] = {index: [] for index in range(layers)}
+    for module in model.get_decoder().modules():
+        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
+            found[module.layer_idx].append(module)
+    for index, modules in found.items():
+        if len(modules) != 1:
+            raise UnsupportedModelError(
+                f"model: expected one attention module a layer for KVzip(plus=True), got "
+                f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
+            )
+    return [_EnteringStates(found[index][0]) for index in range(layers)]
+
+
+class _EnteringStates:
+    """Within its block, notes how long the states are that an attention module reads.
+
+    Attributes:
+        norms: (B, N) float32, of the tokens of this thread's last pass.
+    """
+
+    norms: Tensor
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        self._hook = self._module.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+    def _note(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            states = named["hidden_states"] if "hidden_states" in named else inputs[0]
+            self.norms = torch.linalg.vector_norm(states.float(), dim=-1)
+
+
 class _Observer:
     """Sees a layer's queries of every piece, and notes the most attention each position got.
 
     Args:
         tokens: T, the length of the context.
+        entering: the states the queries are made of, where attention counts by what it adds.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: int, entering: _EnteringStates | None = None) -> None:
+        self._tokens, self._entering = tokens, entering
+        self._value_norms: Tensor | None = None
         self._received: Tensor | None = None
         self._seen: PromptLayer | None = None
 
     def __call__(self, seen: PromptLayer) -> None:
         self._seen = seen
-        most = most_attention(seen, self._tokens)
+        most = most_attention(seen, self._tokens, **self._weights(seen))
         self._received = most if self._received is None else self._received.maximum(most)
+
+    def _weights(self, seen: PromptLayer) -> dict[str, Tensor]:
+        if self._entering is None:
+            return {}
+        if self._value_norms is None:
+            self._value_norms = projected_norms(seen, self._tokens, _length)
+        return {"query_norms": self._entering.norms, "value_norms": self._value_norms}
 
     def prompt(self) -> PromptLayer:
         """The layer as a policy sees it, with what was noted."""
@@ -187,3 +244,8 @@ class _Observer:
             received=self._received,
             protected=None if protected is None else protected[..., : self._tokens],
         )
+
+
+def _length(states: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(states, dim=-1)
+    return length

@@ -2,7 +2,7 @@
 
 import pytest
 
-from snapkv import H2O, AdaKV, FastGen, FullCache, KVzip, SnapKV
+from snapkv import H2O, AdaKV, DuoAttention, FastGen, FullCache, KVzip, SnapKV
 from snapkv.app.answering import answer
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt, question_prompt
@@ -42,11 +42,12 @@ def full(demo, prompt):
         H2O(200),
         H2O(64),
         FastGen(0.999),
+        DuoAttention(recent_tokens=64),
     ],
     ids=repr,
 )
 def test_trying_says_what_answering_gives(demo, prompt, full, policy):
-    own = policy.with_tokenizer(demo.tokenizer)
+    own = demo.completed(policy)
     given = answer(demo, prompt, own, SETTINGS)
     found = first_that_keeps(demo, prompt, SETTINGS, full.token_ids, [own])
     assert not found.untold

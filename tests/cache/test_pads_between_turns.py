@@ -1,6 +1,7 @@
 """Batches in which a row's turn is shorter, or its answer ends early: each row as it is alone."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from snapkv import (
     FullCache,
     InvalidArgumentError,
     KeyDiff,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Scissorhands,
@@ -28,6 +30,7 @@ from snapkv import (
 )
 from tests import families
 from tests.families import random_ids, tiny_model
+from tests.policies.test_evicting import DUO
 
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 PICK = {"window_size": 8, "kernel_size": 5}
@@ -44,6 +47,7 @@ APPENDING = {
     "adakv-criticalkv": AdaKV(CriticalKV(SnapKV(40, **PICK))),
     "expected-attention": ExpectedAttention(40, window_size=8),
     "keydiff": KeyDiff(40, window_size=8),
+    "lagkv": LagKV(40, window_size=8, lag_size=9),
 }
 EVICTING = {
     "h2o": H2O(40),
@@ -55,10 +59,11 @@ EVICTING = {
     "r-kv": RKV(40, evict_every=5),
     "r-kv-one-at-a-time": RKV(40, window_size=4, evict_every=1),
     "fastgen": FastGen(0.8, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
+    "duo-attention": replace(DUO, recent_tokens=24),
     "snapkv-then-tova": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=TOVA(60)),
     "snapkv-then-h2o": PromptThenDecode(prompt=SnapKV(40, **PICK), decode=H2O(48)),
 }
-BUDGETED = ("snapkv", "criticalkv", "keydiff", "snapkv-per-query-head")
+BUDGETED = ("snapkv", "criticalkv", "keydiff", "lagkv", "snapkv-per-query-head")
 PRODUCTS = [
     *((name, {}) for name in (*APPENDING, *EVICTING)),
     *((name, {"storage": "static", "room_tokens": 96}) for name in BUDGETED[:3]),
@@ -229,7 +234,8 @@ def test_answers_that_turn_out_to_have_ended_are_as_alone_or_refused(name, optio
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "pyramidkv", "adakv", "h2o", "scissorhands", "r-kv", "fastgen"]
+    "name",
+    ["snapkv", "pyramidkv", "adakv", "h2o", "scissorhands", "r-kv", "fastgen", "duo-attention"],
 )
 @pytest.mark.parametrize(("family", "implementation"), WITHOUT_WINDOWS)
 def test_rows_are_as_alone_in_every_family(family, implementation, name):
@@ -424,7 +430,15 @@ def test_what_evicts_takes_nothing_back(name):
 
 # Products that nobody had tried.
 
-SNAPKV_LIKE = ["snapkv", "snapkv-per-query-head", "pyramidkv", "adakv", "criticalkv", "keydiff"]
+SNAPKV_LIKE = [
+    "snapkv",
+    "snapkv-per-query-head",
+    "pyramidkv",
+    "adakv",
+    "criticalkv",
+    "keydiff",
+    "lagkv",
+]
 
 
 def turns_of(model, cache, turns):

@@ -16,12 +16,15 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     AutoBudget,
+    Compactor,
     CriticalKV,
+    DuoAttention,
     ExpectedAttention,
     FastGen,
     FullCache,
     KeyDiff,
     KVzip,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -58,12 +61,18 @@ METHODS = {
     "fastgen": FastGen(
         0.2, local_ratio=0.1, frequent_ratio=0.1, special_ids=(1,), punctuation_ids=(5, 9)
     ),
+    "duo-attention": DuoAttention([[1, 0], [0, 0]] * 2, sink_tokens=2, recent_tokens=30),
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(**BOTH), decode=TOVA(budget=42)),
     "snapkv, then h2o": PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=42)),
     "keydiff": KeyDiff(**BOTH),
+    "lagkv": LagKV(**BOTH, lag_size=8),
+    "compactor": Compactor(**BOTH, chunk_tokens=16),
     "random": Random(**BOTH),
     "kvzip": KVzip(**BOTH),
 }
+
+
+NO_BUDGET = ("fastgen", "duo-attention", "snapkv by itself", "adakv by itself")
 
 
 def test_every_method_is_here():
@@ -134,7 +143,7 @@ def test_protected_positions_stay_over_two_turns_at_the_same_price(name, rows):
     _, found, _ = _talk(model, policy, ids, mask, 2, protect=SPANS)
     for (held, kept), (_, plain_kept) in zip(found, plain, strict=True):
         assert all(head >= PLACES for row in held for head in row)
-        if name not in ("fastgen", "snapkv by itself", "adakv by itself"):  # no fixed budget
+        if name not in NO_BUDGET:
             assert kept == plain_kept
     missing = [head for row in plain[0][0] for head in row if not head >= PLACES]
     assert missing or policy.name == "full", "the scores alone keep them all"
@@ -307,7 +316,7 @@ def test_methods_that_cannot_keep_spans_are_refused_by_name():
 
 
 @pytest.mark.parametrize("rows", ["whole", "pads"])
-@pytest.mark.parametrize("name", ["snapkv", "keydiff", "pyramidkv", "expected-attention"])
+@pytest.mark.parametrize("name", ["snapkv", "keydiff", "lagkv", "pyramidkv", "expected-attention"])
 @pytest.mark.parametrize("protect", [[], SPANS])
 def test_every_segment_keeps_its_share(name, rows, protect):
     """The counts of every head are those of the shares, of each row's own prefix."""

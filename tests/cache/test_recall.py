@@ -8,6 +8,7 @@ import torch
 from snapkv import (
     H2O,
     AdaKV,
+    Compactor,
     CompressedCache,
     ExpectedAttention,
     FullCache,
@@ -340,6 +341,7 @@ def test_the_limit_is_kept_and_given_back():
             {"recall": "host", "refresh_every": 4, "policy": ExpectedAttention(64)},
             "refresh_every: expected a policy whose last",
         ),
+        ({"recall": "host", "policy": Compactor(64)}, "policy: expected one that chooses by the"),
     ],
 )
 def test_what_cannot_be_done_is_said_when_the_cache_is_made(options, said):

@@ -23,6 +23,7 @@ from snapkv import (
     CacheFileError,
     CacheMismatchError,
     CompressedCache,
+    DuoAttention,
     ExpectedAttention,
     FastGen,
     FullCache,
@@ -58,6 +59,7 @@ KINDS = {
     "sinks": (StreamingLLM(40), {}),
     "counts": (Scissorhands(40), {}),
     "last queries": (RKV(40, evict_every=4), {}),
+    "heads": (DuoAttention([[0.3, 0.1], [0, 0], [1, 0.4], [0.2, 0.9]], recent_tokens=20), {}),
     "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
 }
 

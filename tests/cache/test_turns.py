@@ -5,6 +5,7 @@ import torch
 
 from snapkv import (
     AdaKV,
+    Compactor,
     CompressedCache,
     ExpectedAttention,
     InvalidArgumentError,
@@ -168,6 +169,7 @@ def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped()
         (SnapKV(keep_ratio=0.5), {}, "a budget that is the same for all heads"),
         (PyramidKV(64), {}, "the same for all heads and layers"),
         (ExpectedAttention(64), {}, "does not ask where tokens stand"),
+        (Compactor(64), {}, "does not ask where tokens stand"),
         (POLICY, {"storage": "static"}, "storage: expected 'dynamic'"),
     ],
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from snapkv.cli.app import run
+from tests.lab.evaluate.tiny import tiny_loaded
 
 DOCUMENT = "The gate opens at nine. The key is under the blue stone. " * 12
 
@@ -48,3 +49,27 @@ def document(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(DOCUMENT)
     return path
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+@pytest.fixture
+def tiny_only(monkeypatch, tiny):
+    """`load` gives the tiny model; returns the keyword arguments of each call."""
+    calls = []
+
+    def load(**options):
+        calls.append(options)
+        return tiny
+
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
+    return calls
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -12,36 +12,14 @@ from snapkv.cli.fields import documented_arguments, integers
 from snapkv.cli.sweep import methods, specs
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.tasks import TASKS, Needle
-from tests.lab.evaluate.tiny import tiny_loaded
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
 
 
-@pytest.fixture(scope="module")
-def tiny(demo):
-    return tiny_loaded(demo.tokenizer)
-
-
-@pytest.fixture
-def tiny_only(monkeypatch, tiny):
-    """`load` gives the tiny model; returns the keyword arguments of each call."""
-    calls = []
-
-    def load(**options):
-        calls.append(options)
-        return tiny
-
-    monkeypatch.setattr("snapkv.cli.loading.load", load)
-    return calls
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(snapkv, tiny_only, here):
+def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
+    snapkv, tiny_only, here, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "120")
     done = snapkv(*NEEDLE, "--budget", "64,40")
     assert done.status == 0
     assert "needle: accuracy by length" in done.out
@@ -179,6 +157,39 @@ def test_what_only_the_run_can_know_is_one_line_too(snapkv, tiny_only, here, arg
     assert message in done.err
     assert done.err.count("\n") == 1
     assert [path.name for path in here.iterdir()] == ["file"]
+
+
+def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
+    snapkv, tiny_only, here
+):
+    turns = ("eval", "turns", "--lengths", 200, "--questions", 2, "--samples-each", 1, "--cloze")
+    ways = ("--turns", "append,compress", "--turns", "recall")
+    done = snapkv(*turns, *ways, "--budget", 64, "--json")
+    assert done.status == 0, done.err
+    rows = [(row["method"], row["cell"]["turn"]) for row in json.loads(done.out)["rows"]]
+    methods = ("full", "default@64", "default@64 compress", "default@64 recall")
+    assert sorted(rows) == sorted((method, turn) for method in methods for turn in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("needle", "--turns", "recall"), "turns: expected it with a task of several questions"),
+        (("turns", "--turns", "forget"), "turns: expected one of append, compress, recall"),
+        (("turns", "--turns", "recall,recall"), "turns: expected some of append"),
+        (("turns", "--turns", ","), "turns: expected some of append, compress, recall, each once"),
+        (("turns", "--policy", "h2o", "--turns", "recall"), "evicts after every token"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_ways_of_later_questions_that_cannot_be_are_one_line(
+    snapkv, tiny_only, here, arguments, message
+):
+    done = snapkv("eval", *arguments, "--lengths", 300, "--budget", 64)
+    assert done.status == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert list(here.iterdir()) == []
 
 
 def test_an_unknown_task_is_one_line(snapkv):

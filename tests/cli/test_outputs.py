@@ -30,7 +30,7 @@ NO_OUTPUT = {
     *("question", "questions", "prompt", "answer_start", "tasks", "lengths", "batch", "datasets"),
     *("context", "gpu_memory", "reserve", "bandwidth", "documents", "positions", "windows"),
     *("kernels", "poolings", "budgets", "corpora", "variants", "depths", "keep_ratios"),
-    *("corpus", "methods", "kernel_sizes", "ratios", "places"),
+    *("corpus", "methods", "kernel_sizes", "ratios", "hidden_ratios", "places"),
     *("sources", "names", "bits", "library"),  # a library is changed by what is made to change it
     *("prefill", "layers"),
     "recall",  # a folder for files without names, which replace none

@@ -12,12 +12,14 @@ from snapkv import (
     RKV,
     TOVA,
     AdaKV,
+    Compactor,
     CriticalKV,
     ExpectedAttention,
     FastGen,
     FullCache,
     KeyDiff,
     KVzip,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -65,11 +67,15 @@ POLICIES: dict[str, Callable[[], Policy]] = {
         prompt=KeyDiff(BUDGET, **_WINDOW), decode=TOVA(BUDGET + 2)
     ),
     "keydiff": lambda: KeyDiff(BUDGET, sink_tokens=2, **_WINDOW),
+    "lagkv": lambda: LagKV(BUDGET, lag_size=8, **_WINDOW),
+    "adakv-lagkv": lambda: AdaKV(LagKV(BUDGET, lag_size=8, cross_scoring=True, **_WINDOW)),
+    "compactor": lambda: Compactor(BUDGET, chunk_tokens=16, sink_tokens=4, **_WINDOW),
     "kvzip": lambda: KVzip(BUDGET, chunk_tokens=32, **_WINDOW),
     "adakv-kvzip": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, **_WINDOW)),
+    "adakv-kvzip-plus": lambda: AdaKV(KVzip(BUDGET, chunk_tokens=32, plus=True, **_WINDOW)),
     "random": lambda: Random(BUDGET, sink_tokens=2, **_WINDOW),
 }
-TWICE_READERS = ("kvzip", "adakv-kvzip")
+TWICE_READERS = ("kvzip", "adakv-kvzip", "adakv-kvzip-plus")
 STORAGES: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"storage": "static", "room_tokens": 64},

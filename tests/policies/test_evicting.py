@@ -16,6 +16,7 @@ from snapkv.policies import (
     TOVA,
     AdaKV,
     DecodeStep,
+    DuoAttention,
     FastGen,
     FullCache,
     PromptLayer,
@@ -45,6 +46,18 @@ class EveryChoice(FastGen):
         return ((heads + 2 * layer.depth) % 5).expand(received.shape[:2])
 
 
+@dataclass(frozen=True)
+class AnyHeads(DuoAttention):
+    """DuoAttention whose retrieval heads are spread over any model: some layers have none."""
+
+    def require_heads(self, layers, kv_heads):
+        """Any will do."""
+
+    def _retrieves(self, layer):
+        return tuple((layer.depth + head) % 3 == 0 for head in range(layer.num_kv_heads))
+
+
+DUO = AnyHeads([[1, 0]], sink_tokens=5, recent_tokens=9)
 BUDGETED = {
     "h2o": H2O(BUDGET),
     "h2o, mostly recent": H2O(heavy=4, recent=20),
@@ -76,6 +89,8 @@ METHODS = BUDGETED | {
     "fastgen, frequent and recent": FastGen(0.87, **KINDS),
     "fastgen, recent and everything": FastGen(0.975, **KINDS),
     "fastgen, every choice": EveryChoice(**KINDS),
+    "duo-attention": DUO,
+    "duo-attention, no sinks": replace(DUO, sink_tokens=0, recent_tokens=30),
 }
 MOVES_KEYS = ("streaming-llm",)  # judged by tests/policies/test_streaming.py
 UNMOVED = {name: policy for name, policy in METHODS.items() if name not in MOVES_KEYS}
@@ -87,6 +102,7 @@ ROOMY = {
     "r-kv": RKV(200),
     "prompt-then-decode": PromptThenDecode(prompt=SnapKV(200), decode=H2O(200)),
     "fastgen": FastGen(1, **KINDS),
+    "duo-attention": replace(DUO, recent_tokens=200),
 }
 
 
@@ -447,6 +463,7 @@ def test_impossible_budgets_say_what_would_be_possible(make, message):
         ({"prompt": SnapKV(keep_ratio=0.5)}, InvalidArgumentError, "prompt: .*keep_ratio=0.5"),
         ({"prompt": SnapKV(64), "decode": TOVA(63)}, InvalidArgumentError, "least 64"),
         ({"decode": FastGen()}, InvalidArgumentError, "decode: .*same for all heads.*FastGen"),
+        ({"decode": DUO}, InvalidArgumentError, "decode: .*hold different numbers of tokens"),
         ({"prompt": PyramidKV(64), "decode": H2O(95)}, InvalidArgumentError, "96 tokens.*pyramid"),
     ],
     ids=str,

@@ -15,13 +15,14 @@ from snapkv import (
     SnapKV,
     SnapKVError,
 )
-from snapkv.policies import POLICIES, Policy
+from snapkv.policies import POLICIES, Policy, PrefixPolicy
 
 PREFIX_POLICIES = [SnapKV, Random, ExpectedAttention]
 WITH_SINKS = [
     policy
     for policy in POLICIES.values()
-    if any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
+    if issubclass(policy, PrefixPolicy)
+    and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
 ]
 
 # parameters, error, the argument it must name, what it must say was given

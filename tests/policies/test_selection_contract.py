@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
+    Compactor,
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
     KVzip,
+    LagKV,
     PrefixPolicy,
     PromptLayer,
     PyramidKV,
@@ -51,12 +53,16 @@ METHODS = {
     "random": Random,
     "keydiff": KeyDiff,
     "keydiff with sinks": lambda **limits: KeyDiff(sink_tokens=3, **limits),
+    "lagkv": lambda **limits: LagKV(lag_size=3, **limits),
+    "lagkv, cross scoring": lambda **limits: LagKV(lag_size=4, cross_scoring=True, **limits),
+    "compactor": lambda **limits: Compactor(chunk_tokens=5, sketch_dimension=3, **limits),
     "kvzip": KVzip,
     "criticalkv of kvzip": lambda **limits: CriticalKV(KVzip(**limits)),
     "expected-attention": ExpectedAttention,
     "criticalkv": lambda **limits: CriticalKV(Stated(**limits)),
     "criticalkv of snapkv": lambda **limits: CriticalKV(SnapKV(kernel_size=1, **limits)),
     "criticalkv of keydiff": lambda **limits: CriticalKV(KeyDiff(**limits)),
+    "criticalkv of lagkv": lambda **limits: CriticalKV(LagKV(lag_size=3, **limits)),
     "criticalkv of pyramidkv": lambda **limits: CriticalKV(PyramidKV(kernel_size=3, **limits)),
     "pyramidkv": lambda **limits: PyramidKV(kernel_size=3, **limits),
     "snapkv": lambda **limits: SnapKV(kernel_size=3, **limits),
@@ -95,13 +101,17 @@ def layer_for(policy, tokens, seed, batch=1):
         query_heads=QUERY_HEADS,
         kv_heads=KV_HEADS,
         prompt_tokens=tokens,
-        query_tokens=policy.window_size,
+        query_tokens=queries_of(policy, tokens),
     )
+
+
+def queries_of(policy, tokens):
+    return tokens if "queries" in policy.needs else policy.window_size
 
 
 def batch_for(policy, lengths, seed, extra=0):
     rows = [layer_for(policy, tokens, seed + 97 * row) for row, tokens in enumerate(lengths)]
-    return rows, pad_left(rows, query_tokens=policy.window_size, extra=extra)
+    return rows, pad_left(rows, query_tokens=queries_of(policy, max(lengths)), extra=extra)
 
 
 def heads_of(policy):
@@ -262,7 +272,7 @@ def test_the_order_of_a_batch_does_not_matter(method, order, lengths, window_siz
     policy = make(method, window_size, limit)
     rows, layer = batch_for(policy, lengths, seed)
     assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
-    shuffled = pad_left([rows[row] for row in order], query_tokens=window_size)
+    shuffled = pad_left([rows[row] for row in order], query_tokens=queries_of(policy, max(lengths)))
     for place, row in enumerate(order):
         assert kept_sets(policy, shuffled, place) == kept_sets(policy, layer, row)
 

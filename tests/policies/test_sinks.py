@@ -14,10 +14,12 @@ from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
     AdaKV,
+    Compactor,
     CriticalKV,
     ExpectedAttention,
     KeyDiff,
     KVzip,
+    LagKV,
     PrefixPolicy,
     PromptLayer,
     PromptThenDecode,
@@ -32,7 +34,8 @@ from tests.ops.states import pad_left, random_layer
 WITH_SINKS = [
     policy
     for policy in POLICIES.values()
-    if any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
+    if issubclass(policy, PrefixPolicy)
+    and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
 ]
 
 
@@ -61,8 +64,8 @@ methods = pytest.mark.parametrize("method", WITH_SINKS, ids=lambda method: metho
 
 def test_methods_that_rate_without_a_question_have_sinks():
     defaults = {policy: policy().sink_tokens for policy in WITH_SINKS}
-    papers = {SnapKV: 0, PyramidKV: 0}
-    assert defaults == {ExpectedAttention: 4, KeyDiff: 0, KVzip: 4, Random: 0, **papers}
+    none = {SnapKV: 0, PyramidKV: 0, KeyDiff: 0, Random: 0}
+    assert defaults == {ExpectedAttention: 4, KVzip: 4, LagKV: 4, Compactor: 8, **none}
     assert SnapKV(pooling="fading").sink_tokens == 4
 
 
@@ -230,6 +233,8 @@ ONE_READING = [
     KeyDiff(24, window_size=8, sink_tokens=4),
     Random(24, window_size=8, sink_tokens=4),
     ExpectedAttention(24, window_size=8),
+    LagKV(24, window_size=8, lag_size=7),
+    Compactor(24, window_size=8),
     AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
     CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
 ]

@@ -101,7 +101,7 @@ def answer(
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
-    policy = policy.with_tokenizer(loaded.tokenizer)
+    policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
     cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans)
     found, _ = answer_ids(

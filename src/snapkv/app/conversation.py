@@ -52,7 +52,7 @@ class Conversation:
         prefill: Prefill | None = None,
     ) -> None:
         require_one_reading(policy, "choose snapkv, whose turns vote on all that was said")
-        policy = policy.with_tokenizer(loaded.tokenizer)
+        policy = loaded.completed(policy)
         evicts = isinstance(policy, EvictingPolicy)
         self._prefill = prefill or Exact()
         if recall is None:
@@ -109,14 +109,7 @@ class Conversation:
             self._protect(prompt)
             begun: Tensor = prompt.token_ids(tokenizer)
             return begun.to(device)
-        text, said = next_turn(tokenizer, question), self._ids
-        last = int(said[0, -1])
-        if last in end_token_ids(self._loaded.model, self._settings):
-            end = tokenizer.decode([last])
-            said = said[:, :-1]  # it has not been read yet, and the template may write it itself
-            text = text if text.startswith(end) or not tokenizer.chat_template else end + text
-        new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-        return torch.cat([said, new.to(device)], dim=1)
+        return behind(self._loaded, self._ids, next_turn(tokenizer, question), self._settings)
 
     def _protect(self, prompt: Prompt) -> None:
         """Begin with a cache that keeps what must stay of the first prompt."""
@@ -182,3 +175,21 @@ class Conversation:
         )
         conversation._ids = beside["conversation"].to(loaded.model.device)
         return conversation
+
+
+def behind(loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings) -> Tensor:
+    """All that was said and a text behind it, (1, T + new) int64.
+
+    Args:
+        loaded: model and tokenizer.
+        said: (1, T) int64, up to the last token of an answer, which no cache has read yet.
+        text: what stands between that answer and the next one.
+        settings: of the answers.
+    """
+    tokenizer, last = loaded.tokenizer, int(said[0, -1])
+    if last in end_token_ids(loaded.model, settings):
+        end = tokenizer.decode([last])
+        said = said[:, :-1]  # the template may write it itself
+        text = text if text.startswith(end) or not tokenizer.chat_template else end + text
+    new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    return torch.cat([said, new.to(said.device)], dim=1)

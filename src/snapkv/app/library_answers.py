@@ -60,7 +60,7 @@ class LibraryQuestion:
             self.loaded.tokenizer,
             self.text,
             self.hits,
-            policy=policy.with_tokenizer(self.loaded.tokenizer),
+            policy=self.loaded.completed(policy),
             recompute=self.recompute,
             answer_start=self.answer_start,
         )

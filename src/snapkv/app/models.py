@@ -28,9 +28,10 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.known_heads import with_known_heads
 from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
-from snapkv.policies import FullCache
+from snapkv.policies import FullCache, Policy
 from snapkv.validation import first_line, nearest
 
 DEMO = "demo"
@@ -59,6 +60,14 @@ class LoadedModel:
     def max_tokens(self) -> int | None:
         """Positions the model has for prompt and answer together; None where there is no limit."""
         return max_positions(self.model)
+
+    def completed(self, policy: Policy) -> Policy:
+        """The policy with what it needs to know of the tokenizer, and of the model's heads.
+
+        Raises:
+            InvalidArgumentError: it goes by what a study has found of the model, and none has.
+        """
+        return with_known_heads(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
         """What a result must say about the model it was made with."""

@@ -97,6 +97,7 @@ class RecordedPrompt:
             InvalidArgumentError: it wants more queries than were recorded.
         """
         cache = CompressedCache(self.model, policy, **options)
+        policy = cache.policy  # which knows the model's heads
         cache.expect_prompt(self.prompt_tokens)
         for index, other in self.others.items():
             cache.layers[index] = copy.deepcopy(other)

@@ -15,6 +15,7 @@ from snapkv.cli.chat import chat
 from snapkv.cli.demo import demo
 from snapkv.cli.generate import generate
 from snapkv.cli.inspect import inspect
+from snapkv.cli.leaderboard import leaderboard
 from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
 from snapkv.cli.serve import serve
@@ -33,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, ask, generate, chat, inspect, plan, policies):
+for command in (demo, ask, generate, chat, inspect, plan, policies, leaderboard):
     app.command()(command)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
 app.add_typer(library.app)

@@ -29,6 +29,14 @@ class EvalOptions(SweepOptions, ReadingOptions, WritingOptions):
         Literal["visible", "hidden", "both"],
         panels.sweep(help="visible to the vote, hidden from it, or both"),
     ] = "visible"
+    turns: Annotated[
+        list[str] | None,
+        panels.sweep(
+            help="What later questions do: append behind what was kept, compress it anew, or "
+            "recall what was dropped; again or with commas for more",
+            show_default="append",
+        ),
+    ] = None
     template: Annotated[
         Template,
         panels.sweep(
@@ -61,7 +69,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv.cli.grid import give  # torch and the model come with what follows
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import answers_progress
-    from snapkv.cli.sweep import compared_methods
+    from snapkv.cli.sweep import compared_methods, with_turns
     from snapkv.cli.tables import results_table
     from snapkv.lab.drawing import require_drawable
     from snapkv.lab.evaluate.runner import Run
@@ -71,7 +79,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         require_drawable(options.plot)
     if options.report is not None:
         page.require_reportable()
-    compared = compared_methods(options)
+    compared = with_turns(compared_methods(options), options.turns)
     loaded = load_model(options)
     run = Run(
         loaded=loaded,

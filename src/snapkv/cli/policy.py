@@ -65,7 +65,7 @@ def make_policy(name: str, given: dict[str, Any]) -> Policy:
     """
     if name == DEFAULT:
         given = default_parameters(given)
-    policy, parts = _named(name), _parts(name, given)
+    policy, parts = _named(name), wrapped(name, given)
     own: dict[str, Any] = {}
     meant: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, value in given.items():
@@ -95,7 +95,7 @@ def _refuse(key: str, value: Any, methods: list[str], wrapper: list[str]) -> NoR
     )
 
 
-def _parts(name: str, given: dict[str, Any]) -> dict[str, str]:
+def wrapped(name: str, given: dict[str, Any]) -> dict[str, str]:
     """The parameters of a policy that are policies, each with the name of the one it shall be."""
     policy = _named(name)
     found = [
@@ -108,7 +108,7 @@ def _parts(name: str, given: dict[str, Any]) -> dict[str, str]:
 
 def accepted(name: str, given: dict[str, Any]) -> list[str]:
     """Parameters of a policy and of those it wraps."""
-    parts = _parts(name, given).values()
+    parts = wrapped(name, given).values()
     return [*parameters(_named(name)), *(key for part in parts for key in accepted(part, {}))]
 
 
@@ -124,7 +124,7 @@ def _named(name: str) -> type[Policy]:
 def _known_parameters(name: str) -> dict[str, Any]:
     """Parameters of a policy and of any it may wrap, with their types."""
     hints = parameters(_named(name))
-    if not _parts(name, {}):
+    if not wrapped(name, {}):
         return hints
     others = [parameters(policy) for policy in POLICIES.values() if policy is not _named(name)]
     return {key: hint for inner in others for key, hint in inner.items()} | hints
@@ -156,6 +156,8 @@ def _typed(text: str, hint: Any) -> Any:
         if kind in kinds:
             with contextlib.suppress(ValueError):  # an InvalidArgumentError is one
                 return count("set", text) if kind is int else kind(text)
+    if str in kinds:
+        return text
     if any(get_origin(kind) is tuple for kind in kinds):
         return kernel(text)
     return text

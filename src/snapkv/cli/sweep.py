@@ -1,9 +1,10 @@
 """From `--policy`, `--budget` and `--baseline` to the methods of a run."""
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from snapkv.app.prefills import Prefill
 from snapkv.cli.amounts import token_budgets
@@ -11,7 +12,9 @@ from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.asking import Method
-from snapkv.validation import AUTO, DEFAULT
+from snapkv.lab.evaluate.conversing import LATER, Later
+from snapkv.policies import FullCache
+from snapkv.validation import AUTO, DEFAULT, require_choice
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
@@ -36,6 +39,34 @@ def read_in_every_way(
     ]
 
 
+def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
+    """Every method with every way to read later questions, which its label names if it drops.
+
+    Args:
+        compared: what answers; the full cache comes once, since nothing of it is dropped.
+        texts: "append", "compress" and "recall", also with commas between them; None for the first.
+
+    Raises:
+        InvalidArgumentError: another word, or one of them twice.
+    """
+    ways = [way.strip() for text in texts or ["append"] for way in text.split(",") if way.strip()]
+    for way in ways:
+        require_choice("turns", way, tuple(LATER))
+    if not ways or len(set(ways)) < len(ways):
+        raise InvalidArgumentError(
+            f"turns: expected some of {', '.join(LATER)}, each once, got "
+            f"{', '.join(ways) or 'none'}; leave the repeated one out"
+        )
+    made = []
+    for method, (place, way) in itertools.product(compared, enumerate(ways)):
+        if not isinstance(method.policy, FullCache):
+            label = method.label + ("" if way == "append" else f" {way}")
+            made.append(replace(method, label=label, later=cast(Later, way)))
+        elif place == 0:
+            made.append(method)
+    return made
+
+
 def methods(
     baselines: Iterable[str], policies: Iterable[str], budgets: Sequence[int | str | dict[str, Any]]
 ) -> list[Method]:
@@ -52,17 +83,22 @@ def methods(
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
     """
-    made = [Method(label=spec, policy=make_policy(*_parsed(spec))) for spec in specs(baselines)]
+    made = [Method(label=spec, policy=make_policy(*parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):
-        name, given = _parsed(spec)
-        own = {parameter.rpartition(".")[2] for parameter in given}
-        if "budget" not in accepted(name, {}) or own & {"budget", "keep_ratio"}:
+        name, given = parsed(spec)
+        if not takes_budget(name, given):
             made.append(Method(label=spec, policy=make_policy(name, given)))
             continue
         for budget in budgets:
             policy = make_policy(name, {"budget": budget, **given})
             made.append(Method(label=f"{spec}@{_shown(budget)}", policy=policy))
     return made
+
+
+def takes_budget(name: str, given: Iterable[str]) -> bool:
+    """Whether a policy has a budget that these parameters of it do not set."""
+    own = {parameter.rpartition(".")[2] for parameter in given}
+    return "budget" in accepted(name, {}) and not own & {"budget", "keep_ratio"}
 
 
 def _shown(budget: int | str | dict[str, Any]) -> str:
@@ -78,8 +114,12 @@ def specs(texts: Iterable[str]) -> list[str]:
     return [part.strip() for part in parts if part.strip() not in ("", "none")]
 
 
-def _parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name of a policy, and the parameters that it is written with."""
+def parsed(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name of a policy, and the parameters that it is written with.
+
+    Raises:
+        InvalidArgumentError: an unknown policy, or a parameter without a value.
+    """
     name, _, rest = spec.partition(":")
     parameters = [part for part in rest.split(",") if part.strip()]
     for parameter in parameters:

@@ -8,7 +8,9 @@ from rich.text import Text
 from snapkv.app.answering import Answer
 from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.grid import Grid
+from snapkv.lab.evaluate.intervals import METHOD
 from snapkv.lab.evaluate.runner import Results
+from snapkv.lab.report import leaderboard
 from snapkv.lab.report.score_tables import method_table
 from snapkv.lab.study.base import Table
 from snapkv.library.about import About
@@ -87,13 +89,14 @@ def documents_table(about: About, records: Sequence[Record]) -> Grid:
 
 
 def results_table(results: Results) -> Grid:
-    """Mean scores, times 100, and costs: a row per method.
+    """Mean scores, times 100, with their intervals, and costs: a row per method.
 
     The best of the measured scores are bold.
     """
     scores = method_table(results)
     return Grid(
         title=scores.title,
+        caption=scores.caption,
         headings=scores.headings,
         rows=tuple(
             tuple(
@@ -102,6 +105,24 @@ def results_table(results: Results) -> Grid:
             )
             for row, texts in enumerate(scores.rows)
         ),
+    )
+
+
+def board_table(found: dict[str, Any]) -> Grid:
+    """A row per method, share and setting of a leaderboard; tasks one by one are on its page."""
+
+    def without_tasks(cells: Sequence[str]) -> tuple[str, ...]:
+        return (*cells[:3], *cells[-3:])
+
+    return Grid(
+        title=f"leaderboard of {found['model']['name']}",
+        caption=f"95 %: interval of the mean over tasks, {METHOD}",
+        headings=("question", *without_tasks(leaderboard.headings(found))),
+        rows=tuple(
+            (line.scores.question, *without_tasks(leaderboard.texts(line, found)))
+            for line in leaderboard.board_lines(found)
+        ),
+        left=2,
     )
 
 

@@ -11,7 +11,7 @@ from snapkv.cache.identity import LayerIdentity
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
-from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies import DuoAttention, EvictingPolicy, Policy
 from snapkv.storage.base import Storage
 from snapkv.storage.codes import Bits
 from snapkv.storage.dense import Dynamic
@@ -50,7 +50,8 @@ def layers_for(
 
     Raises:
         InvalidTypeError: `model` is not a transformers model.
-        InvalidArgumentError: the policy has not been given the tokenizer it needs.
+        InvalidArgumentError: the policy has not been given the tokenizer it needs, or the scores
+            of another model's heads.
         UnsupportedModelError: an encoder-decoder model, one without full attention, one with a
             kind of layer that is not known to be handled correctly, or one that lacks what the
             policy needs.
@@ -67,6 +68,8 @@ def layers_for(
     name = type(model).__name__
     _require_known(name, layers)
     full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+    if isinstance(policy, DuoAttention):
+        policy.require_heads(len(full), _kv_heads(config))
     identities = _identities(model, policy, full)
     made = [storage() for _ in full]
     if any(each.is_compileable for each in made):
@@ -74,6 +77,14 @@ def layers_for(
     for index, identity, own in zip(full, identities, made, strict=True):
         layers[index] = CompressedLayer(policy, identity, own)
     return layers
+
+
+def _kv_heads(config: Any) -> int | None:
+    """Heads that the cache of a layer stores; None where only its tensors will say."""
+    if getattr(config, "kv_lora_rank", None):  # one latent for all heads, however it is expanded
+        return None
+    heads = getattr(config, "num_key_value_heads", None)
+    return heads if isinstance(heads, int) else None
 
 
 def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> list[LayerIdentity]:

@@ -21,6 +21,7 @@ from snapkv.hf import handoff, saved
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
+from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage.codes import Bits
 from snapkv.storage.sliding import let_go_of_the_past
@@ -100,6 +101,7 @@ class CompressedCache(Cache):
                 f"policy: expected a policy such as SnapKV(budget=1024), got {policy!r} of type "
                 f"{type(policy).__name__}; see snapkv.policies.POLICIES"
             )
+        policy = with_known_heads(model, policy)
         later = TurnOptions(
             turns=turns, recall=recall, recall_bytes=recall_bytes, refresh_every=refresh_every
         )

@@ -175,7 +175,7 @@ def _completed(saved: dict[str, Any]) -> dict[str, Any]:
     known = [field for field in fields(kind) if field.init] if kind is not None else []
     if any(field.name == "sink_tokens" for field in known):
         complete.setdefault("sink_tokens", 0)
-        if isinstance(complete["budget"], int):
+        if isinstance(complete.get("budget"), int):
             room = complete["budget"] - complete["window_size"]
             complete["sink_tokens"] = min(complete["sink_tokens"], room)
     for field in known:

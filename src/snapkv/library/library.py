@@ -19,6 +19,7 @@ from snapkv.errors import (
     OutOfMemoryError,
     OutputError,
 )
+from snapkv.hf.known_heads import with_known_heads
 from snapkv.library.about import About
 from snapkv.library.blending import DEFAULT_RECOMPUTE, blend
 from snapkv.library.folder import Fault, Folder
@@ -313,6 +314,7 @@ class Library:
         model_name: str | None,
     ) -> Reader:
         """What reads the way this library wants; a new one says how from now on."""
+        policy = None if policy is None else with_known_heads(model, policy)
         about = self._folder.about()
         if about is not None:
             about.require_same_keeping(policy, bits)

@@ -3,14 +3,17 @@
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
+from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
+from snapkv.policies.duo_attention import DuoAttention
 from snapkv.policies.expected_attention import ExpectedAttention
 from snapkv.policies.fastgen import FastGen
 from snapkv.policies.full import FullCache
 from snapkv.policies.h2o import H2O
 from snapkv.policies.keydiff import KeyDiff
 from snapkv.policies.kvzip import KVzip
+from snapkv.policies.lagkv import LagKV
 from snapkv.policies.prompt_then_decode import PromptThenDecode
 from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
@@ -36,8 +39,11 @@ POLICIES: dict[str, type[Policy]] = {
         Scissorhands,
         RKV,
         FastGen,
+        DuoAttention,
         PromptThenDecode,
         KeyDiff,
+        LagKV,
+        Compactor,
         KVzip,
         Random,
     )
@@ -47,8 +53,10 @@ POLICIES: dict[str, type[Policy]] = {
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "Compactor",
     "CriticalKV",
     "DecodeStep",
+    "DuoAttention",
     "EvictingPolicy",
     "Eviction",
     "ExpectedAttention",
@@ -57,6 +65,7 @@ __all__ = [
     "H2O",
     "KVzip",
     "KeyDiff",
+    "LagKV",
     "POLICIES",
     "Policy",
     "PrefixPolicy",

@@ -17,9 +17,9 @@ from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_budget, require_one_limit
 
-Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading"]
-"""Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, or that
-`snapkv.kvzip` reads the prompt."""
+Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading", "queries"]
+"""Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
+`snapkv.kvzip` reads the prompt, or the queries of all that is chosen from."""
 
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""

@@ -37,6 +37,7 @@ def select_by_rows(
     if all(selection is None for selection in chosen):
         return None
     found = next(selection for selection in chosen if selection is not None)
+    ragged = any(one is not None and one.head_tokens is not None for one in chosen)
     whole = _held(held, found.keep_indices.shape[1])
     parts = [
         whole[rows] if selection is None else selection.keep_indices
@@ -44,7 +45,6 @@ def select_by_rows(
     ]
     keep_indices = _one_below_the_other(groups, parts)
     fillers = _fillers(keep_indices, layer.pad_tokens)
-    ragged = found.head_tokens is not None
     return replace(
         found,
         keep_indices=keep_indices,
@@ -110,6 +110,7 @@ def evict_by_rows(policy: EvictingPolicy, step: DecodeStep, new_tokens: Sequence
         scores=scores,
         sink_tokens=max(eviction.sink_tokens for eviction in evictions),
         filler_tokens=_fillers(keep_indices, step.filler_tokens),
+        parts_heads=any(eviction.parts_heads for eviction in evictions),
     )
 
 

@@ -1,5 +1,6 @@
 """CriticalKV (Feng et al., ICML 2026): what a value does to the output counts beside its vote."""
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
@@ -94,8 +95,20 @@ class CriticalKV(AroundScores, PrefixPolicy):
         return weighed.masked_fill(chosen[..., :-1], torch.finfo(scores.dtype).max)
 
 
-def projected_norms(layer: PromptLayer, prefix_tokens: int) -> Tensor:
-    """L1 norm of ``W_O v`` for the prefix: (B, Hq, P) float32.
+def absolute_sum(states: Tensor) -> Tensor:
+    """L1 norm over the last axis."""
+    return states.abs().sum(dim=-1)
+
+
+def projected_norms(
+    layer: PromptLayer, prefix_tokens: int, norm: Callable[[Tensor], Tensor] = absolute_sum
+) -> Tensor:
+    """Norm of ``W_O v`` for the prefix: (B, Hq, P) float32.
+
+    Args:
+        layer: its values and output projection; of its queries only the number of heads counts.
+        prefix_tokens: P.
+        norm: of (..., hidden) over the last axis; L1 as in CriticalKV.
 
     Raises:
         UnsupportedModelError: the output projection does not take the heads' values side by side.
@@ -113,7 +126,7 @@ def projected_norms(layer: PromptLayer, prefix_tokens: int) -> Tensor:
     values = layer.values[:, :, :prefix_tokens].float()
     blocks = torch.split(values, _POSITIONS_AT_ONCE, dim=2)  # bounds the (B, P, hidden) in between
     norms = [
-        torch.cat([(b[:, head // group] @ per_head[:, head].T).abs().sum(-1) for b in blocks], -1)
+        torch.cat([norm(b[:, head // group] @ per_head[:, head].T) for b in blocks], -1)
         for head in range(heads)
     ]
     return torch.stack(norms, dim=1)

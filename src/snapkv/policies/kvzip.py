@@ -30,27 +30,39 @@ class KVzip(PrefixPolicy):
     the softmax runs over the whole text, where the published code takes each piece's own part.
     `AdaKV(KVzip(...))` lets heads keep different numbers, as published.
 
+    With `plus` it is KVzip+ (KVzap, arXiv 2601.07891): the attention of query i to position j
+    counts times ``|W_O v_j| / |h_i|``. Both are Euclidean norms: of what the position adds to the
+    layer's output per unit of attention, and of what the attention reads for the query, behind
+    the norm before it, as in kvpress. So what hardly changes the output is not kept.
+
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
         chunk_tokens: tokens of a piece.
         sink_tokens: first tokens that every head keeps, 4 as in kvpress. The published code keeps
             all that stands before the text, which begins with the system prompt. Saying a text
             again asks for little of them, but most heads rest their attention there.
+        plus: weigh attention by what it adds to the output.
     """
 
     name: ClassVar[str] = "kvzip"
     query_tokens: ClassVar[int] = 0
     """None of the first reading's."""
-    needs: ClassVar[frozenset[Need]] = frozenset({"second_reading"})
 
     _: KW_ONLY
     chunk_tokens: int = 2048
     sink_tokens: int = 4
+    plus: bool = False
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
         super().__post_init__()
         require_int("chunk_tokens", self.chunk_tokens, minimum=1)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """A second reading; with `plus` the layer's output projection, too."""
+        weighed: frozenset[Need] = frozenset({"output_weight"} if self.plus else ())
+        return weighed | {"second_reading"}
 
     def score(self, layer: PromptLayer) -> Tensor:
         """The most attention received in the second reading: (B, Hkv, P) float32.
@@ -67,12 +79,20 @@ class KVzip(PrefixPolicy):
         return layer.received[..., : layer.keys.shape[2] - self.window_size]
 
 
-def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
+def most_attention(
+    seen: PromptLayer,
+    tokens: int,
+    *,
+    query_norms: Tensor | None = None,
+    value_norms: Tensor | None = None,
+) -> Tensor:
     """The most attention that any of the last queries pays to each of the first positions.
 
     Args:
         seen: a layer; its queries are those of the last keys.
         tokens: how many positions.
+        query_norms: (B, N) float32, what the attention of each of the N queries is divided by.
+        value_norms: (B, Hq, tokens) float32, what that of each position is multiplied by.
 
     Returns:
         (B, heads of the cache, tokens) float32, the highest over the queries and the group.
@@ -80,6 +100,11 @@ def most_attention(seen: PromptLayer, tokens: int) -> Tensor:
     blocks = ops.attention_weight_blocks(
         seen.queries, seen.keys, seen.score_options, None, _QUERIES_AT_ONCE
     )
+    if query_norms is not None:
+        norms = torch.split(query_norms[:, None, :, None], _QUERIES_AT_ONCE, dim=2)
+        blocks = (block / norm for block, norm in zip(blocks, norms, strict=True))
     most = functools.reduce(torch.maximum, (block[..., :tokens].amax(dim=2) for block in blocks))
+    if value_norms is not None:
+        most = most * value_norms
     reduced: Tensor = ops.reduce_group(most, seen.num_kv_heads, "max")
     return reduced

@@ -59,8 +59,7 @@ class PromptThenDecode(EvictingPolicy):
         if room is None:
             raise InvalidArgumentError(
                 f"decode: expected a method with a budget that is the same for all heads, got "
-                f"{self.decode!r}, which decides what a head keeps by its whole prompt; use it by "
-                "itself"
+                f"{self.decode!r}, whose heads hold different numbers of tokens; use it by itself"
             )
         if most is None:
             raise InvalidArgumentError(

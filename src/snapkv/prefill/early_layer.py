@@ -5,9 +5,6 @@ each model lies in the folder `early-layers` of `snapkv.cache_folder`, named aft
 model from others; what was found of the demo model comes with the package.
 """
 
-import functools
-import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.cache_folder import cache_folder
-from snapkv.hf.identity import identity_of
+from snapkv.hf.remembered import Remembered
 from snapkv.prefill.decoder import decoder_layers
 from snapkv.validation import require_int
-
-_log = logging.getLogger("snapkv.prefill")
-_PACKAGED = Path(__file__).with_name("early_layers")
 
 
 def default_early_layer(model: PreTrainedModel) -> int:
@@ -39,17 +32,7 @@ def known_early_layer(model: PreTrainedModel) -> int | None:
     Args:
         model: in whatever dtype it was loaded.
     """
-    identity = _identity(model)  # reads a little of every weight, so once
-    path = _file_of(identity)
-    if not path.exists():
-        path = _PACKAGED / path.name
-    try:
-        return _layer_in(path.read_bytes(), identity, len(decoder_layers(model)) - 1)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        _warn_once(path, str(getattr(error, "strerror", None) or error))
-        return None
+    return _KNOWN.of(model)
 
 
 def remember_early_layer(
@@ -70,22 +53,7 @@ def remember_early_layer(
         OutputError: the file cannot be written; the one that was there still is.
     """
     require_int("layer", layer, minimum=1, maximum=len(decoder_layers(model)) - 1)
-    identity = _identity(model)
-    path = _file_of(identity)
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"layer": layer, "model": identity, "measured": dict(measured or {})}
-    replace_file(path, json.dumps(found, indent=1) + "\n")
-    return path
-
-
-def _identity(model: PreTrainedModel) -> dict[str, Any]:
-    return identity_of(model, in_any_dtype=True)
-
-
-def _file_of(identity: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return early_layers_folder() / f"{digest[:32]}.json"
+    return _KNOWN.keep(model, layer, measured)
 
 
 def early_layers_folder() -> Path:
@@ -93,26 +61,24 @@ def early_layers_folder() -> Path:
     return cache_folder() / "early-layers"
 
 
-def _layer_in(data: bytes, identity: Mapping[str, Any], most: int) -> int:
-    """The number that a file of this model holds, which has one layer more than `most`.
+def _read(layer: Any, model: PreTrainedModel) -> int:
+    """The number that a file of this model holds.
 
     Raises:
-        ValueError: another file.
+        ValueError: no number of its layers.
     """
-    found = json.loads(data)
-    if not isinstance(found, dict) or found.get("model") != identity:
-        raise ValueError("it does not describe this model")
-    layer = found.get("layer")
+    most = len(decoder_layers(model)) - 1
     if type(layer) is not int or not 1 <= layer <= most:
         raise ValueError(f"expected a layer from 1 to {most}, got {layer!r}")
     return layer
 
 
-@functools.cache
-def _warn_once(path: Path, reason: str) -> None:
-    _log.warning(
-        "%s says nothing of the model's layers (%s), so half of them read every token; remove it, "
-        "or run snapkv study early-layer",
-        path,
-        reason,
-    )
+_KNOWN = Remembered(
+    name="layer",
+    study="early-layer",
+    folder=lambda: early_layers_folder(),
+    packaged=Path(__file__).with_name("early_layers"),
+    read=_read,
+    otherwise="half of its layers read every token",
+    log=logging.getLogger("snapkv.prefill"),
+)

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from snapkv import H2O, TOVA, AdaKV, FullCache, KVzip, SnapKV
+from snapkv import H2O, TOVA, AdaKV, DuoAttention, FullCache, KVzip, SnapKV
 from snapkv.app.answering import answer
 from snapkv.app.prefills import Exact, GemFilter
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
+from snapkv.hf.known_heads import remember_head_scores
 from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Sample
@@ -431,3 +432,19 @@ def test_the_fingerprint_leaves_the_methods_out(tiny):
     assert named() == Run(loaded=tiny, task=Keys(), methods=METHODS).fingerprint()
     assert len({named(), named(limit=1), named(template="none")}) == 3
     assert named() != Run(loaded=tiny, task=Keys(each=1), methods=METHODS).fingerprint()
+
+
+def test_records_say_which_heads_a_run_went_by(tiny, tmp_path):
+    duo = Method(label="duo", policy=DuoAttention(recent_tokens=8))
+    with pytest.raises(InvalidArgumentError, match=r"pattern: .*study heads"):
+        run(tiny, tmp_path, methods=[duo])
+    config = tiny.model.config
+    one, other = (
+        ((score,) * config.num_key_value_heads,) * config.num_hidden_layers for score in (0.1, 0.2)
+    )
+    remember_head_scores(tiny.model, one)
+    run(tiny, tmp_path, methods=[duo], limit=1)
+    assert records(tmp_path)[0]["policy"]["pattern"] == [list(row) for row in one]
+    remember_head_scores(tiny.model, other)
+    with pytest.raises(InvalidArgumentError, match="policy: expected duo to be what it was"):
+        run(tiny, tmp_path, methods=[duo], limit=1)

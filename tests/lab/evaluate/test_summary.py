@@ -2,7 +2,13 @@
 
 import pytest
 
-from snapkv.lab.evaluate.summary import axis_values, score_lines, shown_score, summarise
+from snapkv.lab.evaluate.summary import (
+    axis_values,
+    score_lines,
+    shown_interval,
+    shown_score,
+    summarise,
+)
 from tests.lab.evaluate.tiny import Keys
 
 
@@ -15,7 +21,7 @@ def record(sample, method, score, *, status="ok", cell=None, question="visible",
         "policy": {"name": method},
         "status": status,
     }
-    known = {"prompt_tokens": 10, "kept_tokens": 5, "held_bytes": 100} | numbers
+    known = {"prompt_tokens": 10, "kept_tokens": 5, "held_bytes": 100, "full_bytes": 400} | numbers
     timed = {"token_ms": 1.0, "first_token_ms": 9.0} | numbers
     return made | ({"score": score} | known | timed if status == "ok" else {})
 
@@ -42,11 +48,15 @@ def test_a_row_is_means_of_scores_and_medians_of_times():
         "samples": 3,
         "failed": {},
         "score": 0.5,
+        "interval": [0.0, 1.0],
+        "difference": None,
         "prompt_tokens": 10,
         "kept_tokens": 5,
         "held_bytes": 300,
+        "full_bytes": 400,
         "token_ms": 2.0,
         "first_token_ms": 20.0,
+        "scores": {"a": 1.0, "b": 0.0, "c": 0.5},
     }
 
 
@@ -63,6 +73,8 @@ def test_what_has_no_answer_is_counted_and_in_no_mean():
     assert row["failed"] == {"out of memory": 2, "too long": 1}
     assert row["score"] == 0.4
     assert row["token_ms"] is None
+    assert row["scores"] == {"b": 0.4}
+    assert (row["interval"], shown_interval(row["interval"])) == (None, "one sample")
     (row,) = summarise(records, keys(records[2:]), Keys())
     assert (row["status"], row["samples"], row["score"]) == ("too long", 0, None)
 
@@ -125,4 +137,39 @@ def test_a_method_without_any_score_has_no_mean():
     records = [record("a", "full", None, status="too long")]
     (line,) = score_lines(summarise(records, keys(records), Keys()), "length")
     assert (line.mean, line.held_bytes, line.token_ms) == (None, None, None)
-    assert shown_score(line.mean) == "-"
+    assert (shown_score(line.mean), line.shown_interval) == ("-", "-")
+
+
+def test_a_row_is_compared_with_the_full_caches_sample_by_sample():
+    records = [record(name, "full", score) for name, score in zip("abc", (1, 1, 0), strict=True)]
+    records += [record("a", "h2o", 0.0), record("b", "h2o", 1.0), record("d", "h2o", 1.0)]
+    full, h2o = summarise(records, keys(records), Keys())
+    assert full["difference"] is None
+    assert h2o["difference"] == {"score": -0.5, "interval": [-1.0, 0.0], "samples": 2}
+
+
+def test_a_line_has_the_interval_of_its_mean_and_of_every_column():
+    scores = {("a", 1): 0.0, ("b", 1): 1.0, ("a", 2): 1.0, ("b", 2): 1.0}
+    records = [
+        record(f"{name}{length}", "full", score, cell={"length": length})
+        for (name, length), score in scores.items()
+    ]
+    (line,) = score_lines(summarise(records, keys(records), Keys()), "length")
+    assert line.intervals == {1: (0.0, 1.0), 2: (1.0, 1.0)}
+    assert (line.interval, line.shown_interval) == ((0.5, 1.0), "50.0 to 100.0")
+    (line,) = score_lines(summarise(records, keys(records[:3]), Keys()), "length")
+    assert line.intervals == {1: (0.0, 1.0), 2: None}
+    assert (line.interval, line.shown_interval) == (None, "one sample")
+
+
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [
+        (None, "one sample"),
+        ((0.5, 0.5), "no spread"),
+        ((-0.125, 0.5), "-12.5 to 50.0"),
+        ((-1e-9, 0.25), "0.0 to 25.0"),
+    ],
+)
+def test_an_interval_as_text(interval, text):
+    assert shown_interval(interval) == text

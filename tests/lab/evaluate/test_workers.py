@@ -41,7 +41,7 @@ class Scripted(Worker):
         if self.ends(asked):
             self.places -= 1
             raise WorkerEndedError
-        return [asked.record(method) | {"status": "ok"} for method in asked.methods]
+        return [asked.record(asked.sample, method) | {"status": "ok"} for method in asked.methods]
 
     def end(self):
         self.ended += 1

@@ -11,9 +11,11 @@ from snapkv import (
     AdaKV,
     CompressedCache,
     CriticalKV,
+    DuoAttention,
     FastGen,
     FullCache,
     KeyDiff,
+    LagKV,
     PromptThenDecode,
     PyramidKV,
     SnapKV,
@@ -41,9 +43,11 @@ POLICIES = [
     AdaKV(SnapKV(96, window_size=16)),
     CriticalKV(SnapKV(96, window_size=16)),
     KeyDiff(96),
+    LagKV(96, lag_size=16),
     H2O(96),
     StreamingLLM(96),
     FastGen(0.9),
+    DuoAttention(sink_tokens=4, recent_tokens=60),
     PromptThenDecode(prompt=SnapKV(96, window_size=16), decode=H2O(128)),
     FullCache(),
 ]
@@ -94,6 +98,8 @@ def test_votes_and_cuts_are_there_where_a_method_has_them(inspection):
     assert shown["keydiff"].scores is not None
     assert shown["keydiff"].votes is None
     assert not shown["keydiff"].logarithmic
+    assert shown["lagkv"].scores is not None
+    assert shown["lagkv"].votes is None
     assert shown["h2o"].scores is not None
     assert shown["streaming-llm"].scores is None
     assert shown["full"].scores is None

@@ -1,5 +1,6 @@
 """Results as a run gives them, made by hand."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,11 @@ def row(method, cell, score, *, status="ok", question="visible"):
         "samples": int(known),
         "failed": {} if known else {status: 1},
         "score": score,
+        "interval": None,
+        "difference": None,
+        "scores": {json.dumps(cell): score} if known else {},
         **dict.fromkeys(("prompt_tokens", "kept_tokens"), 1024.0 if known else None),
-        "held_bytes": 2.0**20 if known else None,
+        **dict.fromkeys(("held_bytes", "full_bytes"), 2.0**20 if known else None),
         **dict.fromkeys(("token_ms", "first_token_ms"), 12.5 if known else None),
     }
 

@@ -1,6 +1,7 @@
 """What a figure shows is what the rows say."""
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -34,7 +35,8 @@ def texts(axes):
 def test_a_heat_map_per_method_on_one_fixed_scale():
     figure = figures.draw(grid())["scores"]
     assert [panel.get_title() for panel in panels(figure)] == [
-        "full\nmean 12.5", "snapkv@512\nmean 37.5", "snapkv@1024\nmean 62.5",
+        "full\nmean 12.5 (0.0 to 25.0)", "snapkv@512\nmean 37.5 (29.2 to 45.8)",
+        "snapkv@1024\nmean 62.5 (54.2 to 70.8)",
     ]  # fmt: skip
     for panel in panels(figure):
         (image,) = panel.images
@@ -158,6 +160,43 @@ def test_methods_that_never_answered_are_drawn_too():
         cells = [{**r, "cell": {task.axes[0]: 8}} for r in rows]
         made = figures.draw(results(task, cells))
         assert all(drawing.encoded(figure, ".svg") for figure in made.values())
+
+
+def answered(method, cell, scores):
+    named = {f"{json.dumps(cell)}/{number}": score for number, score in enumerate(scores)}
+    return row(method, cell, sum(scores) / len(scores)) | {"scores": named}
+
+
+def shaded(axes):
+    """Where the bands of a panel lie, from the lowest to the highest point of each."""
+    return [
+        tuple(round(end, 6) for end in (points[:, 1].min(), points[:, 1].max()))
+        for band in axes.collections
+        for points in (path.vertices for path in band.get_paths())
+    ]
+
+
+def test_intervals_are_lines_on_bars_and_bands_around_curves():
+    cells = [{"set": name} for name in ("qa", "code")]
+    bars = [answered("full", cells[0], (0.0, 1.0)), answered("full", cells[1], (1.0,))]
+    (axes,) = figures.draw(results(sets().task, bars))["scores"].axes
+    (lines,) = axes.collections
+    assert [segment.tolist() for segment in lines.get_segments()] == [[[0, 0], [0, 100]]]
+    curve = [
+        answered("full", {"sentences": n}, scores) for n, scores in ((8, (0, 1)), (16, (0, 0)))
+    ]
+    (axes,) = figures.draw(results(Keys(), curve))["scores"].axes
+    assert shaded(axes) == [(0, 100)]
+
+
+def test_intervals_are_in_the_titles_of_heat_maps_and_around_budgets():
+    cell = {"length": 512, "depth": 0}
+    rows = [answered(f"snapkv@{n}", cell, scores) for n, scores in ((64, (0, 1)), (128, (1, 1)))]
+    made = figures.draw(results(Grid(), rows))
+    assert [panel.get_title() for panel in panels(made["scores"])] == [
+        "snapkv@64\nmean 50.0 (0.0 to 100.0)", "snapkv@128\nmean 100.0 (no spread)",
+    ]  # fmt: skip
+    assert shaded(made["budgets"].axes[0]) == [(0, 100)]
 
 
 @pytest.mark.parametrize("suffix", drawing.FORMATS)

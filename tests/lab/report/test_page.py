@@ -60,14 +60,22 @@ def test_the_table_of_methods_with_the_best_of_every_column():
         "code",
         "news",
         "mean",
+        "95 %",
         "vs full",
+        "difference",
         "cache",
         "ms/token",
     )
     assert table.rows == (
-        ("full", "visible", "50.0", "75.0", "out of memory", "62.5", "-", "1.0 MiB", "12"),
-        ("snapkv@512", "visible", "50.0", "25.0", "12.5", "29.2", "-40.0 %", "1.0 MiB", "12"),
-        ("paper: full", "visible", "50.0", "25.0", "", "37.5", "-", "-", "-"),
+        (
+            *("full", "visible", "50.0", "75.0", "out of memory", "62.5", "one sample"),
+            *("-", "-", "1.0 MiB", "12"),
+        ),
+        (
+            *("snapkv@512", "visible", "50.0", "25.0", "12.5", "29.2", "one sample"),
+            *("-40.0 %", "-25.0 (one sample)", "1.0 MiB", "12"),
+        ),
+        ("paper: full", "visible", "50.0", "25.0", "", "37.5", "-", "-", "-", "-", "-"),
     )
     # Alike is best twice; a mean over fewer columns is not compared; the paper's are not measured.
     assert table.best == {(0, 2), (1, 2), (0, 3), (1, 4), (1, 5)}
@@ -90,9 +98,11 @@ def test_the_page_holds_the_table_and_marks_the_best():
 def test_every_cell_and_every_failure_is_on_the_page():
     _, failures, cells, _ = Page(as_page(grid())).tables
     assert len(cells) == 1 + 3 * 3 * 3
-    assert cells[0][:6] == ["method", "question", "length", "depth", "score", "samples"]
-    assert cells[2][:6] == ["snapkv@512", "visible", "1024", "0", "25.0", "1"]
-    assert cells[10][:6] == ["full", "visible", "4096", "0", "out of memory", "0"]
+    assert cells[0][:8] == [
+        *("method", "question", "length", "depth", "score", "95 %", "difference", "samples"),
+    ]
+    assert cells[2][:8] == ["snapkv@512", "visible", "1024", "0", "25.0", "one sample", "-", "1"]
+    assert cells[10][:8] == ["full", "visible", "4096", "0", "out of memory", "-", "-", "0"]
     assert [line[:2] + line[3:] for line in failures[1:]] == [
         ["full", "visible", "3", "length 4096"],
         ["full", "visible", "3", "length 16384"],
@@ -172,7 +182,7 @@ def test_names_stay_text():
     assert dict(facts[1:])["model: name"] == NASTY
     markdown = as_markdown(run)
     assert "<script>" not in markdown
-    assert all(line.count(" | ") == 5 for line in markdown.splitlines() if line.startswith("|"))
+    assert all(line.count(" | ") == 6 for line in markdown.splitlines() if line.startswith("|"))
     (first, _) = csv.DictReader(io.StringIO(as_csv(run)))
     assert (first["method"], first["set"], first["model"]) == (NASTY, NASTY, NASTY)
 
@@ -186,6 +196,8 @@ def test_the_csv_has_the_numbers_as_they_are():
         "question": "visible", "length": "1024", "depth": "0", "status": "ok", "failed": "0",
         "samples": "1", "score": "0.25", "prompt_tokens": "1024.0", "kept_tokens": "1024.0",
         "held_bytes": "1048576.0", "token_ms": "12.5", "first_token_ms": "12.5",
+        "score_low": "", "score_high": "", "difference": "", "difference_low": "",
+        "difference_high": "",
     }  # fmt: skip
     assert (rows[9]["status"], rows[9]["failed"], rows[9]["score"]) == ("out of memory", "1", "")
 
@@ -193,12 +205,16 @@ def test_the_csv_has_the_numbers_as_they_are():
 def test_the_markdown_is_the_table():
     assert as_markdown(sets()) == (
         "# keys: accuracy by set\n\nModel: demo\n\n"
-        "| method | question | qa | code | news | mean | vs full | cache | ms/token |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| full | visible | **50.0** | **75.0** | out of memory | 62.5 | - | 1.0 MiB | 12 |\n"
-        "| snapkv@512 | visible | **50.0** | 25.0 | **12.5** | **29.2** | -40.0 % | 1.0 MiB "
-        "| 12 |\n"
-        "| paper: full | visible | 50.0 | 25.0 |  | 37.5 | - | - | - |\n"
+        "| method | question | qa | code | news | mean | 95 % | vs full | difference | cache "
+        "| ms/token |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| full | visible | **50.0** | **75.0** | out of memory | 62.5 | one sample | - | - "
+        "| 1.0 MiB | 12 |\n"
+        "| snapkv@512 | visible | **50.0** | 25.0 | **12.5** | **29.2** | one sample | -40.0 % "
+        "| -25.0 (one sample) | 1.0 MiB | 12 |\n"
+        "| paper: full | visible | 50.0 | 25.0 |  | 37.5 | - | - | - | - | - |\n"
+        "\n95 %: interval of the mean, percentile bootstrap over samples, 2,000 resamples, too "
+        "narrow where cells have few\n"
     )
 
 
@@ -210,3 +226,20 @@ def test_a_report_replaces_the_one_before(tmp_path):
     write_report(sets(), str(tmp_path))
     assert (tmp_path / "results.md").read_text() == as_markdown(sets())
     assert json.dumps(sorted(first)) == '["index.html", "results.csv", "results.md"]'
+
+
+def test_intervals_and_differences_are_on_the_page_and_in_the_csv():
+    run = results(sets().task, [row("full", {"set": "qa"}, 0.5), row("h2o", {"set": "qa"}, 0.25)])
+    run.rows[0] |= {"interval": [0.25, 0.75]}
+    run.rows[1] |= {
+        "interval": [0.25, 0.25],
+        "difference": {"score": -0.25, "interval": [-0.5, 0.0], "samples": 4},
+    }
+    cells = Page(as_page(run)).tables[1]
+    assert [line[4:6] for line in cells[1:]] == [["25.0 to 75.0", "-"], [
+        "no spread", "-25.0 (-50.0 to 0.0), no difference seen",
+    ]]  # fmt: skip
+    full, h2o = csv.DictReader(io.StringIO(as_csv(run)))
+    names = ("score_low", "score_high", "difference", "difference_low", "difference_high")
+    assert [full[name] for name in names] == ["0.25", "0.75", "", "", ""]
+    assert [h2o[name] for name in names] == ["0.25", "0.25", "-0.25", "-0.5", "0.0"]

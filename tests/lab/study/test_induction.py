@@ -155,7 +155,7 @@ def test_the_folder_holds_the_pooling_beside_the_models_identity(found, demo):
 
 
 def test_a_run_that_is_continued_reads_nothing_again(found, demo, monkeypatch):
-    monkeypatch.setattr(Induction, "_looked_at", None)
+    monkeypatch.setattr(Induction, "looked_at", None)
     assert SMALL.into(demo, found.folder).rows == found.rows
 
 

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snapkv import (
+    Compactor,
     CompressedCache,
     ExpectedAttention,
     FullCache,
     InvalidArgumentError,
     KeyDiff,
     KVzip,
+    LagKV,
     ModelNotFoundError,
     Random,
     SnapKV,
@@ -101,11 +103,23 @@ def test_an_engine_reads_what_the_library_has_kept(family, tmp_path):
         (SnapKV(BUDGET, window_size=4), {"storage": "static", "room_tokens": 16}),
         (SnapKV(BUDGET, window_size=4), {"protect": [(0, 9)]}),
         (KeyDiff(BUDGET, window_size=4), {}),
+        (LagKV(BUDGET, window_size=4, lag_size=8), {}),
+        (Compactor(BUDGET, window_size=4), {}),
         (ExpectedAttention(BUDGET, window_size=4), {}),
         (Random(BUDGET, window_size=4), {}),
         (FullCache(), {}),
     ],
-    ids=["snapkv", "static", "protected", "keydiff", "expected", "random", "full"],
+    ids=[
+        "snapkv",
+        "static",
+        "protected",
+        "keydiff",
+        "lagkv",
+        "compactor",
+        "expected",
+        "random",
+        "full",
+    ],
 )
 def test_any_plain_set_is_a_document(policy, options, tmp_path):
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)

@@ -1,8 +1,9 @@
 """A question of a run: a sample, asked of some methods, and the records of their answers."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -10,9 +11,10 @@ from snapkv.app.answering import Answer
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.errors import OutOfMemoryError, PromptTooLongError
-from snapkv.lab.evaluate.sample import Sample, Setting, Template
+from snapkv.lab.evaluate.conversing import Later, converse
+from snapkv.lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv.lab.evaluate.sharing import PromptReader
-from snapkv.lab.evaluate.store import LOST, Record
+from snapkv.lab.evaluate.store import LOST, Key, Record, Store
 from snapkv.lab.evaluate.task import Task
 from snapkv.policies import Policy
 
@@ -24,11 +26,13 @@ class Method:
     label: str
     policy: Policy
     prefill: Prefill = field(default_factory=Exact)
+    later: Later = "append"
 
     def describe(self) -> Record:
-        """The policy's name and parameters, and how it reads where that is not exact."""
+        """The policy's name and parameters, and how it reads where that is not as usual."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        return self.policy.describe() | reading
+        later = {} if self.later == "append" else {"turns": self.later}
+        return self.policy.describe() | reading | later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,29 +52,42 @@ class Asked:
     tries: int = 0
 
     @property
+    def keys(self) -> list[Key]:
+        """What its records are found by."""
+        return [key for method in self.methods for key in self._keys(method)]
+
+    def without(self, store: Store) -> Self:
+        """The same of the methods of which a record is missing."""
+        missing = [m for m in self.methods if not all(key in store for key in self._keys(m))]
+        return replace(self, methods=missing)
+
+    def _keys(self, method: Method) -> list[Key]:
+        return [(turn.name, method.label, self.question) for turn in self.sample.turns]
+
+    @property
     def characters(self) -> int:
         """How long it is: what an answer takes grows with it."""
         return len(self.sample.context)
 
-    def by_method(self) -> Iterator["Asked"]:
+    def by_method(self) -> Iterator[Self]:
         """The same of one method at a time, once more."""
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
     def lost(self) -> Iterator[Record]:
         """What is recorded where nothing could answer it."""
-        for method in self.methods:
-            yield self.record(method) | {"status": LOST}
+        for method, turn in itertools.product(self.methods, self.sample.turns):
+            yield self.record(turn, method) | {"status": LOST}
 
-    def record(self, method: Method) -> Record:
-        """What the record of a method's answer begins with."""
+    def record(self, turn: Sample, method: Method) -> Record:
+        """What the record of a method's answer to a turn begins with."""
         return {
-            "sample": self.sample.name,
+            "sample": turn.name,
             "method": method.label,
             "question": self.question,
-            "cell": self.sample.cell,
+            "cell": turn.cell,
             "policy": method.describe(),
-            "references": list(self.sample.references),
+            "references": list(turn.references),
         }
 
 
@@ -89,27 +106,42 @@ class Answerer:
     template: Template
 
     def records(self, asked: Asked) -> Iterator[Record]:
-        """An answer of every method, or why there is none."""
-        sample = asked.sample
+        """An answer of every method to every turn, or why there is none."""
         reader = PromptReader(
             self.loaded,
-            sample.prompt(self.loaded.tokenizer, self.template, asked.question),
-            sample.settings,
+            asked.sample.prompt(self.loaded.tokenizer, self.template, asked.question),
+            asked.sample.settings,
             [method.prefill for method in asked.methods],
         )
         for method in asked.methods:
-            yield asked.record(method) | self._outcome(sample, method, reader)
+            left, status = list(asked.sample.turns), ""
+            try:
+                for given in self._answers(asked, method, reader):
+                    turn = left.pop(0)
+                    yield asked.record(turn, method) | {"status": "ok"} | self._scored(turn, given)
+            except PromptTooLongError:
+                status = "too long"
+            except OutOfMemoryError:
+                status = LOST
+            torch.cuda.empty_cache()  # does nothing where CUDA was not used
+            for turn in left:
+                yield asked.record(turn, method) | {"status": status}
 
-    def _outcome(self, sample: Sample, method: Method, reader: PromptReader) -> Record:
-        try:
-            given = reader.answer(method.policy, method.prefill, sample.protection)
-            return {"status": "ok"} | self._scored(sample, given)
-        except PromptTooLongError:
-            return {"status": "too long"}
-        except OutOfMemoryError:
-            pass  # the error holds what filled the memory until this block is left
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return {"status": LOST}
+    def _answers(self, asked: Asked, method: Method, reader: PromptReader) -> Iterator[Answer]:
+        """The answer to a sample, or to every turn of a conversation."""
+        sample = asked.sample
+        if not isinstance(sample, Conversation):
+            yield reader.answer(method.policy, method.prefill, sample.protection)
+            return
+        yield from converse(
+            self.loaded,
+            sample,
+            method.policy,
+            self.template,
+            asked.question,
+            prefill=method.prefill,
+            later=method.later,
+        )
 
     def _scored(self, sample: Sample, given: Answer) -> dict[str, Any]:
         prediction = given.text.removeprefix(sample.answer_start)

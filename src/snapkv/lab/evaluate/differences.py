@@ -1,11 +1,106 @@
-"""How much better or worse than the full cache: what the paper's Tables 3 to 5 report."""
+"""How much better or worse than the full cache: what the paper's Tables 3 to 5 report, how sure."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Self
 
+from snapkv.lab.evaluate.intervals import Interval, mean_interval
 from snapkv.lab.evaluate.store import Record
 from snapkv.policies import FullCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Score less the full cache's, over the samples that both have answered.
+
+    Attributes:
+        mean: from -1 to 1; above 0 the method is better.
+        interval: of the mean, see `mean_interval`, with the two answers to a sample drawn together;
+            None where a column has one sample only.
+        samples: that both have answered.
+    """
+
+    mean: float
+    interval: Interval | None
+    samples: int
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the interval leaves out zero. Where it does not, both may still differ."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+    @classmethod
+    def read(cls, described: Record) -> Self:
+        """What `describe` gave."""
+        ends = described["interval"]
+        interval = None if ends is None else (ends[0], ends[1])
+        return cls(mean=described["score"], interval=interval, samples=described["samples"])
+
+    def describe(self) -> Record:
+        """Ready for JSON."""
+        interval = self.interval and list(self.interval)
+        return {"score": self.mean, "interval": interval, "samples": self.samples}
+
+
+def is_full(row: Record) -> bool:
+    """Whether a row is of the full cache, filled by reading exactly."""
+    return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
+
+
+def cell_differences(rows: Sequence[Record]) -> list[Difference | None]:
+    """Of every row to the full cache's of its cell; None for that one itself, or without one.
+
+    Args:
+        rows: of `snapkv.lab.evaluate.summary`.
+    """
+    full = _full_rows(rows)
+    return [_difference([[pairs]]) if (pairs := _pairs(row, full)) else None for row in rows]
+
+
+def line_differences(rows: Iterable[Record], axis: str) -> dict[tuple[str, str], Difference]:
+    """By method and question: the mean over the columns of an axis, as a table shows scores.
+
+    Cells in which a method and the full cache share no answer are left out of both means.
+
+    Args:
+        rows: of `snapkv.lab.evaluate.summary`.
+        axis: the key of the cells that gives the columns.
+    """
+    rows = list(rows)
+    full = _full_rows(rows)
+    lines: dict[tuple[str, str], dict[str, list[list[float]]]] = {}
+    for row in rows:
+        if pairs := _pairs(row, full):
+            columns = lines.setdefault((row["method"], row["question"]), {})
+            columns.setdefault(json.dumps(row["cell"][axis]), []).append(pairs)
+    return {line: _difference(list(columns.values())) for line, columns in lines.items()}
+
+
+def _difference(columns: list[list[list[float]]]) -> Difference:
+    return Difference(
+        mean=fmean(fmean(map(fmean, cells)) for cells in columns),
+        interval=mean_interval(columns),
+        samples=sum(len(pairs) for cells in columns for pairs in cells),
+    )
+
+
+def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
+    """The rows of the full cache by question and cell."""
+    return {_place(row): row for row in rows if is_full(row)}
+
+
+def _pairs(row: Record, full: dict[str, Record]) -> list[float]:
+    """Score less the full cache's, sample by sample."""
+    if is_full(row) or _place(row) not in full:
+        return []
+    others = full[_place(row)]["scores"]
+    return [score - others[name] for name, score in row["scores"].items() if name in others]
+
+
+def _place(row: Record) -> str:
+    return json.dumps([row["question"], row["cell"]])
 
 
 def relative_differences(rows: Iterable[Record]) -> dict[tuple[str, str], float]:
@@ -23,11 +118,10 @@ def relative_differences(rows: Iterable[Record]) -> dict[tuple[str, str], float]
     for row in rows:
         if row["score"] is None:
             continue
-        cell = json.dumps([row["question"], row["cell"]])
-        if row["policy"]["name"] == FullCache.name:
-            baseline[cell] = row["score"]
+        if is_full(row):
+            baseline[_place(row)] = row["score"]
         else:
-            others.setdefault((row["method"], row["question"]), {})[cell] = row["score"]
+            others.setdefault((row["method"], row["question"]), {})[_place(row)] = row["score"]
     found = {}
     for line, scores in others.items():
         shared = [cell for cell in scores if cell in baseline]

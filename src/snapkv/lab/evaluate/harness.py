@@ -27,7 +27,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.likelihood import log_likelihood
-from snapkv.lab.evaluate.runner import require_methods, require_same_policies
+from snapkv.lab.evaluate.runner import fitting_methods, require_same_policies
 from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
 from snapkv.lab.measure.environment import versions
 from snapkv.validation import nearest
@@ -71,7 +71,7 @@ class HarnessRun:
 
     def __post_init__(self) -> None:
         """Check that every method can run before any task is read."""
-        require_methods(self.loaded, self.methods)
+        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
 
     def into(
         self, folder: Path, on_progress: Progress | None = None

@@ -3,17 +3,19 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from snapkv.app.models import LoadedModel
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.asking import Answerer, Asked, Method
+from snapkv.lab.evaluate.conversing import LATER
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
-from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
+from snapkv.lab.evaluate.store import Progress, Record, Store, key, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
@@ -54,9 +56,10 @@ class Run:
         _require_lengths(task, self.loaded.max_tokens)
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
-        require_methods(self.loaded, self.methods)
+        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
         for method in self.methods if "visible" in self.questions else ():
             require_one_reading(method.policy, "pass --question hidden")
+        _require_turns(task, self.methods)
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(
                 f"limit: expected at least 1 sample, got {self.limit}; leave it out for all"
@@ -87,29 +90,24 @@ class Run:
         samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
         _require_distinct(samples)
         block = self._block(samples)
-        asked = list(itertools.product(samples, self.questions))
-        wanted = [(s, method, question) for s, question in asked for method in self.methods]
+        whole = [
+            Asked(sample=sample, question=question, methods=self.methods)
+            for sample, question in itertools.product(samples, self.questions)
+        ]
+        wanted = [one for asked in whole for one in asked.keys]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            work = list(self._missing(asked, store))
-            done = len(wanted) - sum(len(question.methods) for question in work)
-            tell = on_progress or _untold
+            work = [missing for asked in whole if (missing := asked.without(store)).methods]
+            done, tell = sum(one in store for one in wanted), on_progress or _untold
             tell("", done, len(wanted))
             for record in (executor or self._serial()).answers(work):
-                store.add(record)
-                done += 1
-                tell(f"{record['sample']}, {record['method']}", done, len(wanted))
-            keys = [(s.name, m.label, q) for s, m, q in wanted]
-            rows = summarise(store.records, keys, self.task)
+                if key(record) not in store:  # a conversation is held again from its beginning
+                    store.add(record)
+                    done += 1
+                    tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+            rows = summarise(store.records, wanted, self.task)
             unwritten = store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
-
-    def _missing(self, asked: Iterable[tuple[Sample, Setting]], store: Store) -> Iterator[Asked]:
-        """What has no answer yet."""
-        for sample, question in asked:
-            missing = [m for m in self.methods if (sample.name, m.label, question) not in store]
-            if missing:
-                yield Asked(sample=sample, question=question, methods=missing)
 
     def _serial(self) -> Serial:
         return Serial(Answerer(loaded=self.loaded, task=self.task, template=self.template))
@@ -151,8 +149,13 @@ def _untold(description: str, done: int, total: int) -> None:
     """Nobody is told how far the run is."""
 
 
-def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
-    """Raise unless there are methods, each under a label of its own, that work with the model."""
+def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
+    """The methods, with what was found of the model's heads where one goes by that.
+
+    Raises:
+        InvalidArgumentError: no method, or two of one label, or nothing was found of the heads.
+        UnsupportedModelError: a method does not work with the model.
+    """
     labels = [method.label for method in methods]
     if not labels:
         raise InvalidArgumentError(
@@ -164,7 +167,10 @@ def require_methods(loaded: LoadedModel, methods: Sequence[Method]) -> None:
             "repeated one out"
         )
     for method in methods:
-        CompressedCache(loaded.model, method.policy.with_tokenizer(loaded.tokenizer))
+        CompressedCache(loaded.model, loaded.completed(method.policy), **LATER[method.later])
+    return tuple(
+        replace(method, policy=with_known_heads(loaded.model, method.policy)) for method in methods
+    )
 
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
@@ -176,6 +182,21 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
             raise InvalidArgumentError(
                 f"policy: expected {record['method']} to be what it was when the folder's "
                 f"answers were made, {record['policy']}, got {asked}; choose another folder"
+            )
+
+
+def _require_turns(task: Task, methods: Sequence[Method]) -> None:
+    """Raise where a method says of later questions what has no effect, or cannot be."""
+    for method in methods:
+        if method.later != "append" and not task.has_turns:
+            raise InvalidArgumentError(
+                f"turns: expected it with a task of several questions about one text, such as "
+                f"turns, got {method.later} with {task.name}; leave it out"
+            )
+        if method.later == "recall" and not method.prefill.holds_all:
+            raise InvalidArgumentError(
+                f"turns: expected a prefill that gives every layer every token for recall, got "
+                f"{method.prefill.name}; use append or compress, or the prefill exact"
             )
 
 
@@ -207,7 +228,7 @@ def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
 
 def _require_distinct(samples: Sequence[Sample]) -> None:
     """Raise unless there are samples, each under a name of its own."""
-    counts = Counter(sample.name for sample in samples)
+    counts = Counter(turn.name for sample in samples for turn in sample.turns)
     if not counts:
         raise InvalidArgumentError(
             "samples: expected at least one, got none with these settings; ask for more"

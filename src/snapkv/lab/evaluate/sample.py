@@ -1,9 +1,9 @@
-"""One question about a long text, and how it becomes a prompt."""
+"""Questions about a long text, and how they become prompts."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from snapkv.app.prompts import Prompt, chat_prompt
+from snapkv.app.prompts import Prompt, chat_prompt, next_turn
 from snapkv.app.settings import GenerationSettings
 from snapkv.lab.evaluate.turns import around_turn
 
@@ -48,6 +48,11 @@ class Sample:
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def turns(self) -> "tuple[Sample, ...]":
+        """Itself, and the questions that follow in the same cache, each with a name of its own."""
+        return (self,)
+
+    @property
     def protection(self) -> "Protection":
         """What of the prompt stays whatever its votes."""
         from snapkv.app.protection import Protection  # imports torch
@@ -72,8 +77,42 @@ class Sample:
         else:
             question = self.plain_question or self.question
             turn = around_turn(tokenizer) if template == "longbench" and self.chat else ("", "")
-            text = turn[0] + self.context + question + turn[1]
-            space = " " if self.answer_start and not text[-1:].isspace() else ""
-            text += space + self.answer_start
+            text = _begun(turn[0] + self.context + question + turn[1], self)
             prompt = Prompt(text=text, answer_start=self.answer_start)
         return prompt if setting == "visible" else prompt.hiding(question)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Sample):
+    """A question about a long text, and more of them behind it, one after the other.
+
+    Attributes:
+        later: the questions behind the first one; without a context of their own.
+    """
+
+    later: tuple[Sample, ...]
+
+    @property
+    def turns(self) -> tuple[Sample, ...]:
+        """The first question, and those behind it."""
+        return (self, *self.later)
+
+
+def later_turn(sample: Sample, tokenizer: Any, template: Template) -> str:
+    """What stands between an answer and the answer to a later question of the same conversation.
+
+    Args:
+        sample: the later question.
+        tokenizer: the model's.
+        template: as in `Sample.prompt`.
+    """
+    if template == "tokenizer" and sample.chat and tokenizer.chat_template:
+        return next_turn(tokenizer, sample.question) + sample.answer_start
+    turn = around_turn(tokenizer) if template == "longbench" and sample.chat else ("", "")
+    return _begun(turn[0] + (sample.plain_question or sample.question) + turn[1], sample)
+
+
+def _begun(text: str, sample: Sample) -> str:
+    """A text, and the beginning of the answer behind it."""
+    space = " " if sample.answer_start and not text[-1:].isspace() else ""
+    return text + space + sample.answer_start

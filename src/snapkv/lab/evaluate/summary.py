@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from snapkv.lab.evaluate.differences import cell_differences
+from snapkv.lab.evaluate.intervals import Interval, mean_interval
 from snapkv.lab.evaluate.store import Key, Record, key
 from snapkv.lab.evaluate.task import Task
 
@@ -15,8 +17,10 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
 
     A row holds: task, metric, method, question, cell, policy; status ("ok" where any sample was
     answered, else the reason of the first), samples (answered), failed (by reason), score (mean, 0
-    to 1, None where none was answered), prompt_tokens, kept_tokens and held_bytes (means),
-    token_ms and first_token_ms (medians).
+    to 1, None where none was answered), interval (of the mean, see `mean_interval`; None for a
+    single sample), difference (from the full cache, see `Difference`; None where it did not run),
+    prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and first_token_ms
+    (medians), scores (by sample).
 
     Args:
         records: answers; a folder may hold more than are asked for.
@@ -28,13 +32,18 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     for record in (known[wanted] for wanted in keys if wanted in known):
         group = json.dumps([record["method"], record["question"], record["cell"]])
         groups.setdefault(group, []).append(record)
-    return [_row(group, task) for group in groups.values()]
+    rows = [_row(group, task) for group in groups.values()]
+    for row, difference in zip(rows, cell_differences(rows), strict=True):
+        row["difference"] = difference and difference.describe()
+    return rows
 
 
 def _row(records: list[Record], task: Task) -> Record:
     first = records[0]
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
+    scores = {record["sample"]: record["score"] for record in answered}
+    interval = mean_interval([[list(scores.values())]])
     return {
         "task": task.name,
         "metric": task.metric,
@@ -46,11 +55,14 @@ def _row(records: list[Record], task: Task) -> Record:
         "samples": len(answered),
         "failed": {reason: failed.count(reason) for reason in sorted(set(failed))},
         "score": mean_of(answered, "score"),
+        "interval": interval and list(interval),
         "prompt_tokens": mean_of(answered, "prompt_tokens"),
         "kept_tokens": mean_of(answered, "kept_tokens"),
         "held_bytes": mean_of(answered, "held_bytes"),
+        "full_bytes": mean_of(answered, "full_bytes"),
         "token_ms": mean_of(answered, "token_ms", median),
         "first_token_ms": mean_of(answered, "first_token_ms", median),
+        "scores": scores,
     }
 
 
@@ -62,6 +74,9 @@ class ScoreLine:
         method: its label.
         question: "visible" or "hidden".
         scores: mean score, 0 to 1, by column; without the columns that have none.
+        intervals: of these means, by column, None where a column has one sample only; empty where
+            the answers are not known.
+        interval: of the mean over the columns; None where one of them has none.
         reasons: why a column has none, such as "out of memory".
         held_bytes: keys and values, the mean; None where nothing was answered.
         token_ms: per token, the mean over cells; None where nothing was timed.
@@ -70,6 +85,8 @@ class ScoreLine:
     method: str
     question: str
     scores: dict[Any, float]
+    intervals: dict[Any, Interval | None]
+    interval: Interval | None
     reasons: dict[Any, str]
     held_bytes: float | None
     token_ms: float | None
@@ -78,6 +95,11 @@ class ScoreLine:
     def mean(self) -> float | None:
         """Over the columns that have a score, as papers average over data sets."""
         return fmean(self.scores.values()) if self.scores else None
+
+    @property
+    def shown_interval(self) -> str:
+        """The interval of the mean as text, or why there is none; a dash without answers."""
+        return shown_interval(self.interval) if self.intervals else "-"
 
     def shown(self, column: Any) -> str:
         """A column's score times 100 as text, or why there is none; "" where it was not asked."""
@@ -89,6 +111,22 @@ class ScoreLine:
 def shown_score(score: float | None) -> str:
     """A score times 100 as text; a dash for none."""
     return "-" if score is None else f"{100 * score:.1f}"
+
+
+def shown_interval(interval: Sequence[float] | None) -> str:
+    """An interval times 100 as text, or why there is none, or none that says anything."""
+    if interval is None:
+        return ONE_SAMPLE
+    if interval[0] == interval[1]:
+        return NO_SPREAD
+    return f"{100 * interval[0]:z.1f} to {100 * interval[1]:z.1f}"
+
+
+ONE_SAMPLE = "one sample"
+"""What stands where a score has no interval."""
+
+NO_SPREAD = "no spread"
+"""What stands where the samples of every cell are alike, so that the interval has no width."""
 
 
 def score_lines(rows: Sequence[Record], axis: str) -> list[ScoreLine]:
@@ -109,10 +147,17 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
     for row in rows:
         columns.setdefault(row["cell"][axis], []).append(row)
     means = {value: mean_of(of_column, "score") for value, of_column in columns.items()}
+    answered = {
+        value: [list(row["scores"].values()) for row in columns[value] if row["scores"]]
+        for value, mean in means.items()
+        if mean is not None
+    }
     return ScoreLine(
         method=rows[0]["method"],
         question=rows[0]["question"],
         scores={value: mean for value, mean in means.items() if mean is not None},
+        intervals={value: mean_interval([cells]) for value, cells in answered.items()},
+        interval=mean_interval(list(answered.values())),
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
         held_bytes=mean_of(rows, "held_bytes"),
         token_ms=mean_of(rows, "token_ms"),

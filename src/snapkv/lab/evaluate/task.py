@@ -22,11 +22,13 @@ class Task(ABC):
         metric: what the score is called.
         axes: keys of the samples' cells: the first gives the columns of a table and the x axis of a
             figure, the second, where there is one, the y axis of a heat map.
+        has_turns: whether its samples are conversations.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     axes: ClassVar[tuple[str, ...]]
+    has_turns: ClassVar[bool] = False
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
         """The task with the settings that were left to the model.

@@ -138,7 +138,7 @@ def inspect_prompt(
             on_step(steps[number], number, len(steps))
 
     ids = prompt_ids(loaded, prompt, settings)
-    known = [(label, policy.with_tokenizer(loaded.tokenizer)) for label, policy in policies]
+    known = [(label, loaded.completed(policy)) for label, policy in policies]
     step(0)
     reading = observed(
         loaded,

@@ -1,4 +1,4 @@
-"""The figures of a run: heat maps, bars, curves."""
+"""The figures of a run: heat maps, bars, curves; with the intervals of their means."""
 
 import re
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from snapkv.lab import drawing
+from snapkv.lab.evaluate.intervals import Interval
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
@@ -98,7 +99,8 @@ def _heat_map(
         _mark_cell(panel, x, y, scores, cell[0]["status"], max(len(columns), len(rows)))
     colours = LinearSegmentedColormap.from_list("score", _COLOURS)
     panel.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto")
-    panel.set_title(f"{_name(line)}\nmean {shown_score(line.mean)}")
+    sure = "" if line.interval is None else f" ({line.shown_interval})"
+    panel.set_title(f"{_name(line)}\nmean {shown_score(line.mean)}{sure}")
     _label_axis(panel.xaxis, x_axis, columns)
     _label_axis(panel.yaxis, y_axis, rows)
     border = _trained_border(results, columns)
@@ -142,6 +144,8 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
         for index, line in enumerate(lines):
             scores = [line.scores.get(column, float("nan")) for column in columns]
             panel.plot([100 * score for score in scores], label=_name(line), **line_style(index))
+            intervals = [line.intervals.get(column) for column in columns]
+            band(panel, range(len(columns)), intervals, line_style(index)["color"])
         _label_axis(panel.xaxis, axis, columns)
     else:
         figure = _figure(results, max(5.0, 0.16 * len(lines) * (len(columns) + 1) + 2), 4.0)
@@ -164,6 +168,10 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     colour = _LINES[index % len(_LINES)]
     heights = [100 * (score or 0.0) for score in scores]
     panel.bar(places, heights, width, color=colour, label=_name(line))
+    intervals = [*(line.intervals.get(column) for column in columns), line.interval]
+    known = [(place, ends) for place, ends in zip(places, intervals, strict=True) if ends]
+    lows, highs = ([100 * ends[side] for _, ends in known] for side in (0, 1))
+    panel.vlines([place for place, _ in known], lows, highs, color="black", linewidth=0.8)
     for place, column, score in zip(places, columns, scores, strict=False):
         if score is None and column in line.reasons:
             text = _short(line.reasons[column])
@@ -190,6 +198,8 @@ def _budgets(
     for index, (name, by_budget) in enumerate(families.items()):
         points = [(budget, 100 * (line.mean or 0.0)) for budget, line in sorted(by_budget.items())]
         panel.plot(*zip(*points, strict=True), label=name, **line_style(index))
+        intervals = [line.interval for _, line in sorted(by_budget.items())]
+        band(panel, [budget for budget, _ in points], intervals, line_style(index)["color"])
     swept = [line for by_budget in families.values() for line in by_budget.values()]
     others = [line for line in lines if line not in swept and line.scores]
     for index, line in enumerate(others, len(families)):
@@ -228,6 +238,15 @@ def line_style(index: int) -> dict[str, Any]:
         "marker": _MARKERS[index % len(_MARKERS)],
         "clip_on": False,
     }
+
+
+def band(
+    panel: "Axes", places: Sequence[float], intervals: Sequence[Interval | None], colour: str
+) -> None:
+    """Shade the intervals of a curve's scores; a score without one ends the band."""
+    ends = [(float("nan"), float("nan")) if each is None else each for each in intervals]
+    low, high = ([100 * each[side] for each in ends] for side in (0, 1))
+    panel.fill_between(list(places), low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:

@@ -10,16 +10,20 @@ from typing import Any
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
 from snapkv.lab.drawing import encoded, require_drawable
+from snapkv.lab.evaluate.differences import Difference
 from snapkv.lab.evaluate.runner import Results
-from snapkv.lab.evaluate.summary import score_lines, shown_score
+from snapkv.lab.evaluate.summary import score_lines, shown_interval, shown_score
 from snapkv.lab.report import figures
-from snapkv.lab.report.score_tables import as_csv, as_markdown, method_table
+from snapkv.lab.report.score_tables import (
+    as_csv,
+    as_markdown,
+    method_table,
+    shown_difference,
+)
 from snapkv.validation import format_bytes
 
 FILES = ("index.html", "results.csv", "results.md")
 """What `write_report` writes; the page comes first."""
-
-_TEMPLATE = Path(__file__).with_name("page.html")
 
 _REASONS = {
     "too long": "prompt and answer need more positions than the model has",
@@ -54,17 +58,13 @@ def write_report(results: Results, folder: str) -> Path:
 
 
 def as_page(results: Results) -> str:
-    """The page: everything that is not markup is escaped."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    """The page of a run."""
+    return filled(
+        "page.html",
         task=results.task,
         model=results.run["model"],
         samples=results.run["samples"],
-        table=method_table(results),
+        methods=method_table(results),
         figures=list(_pictures(results)),
         cells=_cells(results),
         failures=_failures(results),
@@ -72,8 +72,36 @@ def as_page(results: Results) -> str:
     )
 
 
+def filled(template: str, **values: Any) -> str:
+    """A page out of a template of this folder: everything that is not markup is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+def picture(figure: Any, title: str, alt: str) -> dict[str, str]:
+    """A figure inside a page, with its text for those who do not see it."""
+    data = base64.b64encode(encoded(figure, ".svg")).decode()
+    return {"title": title, "alt": alt, "source": f"data:image/svg+xml;base64,{data}"}
+
+
+def facts_of(block: dict[str, Any]) -> list[tuple[str, str]]:
+    """A block of settings as names and texts, what is inside another under both names."""
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        for name, value in _flat(block)
+    ]
+
+
 def _pictures(results: Results) -> Iterator[dict[str, str]]:
-    """Every figure with its text for those who do not see it."""
+    """Every figure."""
     lines = score_lines(results.rows, results.task.axes[0])
     means = "; ".join(f"{line.method} ({line.question}) {shown_score(line.mean)}" for line in lines)
     titles = {
@@ -81,12 +109,7 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
         "budgets": f"{results.task.metric} by budget",
     }
     for name, figure in figures.draw(results).items():
-        data = base64.b64encode(encoded(figure, ".svg")).decode()
-        yield {
-            "title": titles[name],
-            "alt": f"{titles[name]} of every method. Means: {means}.",
-            "source": f"data:image/svg+xml;base64,{data}",
-        }
+        yield picture(figure, titles[name], f"{titles[name]} of every method. Means: {means}.")
 
 
 def _cells(results: Results) -> dict[str, Any]:
@@ -94,13 +117,15 @@ def _cells(results: Results) -> dict[str, Any]:
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     costs = ("prompt tokens", "kept tokens", "cache", "first token", "ms/token")
     return {
-        "headings": ["method", "question", *axes, "score", "samples", *costs],
+        "headings": ["method", "question", *axes, "score", "95 %", "difference", "samples", *costs],
         "rows": [
             [
                 row["method"],
                 row["question"],
                 *(str(row["cell"].get(axis, "")) for axis in axes),
                 row["status"] if row["score"] is None else shown_score(row["score"]),
+                "-" if row["score"] is None else shown_interval(row["interval"]),
+                _shown_difference(row["difference"]),
                 str(row["samples"]),
                 _counted(row["prompt_tokens"]),
                 _counted(row["kept_tokens"]),
@@ -111,6 +136,11 @@ def _cells(results: Results) -> dict[str, Any]:
             for row in results.rows
         ],
     }
+
+
+def _shown_difference(found: dict[str, Any] | None) -> str:
+    """A difference from the full cache as `Difference.describe` gives it."""
+    return "-" if found is None else shown_difference(Difference.read(found))
 
 
 def _failures(results: Results) -> list[list[str]]:
@@ -136,10 +166,7 @@ def _failures(results: Results) -> list[list[str]]:
 def _facts(results: Results) -> list[tuple[str, str]]:
     """What must be known to make the results again: the run's block, and every method."""
     policies = {f"method {row['method']}": row["policy"] for row in results.rows}
-    return [
-        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-        for name, value in _flat(results.run | policies)
-    ]
+    return facts_of(results.run | policies)
 
 
 def _flat(block: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,13 +3,21 @@
 import csv
 import html
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.lab.evaluate.differences import relative_differences
+from snapkv.lab.evaluate.differences import Difference, line_differences, relative_differences
+from snapkv.lab.evaluate.intervals import METHOD
 from snapkv.lab.evaluate.runner import Results
-from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
+from snapkv.lab.evaluate.store import Record
+from snapkv.lab.evaluate.summary import (
+    ScoreLine,
+    axis_values,
+    score_lines,
+    shown_interval,
+    shown_score,
+)
 from snapkv.validation import format_bytes
 
 _BEFORE_SCORES = ("method", "question")
@@ -21,12 +29,14 @@ _NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MethodTable:
-    """A row per method: its score in every column, their mean, and what it cost.
+    """A row per method: its score in every column, their mean with its interval, what it cost.
 
-    Where the full cache ran too, the relative difference to it stands behind the mean.
+    Where the full cache ran too, the differences from it stand behind the mean: the relative one,
+    and the one of the scores with its interval.
 
     Attributes:
         title: what is measured.
+        caption: what the intervals are.
         headings: of the columns.
         rows: texts under the headings; scores times 100, or why there is none. Those that a paper
             gives for the model come last, and say so.
@@ -34,6 +44,7 @@ class MethodTable:
     """
 
     title: str
+    caption: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     best: frozenset[tuple[int, int]]
@@ -43,13 +54,19 @@ def method_table(results: Results) -> MethodTable:
     """The table of a run, by the first axis of its task."""
     task, axis = results.task, results.task.axes[0]
     columns, lines = axis_values(results.rows, axis), score_lines(results.rows, axis)
-    differences = relative_differences(results.rows)
-    compared = ("vs full",) if differences else ()
+    compared = _Compared(
+        relative=relative_differences(results.rows),
+        differences=line_differences(results.rows, axis),
+    )
     return MethodTable(
         title=f"{task.name}: {task.metric} by {axis}",
-        headings=(*_BEFORE_SCORES, *map(str, columns), "mean", *compared, "cache", "ms/token"),
+        caption=f"95 %: interval of the mean, {METHOD}",
+        headings=(
+            *(*_BEFORE_SCORES, *map(str, columns), "mean", "95 %"),
+            *(*compared.headings, "cache", "ms/token"),
+        ),
         rows=tuple(
-            _texts(line, columns, differences) for line in [*lines, *_published(results, columns)]
+            _texts(line, columns, compared) for line in [*lines, *_published(results, columns)]
         ),
         best=_best(lines, columns),
     )
@@ -63,8 +80,21 @@ def cell_table(results: Results) -> list[dict[str, Any]]:
         | {"method": row["method"], "question": row["question"], **row["cell"]}
         | {"status": row["status"], "failed": sum(row["failed"].values())}
         | {name: row[name] for name in _NUMBERS}
+        | _ends("score", row["interval"])
+        | _difference(row["difference"])
         for row in results.rows
     ]
+
+
+def _difference(found: Record | None) -> dict[str, float | None]:
+    """The difference from the full cache, with its interval."""
+    given = found or {"score": None, "interval": None}
+    return {"difference": given["score"]} | _ends("difference", given["interval"])
+
+
+def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float | None]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def as_csv(results: Results) -> str:
@@ -80,31 +110,78 @@ def as_csv(results: Results) -> str:
 
 def as_markdown(results: Results) -> str:
     """The table of methods, the best scores in bold."""
-    table = method_table(results)
-    rows = [
+    table, left = method_table(results), len(_BEFORE_SCORES)
+    body = markdown_table(table.headings, table.rows, left=left, bold=table.best)
+    model = escaped(results.run["model"]["name"])
+    return f"# {escaped(table.title)}\n\nModel: {model}\n\n{body}\n\n{escaped(table.caption)}\n"
+
+
+def markdown_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int,
+    bold: Collection[tuple[int, int]] = (),
+) -> str:
+    """Texts as a table.
+
+    Args:
+        headings: of the columns.
+        rows: texts under the headings.
+        left: how many of the first columns stand on the left.
+        bold: places (row, column).
+    """
+    lines = [[escaped(heading) for heading in headings]]
+    lines.append(["---"] * left + ["---:"] * (len(headings) - left))
+    lines += [
         [
-            f"**{_escaped(text)}**" if (row, column) in table.best else _escaped(text)
+            f"**{escaped(text)}**" if (row, column) in bold else escaped(text)
             for column, text in enumerate(texts)
         ]
-        for row, texts in enumerate(table.rows)
+        for row, texts in enumerate(rows)
     ]
-    rule = ["---", "---", *["---:"] * (len(table.headings) - len(_BEFORE_SCORES))]
-    lines = [[_escaped(heading) for heading in table.headings], rule, *rows]
-    body = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"# {_escaped(table.title)}\n\nModel: {_escaped(results.run['model']['name'])}\n\n{body}"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _texts(
-    line: ScoreLine, columns: Sequence[Any], differences: Mapping[tuple[str, str], float]
-) -> tuple[str, ...]:
-    difference = differences.get((line.method, line.question))
-    compared = "-" if difference is None else f"{100 * difference:+.1f} %"
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """Differences from the full cache by method and question; nothing where it did not run."""
+
+    relative: Mapping[tuple[str, str], float]
+    differences: Mapping[tuple[str, str], Difference]
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        return ("vs full", "difference") if self.differences else ()
+
+    def texts(self, line: ScoreLine) -> tuple[str, ...]:
+        place = (line.method, line.question)
+        relative, difference = self.relative.get(place), self.differences.get(place)
+        texts = (
+            "-" if relative is None else f"{100 * relative:+.1f} %",
+            "-" if difference is None else shown_difference(difference),
+        )
+        return texts if self.headings else ()
+
+
+def shown_difference(difference: Difference) -> str:
+    """A difference of scores times 100 with its interval, and whether it is none."""
+    seen = "" if difference.is_seen or difference.interval is None else f", {NONE_SEEN}"
+    return f"{100 * difference.mean:+z.1f} ({shown_interval(difference.interval)}){seen}"
+
+
+NONE_SEEN = "no difference seen"
+"""What is said of a method where zero lies within the interval of its difference."""
+
+
+def _texts(line: ScoreLine, columns: Sequence[Any], compared: _Compared) -> tuple[str, ...]:
     return (
         line.method,
         line.question,
         *map(line.shown, columns),
         shown_score(line.mean),
-        *([compared] if differences else []),
+        line.shown_interval,
+        *compared.texts(line),
         "-" if line.held_bytes is None else format_bytes(round(line.held_bytes)),
         "-" if line.token_ms is None else f"{line.token_ms:.0f}",
     )
@@ -118,6 +195,8 @@ def _published(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
             method=f"paper: {method}",
             question="visible",
             scores={column: scores[column] for column in columns if column in scores},
+            intervals={},
+            interval=None,
             reasons={},
             held_bytes=None,
             token_ms=None,
@@ -148,6 +227,6 @@ def _best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple
     )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that Markdown takes for nothing else."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")

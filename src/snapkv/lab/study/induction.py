@@ -1,25 +1,22 @@
 """Where votes fall beside the tokens that are copied next, and what pooling follows from it."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from snapkv.errors import InvalidArgumentError, OutputError
-from snapkv.lab.evaluate.store import Progress, Record, Store
-from snapkv.lab.study.base import Findings, Study, Table, grouped
-from snapkv.lab.study.material import LEAST_TOKENS, cut, long_texts
-from snapkv.validation import require_at_least, require_choice, require_fraction
+from snapkv.errors import InvalidArgumentError
+from snapkv.lab.evaluate.store import Record
+from snapkv.lab.study.base import Table, grouped
+from snapkv.lab.study.hidden import HiddenCopies
+from snapkv.validation import require_at_least, require_fraction
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv.lab.study.copying import Copy
     from snapkv.policies import PromptLayer, SnapKV
 
-KINDS = ("digits", "words", "tokens")
 REACH = 64
 """How far from the token that is copied next votes are looked at, to either side."""
 
@@ -33,12 +30,9 @@ SINKS = 4
 _NEARLY = 0.01
 """Of the decays that keep as many needed tokens, but for this share, the smallest is taken."""
 
-_OVERHEAD_TOKENS = 64
-"""Room for what is said around the copy."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Induction(Study):
+class Induction(HiddenCopies):
     """Where votes fall beside the tokens that are copied next.
 
     Something is hidden in a text, and the prompt ends where a copy of it begins. The last tokens
@@ -50,42 +44,26 @@ class Induction(Study):
     the model from others, as `pooling.json`.
 
     Args:
-        documents: files, a text each; none for essays or Python's documentation.
-        kinds: what is hidden: digits, words, tokens, with commas.
-        items: how many of them.
-        samples: texts of each kind, with the hidden things at other depths.
-        document_tokens: length that texts are cut to; shorter where one of them has no more, or
-            the model no positions.
         window_size: tokens at the end of the prompt that vote.
         budget: tokens that are kept per head where a decay is tried, window included.
         best_votes: how many positions of a head count as voted for.
         share: of the needed tokens that the pair shall reach.
         threshold: attention from the copy that makes a token needed.
-        seed: of what is hidden.
     """
 
     name: ClassVar[str] = "induction"
 
-    documents: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = KINDS
-    items: int = 12
-    samples: int = 3
-    document_tokens: int = 1024
     window_size: int = 16
     budget: int = 128
     best_votes: int = 8
     share: float = 0.9
     threshold: float = 0.1
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        for name in ("items", "samples", "window_size", "best_votes"):
+        super().__post_init__()
+        for name in ("window_size", "best_votes"):
             require_at_least(name, getattr(self, name), 1)
-        require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
-        require_at_least("kinds", len(self.kinds), 1)
-        for kind in self.kinds:
-            require_choice("kinds", kind, KINDS)
         for name in ("share", "threshold"):
             require_fraction(name, getattr(self, name), "0.9")
         if self.budget <= self.window_size + SINKS:
@@ -94,59 +72,7 @@ class Induction(Study):
                 f"tokens, got {self.budget}; raise it"
             )
 
-    def into(
-        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
-    ) -> Findings:
-        """Read what the folder does not hold yet, and derive the pooling from all of it."""
-        texts, warnings = long_texts(self.documents, count=self.samples)
-        most = self.document_tokens
-        if loaded.max_tokens is not None:
-            room = loaded.max_tokens - _OVERHEAD_TOKENS - 4 * self.items  # a word is a few tokens
-            most = max(LEAST_TOKENS, min(most, room))
-        found = cut(loaded.tokenizer, texts, most)
-        block = self.settings(loaded) | {"document_tokens_read": found.tokens}
-        parts = [(kind, number) for kind in self.kinds for number in range(self.samples)]
-        with Store(folder, block) as store:
-            for done, (kind, number) in enumerate(parts):
-                if on_progress:
-                    on_progress(f"{kind}, {number + 1}", done, len(parts))
-                if (str(number), self.name, kind) not in store:
-                    _, text = found.texts[number % len(found.texts)]
-                    record = {"sample": str(number), "method": self.name, "question": kind}
-                    store.add(
-                        record | self._looked_at(loaded, self._copy(loaded, text, *parts[done]))
-                    )
-            if on_progress:
-                on_progress("done", len(parts), len(parts))
-            rows = self.summary(store.records)
-            unwritten = store.summarise(rows) or _write(folder, loaded, rows[-1])
-        return Findings(
-            folder=folder,
-            run=block,
-            rows=rows,
-            warnings=warnings,
-            notices=self._notices(found.tokens),
-            unwritten=unwritten,
-        )
-
-    def _notices(self, tokens: int) -> tuple[str, ...]:
-        if tokens >= self.document_tokens:
-            return ()
-        return (f"texts are cut to {tokens:,} tokens instead of {self.document_tokens:,}",)
-
-    def _copy(self, loaded: "LoadedModel", text: str, kind: str, number: int) -> "Copy":
-        from snapkv.lab.study.copying import hidden_copy
-
-        return hidden_copy(
-            loaded.tokenizer,
-            loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
-            kind=kind,
-            items=self.items,
-            depth=(number + 0.5) / self.samples,
-            seed=f"{self.seed}/{kind}/{number}",
-        )
-
-    def _looked_at(self, loaded: "LoadedModel", copy: "Copy") -> Record:
+    def looked_at(self, loaded: "LoadedModel", copy: "Copy") -> Record:
         """What one prompt gives: counts over heads and needed tokens."""
         from snapkv.lab.study.reading import observed
 
@@ -276,6 +202,11 @@ class Induction(Study):
             "needed_near_votes": (int(counts.sum() - counts[-1, -1]) / needed) if needed else None,
         }
 
+    def files(self, rows: Sequence[Record]) -> dict[str, Record]:
+        """The derived pooling."""
+        names = ("kernel_size", "reached", "decay", "kept", "needed")
+        return {"pooling.json": {"pooling": {name: rows[-1][name] for name in names}}}
+
     def table(self, rows: Sequence[Record]) -> Table:
         """A line for each kind of copy: where the votes near it fall."""
         of_distances = [row for row in rows if row["of"] == "distance"]
@@ -381,17 +312,3 @@ def _line(rows: Sequence[Record]) -> tuple[str, ...]:
 
 def _short(shares: Iterable[float]) -> list[float]:
     return [float(f"{share:.4g}") for share in shares]
-
-
-def _write(folder: Path, loaded: "LoadedModel", derived: Record) -> OutputError | None:
-    """The derived pooling beside what tells the model from others; why not, where it cannot be."""
-    from snapkv.cache.saving.writing import replace_file
-    from snapkv.hf.identity import identity_of
-
-    found = {name: derived[name] for name in ("kernel_size", "reached", "decay", "kept", "needed")}
-    text = json.dumps({"model": identity_of(loaded.model), "pooling": found}, indent=1)
-    try:
-        replace_file(folder / "pooling.json", text + "\n")
-    except OutputError as error:
-        return error
-    return None

@@ -7,6 +7,8 @@ from snapkv.lab.evaluate.tasks.longbench import LongBench
 from snapkv.lab.evaluate.tasks.needle import Needle
 from snapkv.lab.evaluate.tasks.rag import RagCitation, RagPipeline, RagPosition
 from snapkv.lab.evaluate.tasks.ruler import Ruler
+from snapkv.lab.evaluate.tasks.tracking import Tracking
+from snapkv.lab.evaluate.tasks.turns import Turns
 
 TASKS: dict[str, type[Task]] = {
     task.name: task
@@ -14,6 +16,8 @@ TASKS: dict[str, type[Task]] = {
         Needle,
         Lines,
         Instructions,
+        Tracking,
+        Turns,
         LongBench,
         Ruler,
         RagCitation,
@@ -33,4 +37,6 @@ __all__ = [
     "RagPosition",
     "Ruler",
     "TASKS",
+    "Tracking",
+    "Turns",
 ]

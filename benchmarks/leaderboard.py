@@ -1,0 +1,46 @@
+"""Every method on the demo model, as `snapkv leaderboard` compares them.
+
+    python -m benchmarks.leaderboard            run it, or go on where it stopped
+    python -m benchmarks.leaderboard --render   draw the figure and the page from its rows
+
+Answers and rows: `docs/results/leaderboard/`. Page: `docs/results/leaderboard.md`.
+"""
+
+import argparse
+import json
+
+from benchmarks.records import RESULTS
+from snapkv.cli.app import run
+from snapkv.lab.evaluate.store import Record
+from snapkv.lab.report.leaderboard import FILES, as_markdown, write_board
+
+FOLDER = RESULTS / "leaderboard"
+PAGE = RESULTS / "leaderboard.md"
+COMMAND = ("leaderboard", "--output", str(FOLDER))
+README_LINE = "python -m benchmarks.leaderboard"
+
+
+def measured() -> Record:
+    """What the command has found."""
+    found: Record = json.loads((FOLDER / FILES[0]).read_text("utf-8"))
+    return found
+
+
+def render(found: Record) -> str:
+    """The page, with the command that makes it again."""
+    return as_markdown(found, f"{FOLDER.name}/{FILES[1]}") + f"\n`{README_LINE}` makes it again.\n"
+
+
+def main() -> int:
+    """Run it unless told only to render; the command's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
+    if not parser.parse_args().render and (status := run(list(COMMAND))):
+        return status
+    write_board(measured(), FOLDER)
+    PAGE.write_text(render(measured()), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

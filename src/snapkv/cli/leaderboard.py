@@ -1,0 +1,153 @@
+"""`snapkv leaderboard`: methods, shares of the cache and tasks on one model, in one command."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from snapkv.cli import panels
+from snapkv.cli.amounts import shares
+from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import RunFolder, results_folder
+from snapkv.cli.whole_numbers import WholeNumber
+from snapkv.lab.evaluate.sample import Setting, Template
+
+if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
+    from snapkv.lab.evaluate.leaderboard import Estimate, Place
+    from snapkv.lab.evaluate.runner import Run
+    from snapkv.lab.evaluate.task import Task
+
+_RECORD = "leaderboard.json"
+
+_SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "visible": ("visible",),
+    "hidden": ("hidden",),
+    "both": ("visible", "hidden"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderboardOptions(ModelOptions):
+    """What takes part, and what is asked."""
+
+    tasks: Annotated[str, panels.sweep(help="Tasks of eval whose length is set, with commas")] = (
+        "needle,instructions"
+    )
+    methods: Annotated[
+        list[str] | None,
+        panels.sweep(
+            help="With parameters: snapkv:kernel_size=13; again or with commas for more",
+            show_default="all that have a budget",
+        ),
+    ] = None
+    ratios: Annotated[
+        str,
+        panels.sweep(help="Shares kept where the question is visible: 0.25 or 4:1, with commas"),
+    ] = "0.5,0.25,0.125"
+    hidden_ratios: Annotated[
+        str, panels.sweep(help="Shares kept where the question is hidden, with commas")
+    ] = "8:1,16:1,32:1"
+    question: Annotated[
+        Literal["visible", "hidden", "both"],
+        panels.sweep(help="visible to the vote, hidden from it, or both"),
+    ] = "both"
+    length: Annotated[int, panels.sweep(help="Tokens of a prompt, about"), WholeNumber(1)] = 2048
+    limit: Annotated[int, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = 2
+    template: Annotated[
+        Template,
+        panels.sweep(help="tokenizer: the model's chat template where it has one; none: bare text"),
+    ] = "none"
+    output: Annotated[
+        str | None,
+        panels.output(
+            help="Folder of answers and page; what was stopped is continued there",
+            show_default="snapkv-results/leaderboard-MODEL-HASH",
+        ),
+        RunFolder(
+            files=(_RECORD, "leaderboard.md", "leaderboard.html", "leaderboard.svg"),
+            record=_RECORD,
+            key="leaderboard",
+        ),
+    ] = None
+    json: panels.AsJson = False
+
+    def __post_init__(self) -> None:
+        """Check the shares before torch is waited for."""
+        _ = self.shares
+
+    @property
+    def shares(self) -> dict[Setting, tuple[float, ...]]:
+        """What is kept, by setting, for the settings that are asked for."""
+        found: dict[Setting, tuple[float, ...]] = {
+            "visible": shares("ratios", self.ratios),
+            "hidden": shares("hidden_ratios", self.hidden_ratios),
+        }
+        return {setting: found[setting] for setting in _SETTINGS[self.question]}
+
+
+@with_options(LeaderboardOptions)
+def leaderboard(*, options: LeaderboardOptions) -> None:
+    """Compare methods at several shares of the cache on one model: scores, intervals, one page."""
+    from snapkv.cli.contenders import contending  # torch and the model come with what follows
+    from snapkv.cli.grid import give
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.tables import board_table
+    from snapkv.lab.evaluate.leaderboard import board, estimate, task_of_one_length
+    from snapkv.lab.evaluate.store import short_hash
+    from snapkv.lab.report.leaderboard import write_board
+    from snapkv.lab.report.page import require_reportable
+
+    require_reportable()
+    tasks = [
+        task_of_one_length(name, options.length, options.limit)
+        for name in dict.fromkeys(part.strip() for part in options.tasks.split(","))
+    ]
+    named, loaded = contending(options.methods or []), load_model(options)
+    runs, left_out = _runs(loaded, tasks, named, options)
+    settings = short_hash({"/".join(place): run.fingerprint() for place, run in runs.items()})
+    folder = results_folder(options.output, "leaderboard", loaded.name, settings)
+    for place, lines in left_out.items():
+        for line in lines:
+            typer.echo(f"notice: {'/'.join(place)} leaves out {line}", err=True)
+    typer.echo(_in_words(estimate(runs, folder)), err=True)
+    with answers_progress("leaderboard") as advance:
+        found = board(runs, folder, left_out, advance)
+    give(found, lambda: board_table(found), as_json=options.json, place=f"answers: {folder}")
+    typer.echo(f"page: {write_board(found, folder)}", err=True)
+
+
+def _runs(
+    loaded: "LoadedModel", tasks: list["Task"], named: list[str], options: LeaderboardOptions
+) -> tuple[dict["Place", "Run"], dict["Place", list[str]]]:
+    """A run per task and setting, and which methods each leaves out."""
+    from snapkv.cli.contenders import contenders
+    from snapkv.lab.evaluate.leaderboard import prompt_tokens
+    from snapkv.lab.evaluate.runner import Run
+
+    runs: dict[Place, Run] = {}
+    left_out: dict[Place, list[str]] = {}
+    for task in tasks:
+        tokens = prompt_tokens(loaded, task, options.template)
+        for setting, kept in options.shares.items():
+            found = contenders(loaded, named, kept, tokens, setting)
+            place = (task.name, setting)
+            runs[place] = Run(
+                loaded=loaded,
+                task=task,
+                methods=found.methods,
+                questions=(setting,),
+                template=options.template,
+            )
+            left_out[place] = found.left_out
+    return runs, left_out
+
+
+def _in_words(expected: "Estimate") -> str:
+    """How much is to be done, and how long the full cache would take; many methods take longer."""
+    if expected.seconds is None:
+        return f"{expected.known:,} answers are there, none is to be given"
+    minutes = max(1, round(expected.seconds / 60))
+    there = f", {expected.known:,} are there" if expected.known else ""
+    return f"about {minutes:,} min or more: {expected.answers:,} answers to give{there}"

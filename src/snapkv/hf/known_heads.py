@@ -1,0 +1,94 @@
+"""Which heads of a model retrieve: what was found of it, from run to run.
+
+`snapkv study heads` finds the scores; `DuoAttention` without a pattern goes by them. A file for
+each model lies in the folder `head-scores` of `snapkv.cache_folder`; what was found of the demo
+model comes with the package.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from snapkv.cache_folder import cache_folder
+from snapkv.errors import InvalidArgumentError
+from snapkv.hf.build import require_model
+from snapkv.hf.remembered import Remembered
+from snapkv.policies import DuoAttention, Policy
+from snapkv.policies.head_scores import HeadScores, head_scores
+
+
+def known_head_scores(model: PreTrainedModel) -> HeadScores | None:
+    """The scores of the KV heads of this model, if a study has found them.
+
+    A file that cannot be read, or says something else, counts as none; the log of `snapkv.hf` names
+    it once, as a warning.
+
+    Args:
+        model: in whatever dtype it was loaded.
+    """
+    return _KNOWN.of(model)
+
+
+def remember_head_scores(
+    model: PreTrainedModel, scores: HeadScores, measured: Mapping[str, Any] | None = None
+) -> Path:
+    """Keep the scores for later runs, in place of any that are there.
+
+    Args:
+        model: which they were found of.
+        scores: a row for every layer of full attention, a number for each of its KV heads.
+        measured: how they were found, as JSON, for people who read the file.
+
+    Returns:
+        The file, which `DuoAttention` also takes as its pattern.
+
+    Raises:
+        InvalidArgumentError: no such rows of numbers.
+        InvalidTypeError: no rows at all.
+        OutputError: the file cannot be written; the one that was there still is.
+    """
+    return _KNOWN.keep(model, head_scores("scores", scores), measured)
+
+
+def with_known_heads(model: PreTrainedModel, policy: Policy) -> Policy:
+    """The policy, with what was found of the model where it goes by that and was given nothing.
+
+    Raises:
+        InvalidArgumentError: nothing was found.
+        InvalidTypeError: `model` is not a transformers model.
+    """
+    if not isinstance(policy, DuoAttention) or policy.pattern is not None:
+        return policy
+    require_model(model)
+    scores = known_head_scores(model)
+    if scores is None:
+        name = getattr(model.config, "_name_or_path", "") or "MODEL"
+        raise InvalidArgumentError(
+            f"pattern: expected scores of the model's heads, got none, and none have been found "
+            f"of it so far; run snapkv study heads --model {name}, or pass a file of scores"
+        )
+    return policy.with_scores(scores)
+
+
+def head_scores_folder() -> Path:
+    """Where the files are."""
+    return cache_folder() / "head-scores"
+
+
+def _read(found: Any, model: PreTrainedModel) -> HeadScores:
+    del model  # whether they are as many as it has heads is checked with those of users
+    return head_scores("scores", found)
+
+
+_KNOWN = Remembered(
+    name="scores",
+    study="heads",
+    folder=lambda: head_scores_folder(),
+    packaged=Path(__file__).with_name("head_scores"),
+    read=_read,
+    otherwise="nothing is known of its heads",
+    log=logging.getLogger("snapkv.hf"),
+)

@@ -1,0 +1,77 @@
+"""Questions about one text, answered one behind the other in one compressed cache."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from torch import Tensor
+
+from snapkv.app.answering import Answer, answer_ids, prompt_ids, require_positions
+from snapkv.app.conversation import behind
+from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Prefill
+from snapkv.hf.cache import CompressedCache
+from snapkv.lab.evaluate.sample import Conversation, Setting, Template, later_turn
+from snapkv.policies import Policy
+
+Later = Literal["append", "compress", "recall"]
+
+LATER: dict[Later, dict[str, Any]] = {
+    "append": {},
+    "compress": {"turns": "compress"},
+    "recall": {"recall": "host"},
+}
+"""What a later question may do, as options of `CompressedCache`: be stored behind what was kept,
+vote on what was kept, or vote on all that was read."""
+
+
+def converse(
+    loaded: LoadedModel,
+    conversation: Conversation,
+    policy: Policy,
+    template: Template,
+    setting: Setting,
+    *,
+    prefill: Prefill,
+    later: Later,
+) -> Iterator[Answer]:
+    """Read the text once, and answer every question behind the one before it and its answer.
+
+    An answer is the model's own, and what is wrong in it stays in the conversation.
+
+    Args:
+        loaded: model and tokenizer.
+        conversation: the text and its questions.
+        policy: what the cache keeps of the text.
+        template: as in `Sample.prompt`.
+        setting: whether the first question votes on the text; the later ones do as `later` says.
+        prefill: how every turn is read.
+        later: what becomes of later questions.
+
+    Raises:
+        PromptTooLongError: the model has no positions left for a question and its answer.
+        OutOfMemoryError: the device or the host is full.
+    """
+    tokenizer = loaded.tokenizer
+    policy = loaded.completed(policy)
+    prompt = conversation.prompt(tokenizer, template, setting)
+    spans = conversation.protection.spans(prompt, policy, tokenizer)
+    cache = CompressedCache(loaded.model, policy, protect=spans, **LATER[later])
+    said: Tensor | None = None
+    for turn in conversation.turns:
+        if said is None:
+            ids = prompt_ids(loaded, prompt, turn.settings)
+            context_tokens = prompt.context_tokens(tokenizer)
+        else:
+            text = later_turn(turn, tokenizer, template)
+            ids, context_tokens = behind(loaded, said, text, turn.settings), None
+            require_positions(loaded, ids.shape[1], turn.settings)
+        found, said = answer_ids(
+            loaded,
+            ids,
+            cache,
+            turn.settings,
+            answer_start=turn.answer_start,
+            context_tokens=context_tokens,
+            prefill=prefill,
+        )
+        yield found

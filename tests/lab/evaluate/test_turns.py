@@ -1,0 +1,203 @@
+"""Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
+
+import json
+
+import pytest
+
+from snapkv import H2O, FullCache, SnapKV, StreamingLLM
+from snapkv.app.prefills import Chunked
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.lab.evaluate import conversing
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Run
+from snapkv.lab.evaluate.sample import Conversation, later_turn
+from snapkv.lab.evaluate.tasks import Needle, Turns
+from tests.lab.evaluate.tiny import tiny_loaded, untimed
+
+SMALL = {"lengths": (200,), "questions": 3, "samples_each": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+def run_of(loaded, methods, **given):
+    settings = {"task": Turns(cloze=True, **SMALL), "template": "none"} | given
+    return Run(loaded=loaded, methods=methods, **settings)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
+@pytest.mark.parametrize("questions", [1, 3])
+def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
+    task = Turns(cloze=cloze, **SMALL | {"questions": questions})
+    samples = list(task.samples(demo.tokenizer))
+    assert samples == list(task.samples(demo.tokenizer))
+    assert len({sample.context for sample in samples}) == 2
+    for sample in samples:
+        assert isinstance(sample, Conversation)
+        numbers = dict(line.split(": ") for line in sample.context.splitlines()[2:])
+        assert [turn.cell["turn"] for turn in sample.turns] == [*range(1, questions + 1)]
+        assert len({turn.references for turn in sample.turns}) == questions
+        for turn in sample.turns:
+            asked = turn.answer_start if cloze else turn.plain_question
+            (name,) = (name for name in numbers if name in asked)
+            assert turn.references == (numbers[name],)
+            assert task.score(turn, f" {numbers[name]}\n99") == 1
+            assert task.score(turn, f"1{numbers[name]} {numbers[name]}") == 0
+            assert task.score(turn, "none") == 0
+        assert [turn.context for turn in sample.turns[1:]] == [""] * (questions - 1)
+        ids = sample.prompt(demo.tokenizer, "tokenizer", "visible").token_ids(demo.tokenizer)
+        assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
+
+
+def test_a_later_turn_is_the_question_and_the_answers_beginning(demo):
+    free, cloze = (
+        next(iter(Turns(cloze=cloze, **SMALL).samples(demo.tokenizer))).turns[1]
+        for cloze in (False, True)
+    )
+    name = cloze.answer_start.removesuffix(":")
+    assert later_turn(cloze, demo.tokenizer, "none") == (
+        f"\n\nThe number of one of the names:\n\n{name}:"
+    )
+    name = free.question.split()[5].removesuffix("?")
+    assert later_turn(free, demo.tokenizer, "none") == (
+        f"\n\nQuestion: What is the number of {name}?\nAnswer:"
+    )
+    chat = later_turn(free, demo.tokenizer, "tokenizer")
+    assert f"What is the number of {name}? Answer with the number." in chat
+    assert chat.startswith("<|im_end|>")
+    assert chat.endswith("assistant\n")
+
+
+@pytest.mark.parametrize("template", ["none", "tokenizer"])
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
+    tiny, tmp_path, template, question
+):
+    """The slow way: every turn's text is read from its start, and continued greedily."""
+    run = run_of(
+        tiny, [Method(label="full", policy=FullCache())], template=template, questions=(question,)
+    )
+    run.into(tmp_path / "out")
+    said = {record["sample"]: record["prediction"] for record in lines(tmp_path / "out")}
+    end = tiny.tokenizer.eos_token_id
+    for sample in run.task.samples(tiny.tokenizer):
+        ids = None
+        for turn in sample.turns:
+            if ids is None:
+                prompt = sample.prompt(tiny.tokenizer, template, "visible")
+                ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
+            else:
+                ended = ids[-1] == end
+                text = later_turn(turn, tiny.tokenizer, template)
+                ids = ids[:-1] if ended else ids
+                own = tiny.tokenizer.decode([end])
+                text = (
+                    text if not ended or text.startswith(own) or template == "none" else own + text
+                )
+                ids = ids + tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+            start = len(ids)
+            output = tiny.model.generate(
+                tiny.model.dummy_inputs["input_ids"].new_tensor([ids]),
+                attention_mask=tiny.model.dummy_inputs["input_ids"].new_ones((1, len(ids))),
+                max_new_tokens=turn.settings.max_new_tokens,
+                stop_strings=list(turn.settings.stop_strings),
+                tokenizer=tiny.tokenizer,
+                do_sample=False,
+                pad_token_id=end,
+            )
+            ids = output[0].tolist()
+            text = tiny.tokenizer.decode(ids[start:], skip_special_tokens=True)
+            assert said[turn.name] == text.partition("\n")[0]
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
+    methods = [
+        Method(label=way, policy=SnapKV(48), later=way) for way in ("append", "compress", "recall")
+    ]
+    results = run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
+    kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
+    for turn in (2, 3):
+        grown = kept["append", turn] - kept["append", turn - 1]
+        assert grown > 8
+        for way in ("compress", "recall"):
+            assert 48 <= kept[way, turn] <= 48 + 8
+    assert {row["policy"].get("turns") for row in results.rows} == {None, "compress", "recall"}
+
+
+def test_what_evicts_while_generating_answers_appended_questions(tiny, tmp_path):
+    methods = [Method(label="h2o", policy=H2O(48)), Method(label="w", policy=StreamingLLM(48))]
+    results = run_of(tiny, methods).into(tmp_path / "out")
+    assert all(row["status"] == "ok" for row in results.rows)
+    assert all(row["kept_tokens"] <= 48 for row in results.rows)
+
+
+def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
+    methods = [Method(label="recall", policy=SnapKV(48), later="recall")]
+    whole = run_of(tiny, methods).into(tmp_path / "whole")
+    run_of(tiny, methods).into(tmp_path / "cut")
+    written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut" / "samples.jsonl").write_text("".join(written[:4]) + written[4][:20])
+    again = run_of(tiny, methods).into(tmp_path / "cut")
+    assert untimed(lines(tmp_path / "cut")) == untimed(lines(tmp_path / "whole"))
+    assert untimed(again.rows) == untimed(whole.rows)
+    assert len(written) == 6
+
+
+def test_a_conversation_that_is_all_there_is_not_held_again(tiny, tmp_path, monkeypatch):
+    methods = [Method(label="full", policy=FullCache())]
+    run_of(tiny, methods).into(tmp_path / "out")
+    monkeypatch.setattr(conversing, "answer_ids", None)
+    assert len(run_of(tiny, methods).into(tmp_path / "out").rows) == 3
+
+
+def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_path, monkeypatch):
+    real, calls = conversing.answer_ids, []
+
+    def answer_ids(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OutOfMemoryError("full")
+        return real(*args, **options)
+
+    monkeypatch.setattr(conversing, "answer_ids", answer_ids)
+    methods = [Method(label="full", policy=FullCache())]
+    run_of(tiny, methods, limit=1).into(tmp_path / "out")
+    status = [record["status"] for record in lines(tmp_path / "out")]
+    assert status == ["ok", "out of memory", "out of memory"]
+    run_of(tiny, methods, limit=1).into(tmp_path / "out")  # asks for what was lost again
+    assert [record["status"] for record in lines(tmp_path / "out")] == ["ok"] * 3
+
+
+def test_questions_behind_the_models_positions_are_too_long(demo, tmp_path):
+    loaded = tiny_loaded(demo.tokenizer, positions=215)
+    run = run_of(loaded, [Method(label="full", policy=FullCache())], limit=1)
+    run.into(tmp_path / "out")
+    status = [record["status"] for record in lines(tmp_path / "out")]
+    assert status[0] == "ok"
+    assert status[-1] == "too long"
+
+
+def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
+    recall = Method(label="r", policy=SnapKV(48), later="recall")
+    with pytest.raises(InvalidArgumentError, match="turns: expected it with a task of several"):
+        run_of(tiny, [recall], task=Needle(lengths=(300,), cloze=True))
+    chunked = Method(label="r", policy=SnapKV(48), later="recall", prefill=Chunked())
+    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
+        run_of(tiny, [chunked])
+    with pytest.raises(InvalidArgumentError, match="evicts after every token"):
+        run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])
+
+
+@pytest.mark.parametrize("name", ["lengths", "questions", "samples_each"])
+def test_wrong_settings_are_refused(demo, name):
+    with pytest.raises(InvalidArgumentError, match=name):
+        Turns(**{name: (0,) if name == "lengths" else 0})
+    with pytest.raises(InvalidArgumentError, match="lengths: expected room"):
+        list(Turns(lengths=(20,)).samples(demo.tokenizer))
