@@ -74,7 +74,7 @@ def is_long(asked):
 
 def test_the_longest_come_first_and_each_once(work):
     workers = [Scripted(), Scripted()]
-    with Deterministic(workers) as pool:
+    with Deterministic(workers, "cpu") as pool:
         given = list(pool.answers(work))
     assert keys(given) == wanted(work)
     begun = sorted((a for worker in workers for a in worker.begun), key=lambda a: -a.characters)
@@ -87,7 +87,7 @@ def test_the_longest_come_first_and_each_once(work):
 
 def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work):
     worker = Scripted(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
-    given = list(Deterministic([worker]).answers(work))
+    given = list(Deterministic([worker], "cpu").answers(work))
     assert keys(given) == wanted(work)
     assert {record["status"] for record in given} == {"ok"}
     again = [asked for asked in worker.begun if asked.tries]
@@ -98,7 +98,9 @@ def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(w
 
 def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work):
     worker = Scripted(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
-    given = {key(record): record["status"] for record in Deterministic([worker]).answers(work)}
+    given = {
+        key(record): record["status"] for record in Deterministic([worker], "cpu").answers(work)
+    }
     assert sorted(given) == wanted(work)
     longer = {asked.sample.name for asked in work if is_long(asked)}
     assert 0 < len(longer) < len(work)
@@ -110,7 +112,7 @@ def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work):
 
 def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
     gone, here = Scripted(ends=lambda asked: True, places=1), Scripted()
-    given = list(Deterministic([gone, here]).answers(work))
+    given = list(Deterministic([gone, here], "cpu").answers(work))
     assert keys(given) == wanted(work)
     assert len(gone.begun) == 1
 
@@ -118,7 +120,7 @@ def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
 def test_no_place_for_any_worker_is_said(work):
     gone = Scripted(ends=lambda asked: True, places=1)
     with pytest.raises(OutOfMemoryError, match="expected a place for at least one of them"):
-        list(Deterministic([gone]).answers(work))
+        list(Deterministic([gone], "cpu").answers(work))
 
 
 # Processes of this machine.

@@ -35,6 +35,7 @@ class Run:
         questions: the settings to run, see `Sample.prompt`.
         template: how a sample becomes a prompt, see `Sample.prompt`.
         limit: how many samples to take of every cell; None for all.
+        device: where workers answer, as results say it; None for where the model is.
 
     Raises:
         InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
@@ -48,6 +49,7 @@ class Run:
     questions: Sequence[Setting] = ("visible",)
     template: Template = "tokenizer"
     limit: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         """Check that every method can run before any sample is answered, and fit the task."""
@@ -100,7 +102,7 @@ class Run:
             work = [missing for asked in whole if (missing := asked.without(store)).methods]
             done, tell = sum(one in store for one in wanted), on_progress or _untold
             tell("", done, len(wanted))
-            for record in (executor or self._serial()).answers(work):
+            for record in (executor or self.serial()).answers(work):
                 if key(record) not in store:  # a conversation is held again from its beginning
                     store.add(record)
                     done += 1
@@ -109,7 +111,8 @@ class Run:
             unwritten = store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
 
-    def _serial(self) -> Serial:
+    def serial(self) -> Serial:
+        """This process, as who answers."""
         return Serial(Answerer(loaded=self.loaded, task=self.task, template=self.template))
 
     def _block(self, samples: Sequence[Sample]) -> Record:
@@ -119,7 +122,7 @@ class Run:
     def _settings(self) -> Record:
         return {
             "task": self.task.describe(),
-            "model": self.loaded.description(),
+            "model": self.loaded.description() | ({"device": self.device} if self.device else {}),
             "template": self.template,
             "limit": self.limit,
             **versions(),

@@ -19,7 +19,13 @@ class WorkerEndedError(Exception):
 
 
 class Executor(AbstractContextManager["Executor"], ABC):
-    """Answers questions in any order. Leaving its block ends the workers."""
+    """Answers questions in any order. Leaving its block ends the workers.
+
+    Attributes:
+        device: where they are, as results say it; None for where the model of the run is.
+    """
+
+    device: str | None = None
 
     @abstractmethod
     def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
@@ -66,8 +72,8 @@ class WorkerPool(Executor):
     needs less memory; where that ends workers too, its records say that it was lost.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
+    def __init__(self, workers: Sequence[Worker], device: str) -> None:
+        self._workers, self.device = workers, device
 
     @abstractmethod
     def ready(self, busy: Sequence[Worker]) -> Sequence[Worker]:

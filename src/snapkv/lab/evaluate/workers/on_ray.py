@@ -43,7 +43,8 @@ class OnRay(WorkerPool):
             self._require_places(count, nodes, needs)
             cpus = sum(int(node.get("CPU", 0)) for node in nodes)
             equipment = replace(equipment, threads=max(1, cpus // count))
-            super().__init__([_Actor(equipment, needs) for _ in range(count)])
+            device = "cuda:0" if gpus else "cpu"  # of its own, whatever the node calls it
+            super().__init__([_Actor(equipment, needs, device) for _ in range(count)], device)
         except BaseException:
             self._leave()
             raise
@@ -78,8 +79,8 @@ class OnRay(WorkerPool):
 class _Actor(Worker):
     """An actor of the cluster; it is made with the first question, and anew where it has ended."""
 
-    def __init__(self, equipment: Equipment, needs: dict[str, int]) -> None:
-        self._equipment, self._needs = equipment, needs
+    def __init__(self, equipment: Equipment, needs: dict[str, int], device: str) -> None:
+        self._equipment, self._needs, self._device = equipment, needs, device
         self._actor: Any = None
         self.answers: Any = None
 
@@ -92,7 +93,7 @@ class _Actor(Worker):
     def begin(self, asked: Asked) -> None:
         if self._actor is None:
             made = _ray().remote(max_restarts=0, **self._needs)(_Answering)
-            self._actor = made.remote(self._equipment, "cuda" if self._needs["num_gpus"] else "cpu")
+            self._actor = made.remote(self._equipment, self._device)
         self.answers = self._actor.records.remote(asked)
 
     def records(self) -> list[Record]:

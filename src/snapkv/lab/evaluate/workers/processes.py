@@ -26,7 +26,7 @@ class Processes(WorkerPool):
     def __init__(self, devices: Sequence[str], equipment: Equipment) -> None:
         threads = max(1, (os.cpu_count() or 1) // len(devices))
         equipment = replace(equipment, threads=threads)
-        super().__init__([_Process(device, equipment) for device in devices])
+        super().__init__([_Process(device, equipment) for device in devices], devices[0])
 
     def ready(self, busy: Sequence[Worker]) -> Sequence[Worker]:
         """Those whose pipe has something to read, if only its end."""
