@@ -1,6 +1,7 @@
 """Workers on a Ray cluster: on this machine, or on as many as there are."""
 
 import contextlib
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -145,6 +146,7 @@ def _ray() -> Any:
 
 
 def _join(ray: Any, address: str) -> None:
+    _require_reachable(address)
     quiet = {"include_dashboard": False} if address == LOCAL else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
@@ -153,3 +155,20 @@ def _join(ray: Any, address: str) -> None:
             f"ray: expected the address of a cluster that runs, got {address!r}: "
             f"{str(error).splitlines()[0]}; start one with `ray start --head`, or pass local"
         ) from error
+
+
+def _require_reachable(address: str) -> None:
+    """Raise where nobody listens: Ray would try for minutes, and end the process."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host:  # local and auto
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"ray: expected the address of a cluster that runs, got {address!r}: {error}; start one "
+            "with `ray start --head`, or pass local"
+        ) from error
+
+
+_SECONDS_TO_ANSWER = 5
