@@ -8,11 +8,13 @@ from snapkv.policies import (
     RKV,
     TOVA,
     AdaKV,
+    Compactor,
     CriticalKV,
     ExpectedAttention,
     FastGen,
     KeyDiff,
     KVzip,
+    LagKV,
     Policy,
     PromptThenDecode,
     PyramidKV,
@@ -73,6 +75,15 @@ def read_twice_at(budget: int) -> dict[str, Policy]:
 def rkv_at(budget: int) -> dict[str, Policy]:
     """R-KV, which also evicts one token at a time here, where its authors' evicts 128."""
     return {"R-KV": RKV(budget, window_size=WINDOW_SIZE, evict_every=1)}
+
+
+def questionless_at(budget: int) -> dict[str, Policy]:
+    """Methods that choose without a question, and without a second reading."""
+    return {
+        "LagKV": LagKV(budget, window_size=WINDOW_SIZE),
+        "LagKV, lag 32": LagKV(budget, window_size=WINDOW_SIZE, lag_size=32),
+        "Compactor": Compactor(budget, window_size=WINDOW_SIZE),
+    }
 
 
 def around_wide_pooling(budget: int) -> dict[str, Policy]:

@@ -5,7 +5,7 @@
     python -m benchmarks.methods --only timing    measure the times, keep the rows of the answers
     python -m benchmarks.methods --only pooling   measure the answers around the wide kernel
     python -m benchmarks.methods --only 'second reading'
-    python -m benchmarks.methods --only r-kv      measure the answers of R-KV
+    python -m benchmarks.methods --only r-kv      measure the answers of R-KV, or of another part
     python -m benchmarks.methods --only 'first tokens'   measure what sinks are worth
     python -m benchmarks.methods --render         render the page from the rows that are there
 
@@ -24,6 +24,7 @@ from benchmarks.contenders import (
     around_wide_pooling,
     contenders_at,
     full_cache,
+    questionless_at,
     read_twice_at,
     rkv_at,
     without_budget,
@@ -147,8 +148,10 @@ def measure_second_reading(loaded: LoadedModel, haystack: Haystack) -> Iterator[
         yield from _rows_of(contenders, outcomes, prompt_tokens, "hidden")
 
 
-def measure_rkv(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
-    """Answers of R-KV, at every length, question and budget."""
+def measure_later(
+    made: Callable[[int], dict[str, Policy]], loaded: LoadedModel, haystack: Haystack
+) -> Iterator[Row]:
+    """Answers of methods that came later, by budget, at every length, question and budget."""
     for prompt_tokens, count in DOCUMENTS.items():
         documents = make_documents(
             loaded.tokenizer, haystack, prompt_tokens=prompt_tokens, count=count
@@ -156,7 +159,7 @@ def measure_rkv(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
         contenders = [
             (name, budget, policy)
             for budget in BUDGETS[prompt_tokens]
-            for name, policy in rkv_at(budget).items()
+            for name, policy in made(budget).items()
         ]
         policies = [policy for *_, policy in contenders]
         for question in QUESTIONS:
@@ -259,7 +262,8 @@ PARTS: dict[str, Callable[[LoadedModel, Haystack], Iterator[Row]]] = {
     "quality": measure_quality,
     "pooling": measure_pooling,
     "second reading": measure_second_reading,
-    "r-kv": measure_rkv,
+    "r-kv": functools.partial(measure_later, rkv_at),
+    "no question": functools.partial(measure_later, questionless_at),
     "first tokens": measure_first_tokens,
     "timing": measure_timing,
 }

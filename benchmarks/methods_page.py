@@ -8,7 +8,11 @@ from benchmarks.records import Row, environment_line, markdown_table
 from benchmarks.retrieval import Question
 from snapkv.validation import format_bytes
 
-MEASURED_LATER = {"second reading": "The methods that read twice", "r-kv": "R-KV"}
+MEASURED_LATER = {
+    "second reading": "The methods that read twice",
+    "r-kv": "R-KV",
+    "no question": "LagKV and Compactor",
+}
 """Parts whose rows stand in the tables of "quality", and whose they are."""
 
 

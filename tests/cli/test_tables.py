@@ -56,7 +56,11 @@ def results():
             "policy": {"name": "full" if method == "full" else "snapkv"},
             "status": "ok",
             "held_bytes": 10**9,
+            "full_bytes": 4 * 10**9,
             "token_ms": 212.0,
+            "interval": [0.4, 0.6],
+            "scores": {f"{documents}/0": 0.4, f"{documents}/1": 0.6},
+            "difference": None,
         }
         for method in ("full", LABEL)
         for documents in (10, 20, 30, 40, 50, 1000, 2000, 3000)

@@ -8,6 +8,7 @@ from benchmarks.contenders import (
     FULL,
     contenders_at,
     full_cache,
+    questionless_at,
     read_twice_at,
     rkv_at,
     without_budget,
@@ -35,7 +36,9 @@ def names_inside(policy):
 
 
 def test_every_method_there_is_takes_part(demo):
-    contenders = full_cache() | contenders_at(64) | read_twice_at(64) | rkv_at(64)
+    contenders = (
+        full_cache() | contenders_at(64) | read_twice_at(64) | rkv_at(64) | questionless_at(64)
+    )
     contenders |= without_budget(768, 64, demo.tokenizer)
     assert set().union(*map(names_inside, contenders.values())) == set(POLICIES) - BY_HEADS
     assert not any(hasattr(POLICIES[name](), "budget") for name in BY_HEADS)

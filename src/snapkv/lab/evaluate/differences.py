@@ -8,7 +8,6 @@ from typing import Self
 
 from snapkv.lab.evaluate.intervals import Interval, mean_interval
 from snapkv.lab.evaluate.store import Record
-from snapkv.policies import FullCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,8 @@ class Difference:
 
 def is_full(row: Record) -> bool:
     """Whether a row is of the full cache, filled by reading exactly."""
+    from snapkv.policies import FullCache  # imports torch, which tables do without
+
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
