@@ -166,8 +166,8 @@ def _require_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(
-            f"ray: expected the address of a cluster that runs, got {address!r}: {error}; start one "
-            "with `ray start --head`, or pass local"
+            f"ray: expected the address of a cluster that runs, got {address!r}: {error}; start "
+            "one with `ray start --head`, or pass local"
         ) from error
 
 
