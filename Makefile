@@ -15,7 +15,7 @@ export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
     test-serving-first test-serving-second test-serving-oldest test-serving-slow test-ray \
-    test-browser docs check format results kvpress clean
+    test-browser test-sweeps docs check format results kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,10 @@ test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/browser
+
+test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopback
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweeps tests/lab
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -17,8 +17,9 @@ from pathlib import Path
 from benchmarks.records import RESULTS, Row, markdown_table, read_rows, write_rows
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.drawing import encoded
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.intervals import METHOD
-from snapkv.lab.evaluate.runner import Method, Results, Run
+from snapkv.lab.evaluate.runner import Results, Run
 from snapkv.lab.evaluate.store import key
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task

@@ -25,7 +25,8 @@ from snapkv import (
     StreamingLLM,
 )
 from snapkv.app.models import LoadedModel, load
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.tasks import Needle
 from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 

@@ -33,6 +33,7 @@ NO_OUTPUT = {
     *("corpus", "methods", "kernel_sizes", "ratios", "hidden_ratios", "places"),
     *("sources", "names", "bits", "library"),  # a library is changed by what is made to change it
     *("prefill", "layers", "turns", "answer_tokens"),
+    *("devices", "ray"),
     "recall",  # a folder for files without names, which replace none
     "share_bytes",
     "share_folder",  # a folder for documents, which replace none but their own

@@ -7,7 +7,7 @@ from typing import Any
 from snapkv.cli.amounts import token_budgets
 from snapkv.cli.sweep import methods, read_in_every_way, specs
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.runner import Method
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.measure.contenders import Contender, compressed, full
 from snapkv.validation import DEFAULT
 

@@ -7,7 +7,8 @@ from snapkv.app.models import LoadedModel
 from snapkv.cli.policy import make_policy, wrapped
 from snapkv.cli.sweep import parsed, specs, takes_budget
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.lab.evaluate.runner import Method, fitting_methods
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import fitting_methods
 from snapkv.lab.evaluate.sample import Setting
 from snapkv.policies import POLICIES, FullCache
 from snapkv.validation import DEFAULT

@@ -1,6 +1,6 @@
 """`snapkv eval TASK`: the paper's experiments, every method in one run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import typer
@@ -10,6 +10,7 @@ from snapkv.cli.lm_eval import lm_eval
 from snapkv.cli.options import ReadingOptions, SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
+from snapkv.cli.workers import WorkerOptions, executor, load_for
 from snapkv.lab.evaluate.sample import Setting, Template
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import TASKS
@@ -22,7 +23,7 @@ _QUESTIONS: dict[str, tuple[Setting, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(SweepOptions, ReadingOptions, WritingOptions):
+class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     """What every task takes."""
 
     question: Annotated[
@@ -67,7 +68,6 @@ class EvalOptions(SweepOptions, ReadingOptions, WritingOptions):
 
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv.cli.loading import load_model
     from snapkv.cli.progress import answers_progress
     from snapkv.cli.sweep import compared_methods, with_turns
     from snapkv.cli.tables import results_table
@@ -80,7 +80,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     if options.report is not None:
         page.require_reportable()
     compared = with_turns(compared_methods(options), options.turns)
-    loaded = load_model(options)
+    loaded = load_for(options)
     run = Run(
         loaded=loaded,
         task=settings,
@@ -89,9 +89,10 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         template=options.template,
         limit=options.limit,
     )
-    with answers_progress(settings.name) as advance:
+    with executor(options, run) as who, answers_progress(settings.name) as advance:
+        run = replace(run, device=who.device)
         folder = results_folder(options.output, settings.name, loaded.name, run.fingerprint())
-        results = run.into(folder, advance)
+        results = run.into(folder, advance, who)
     found = {"run": results.run, "folder": str(folder), "rows": results.rows}
     give(
         found | {"warnings": results.task.warnings},

@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import transformers
 from huggingface_hub.utils.tqdm import enable_progress_bars
@@ -24,11 +25,14 @@ def load_model(options: ModelOptions) -> LoadedModel:
         SnapKVError: the options name no model that works.
     """
     begin(verbose=options.verbose)
-    given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
-    if options.model is not None:
-        given["name"] = options.model
     with Console(stderr=True).status(f"loading {options.model or 'the demo model'}"):
-        return load(**given)
+        return load(**load_arguments(options))
+
+
+def load_arguments(options: ModelOptions) -> dict[str, Any]:
+    """What the options say, as arguments of `load`."""
+    given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
+    return given if options.model is None else given | {"name": options.model}
 
 
 def load_other(name: str, options: ModelOptions) -> LoadedModel:

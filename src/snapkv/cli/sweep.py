@@ -11,8 +11,8 @@ from snapkv.cli.amounts import token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.conversing import LATER, Later
-from snapkv.lab.evaluate.runner import Method
 from snapkv.policies import FullCache
 from snapkv.validation import AUTO, DEFAULT, require_choice
 

@@ -13,8 +13,8 @@ from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate import harness
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.harness import CompressedLM, HarnessRun, log_likelihood
-from snapkv.lab.evaluate.runner import Method
 from snapkv.lab.evaluate.store import Store
 from snapkv.policies import H2O, FullCache, SnapKV
 from tests.lab.evaluate import killed_harness

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from snapkv.errors import InvalidArgumentError
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.fitting import needed_tokens
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.tasks.lines import Lines
 from snapkv.policies import FullCache, SnapKV
 

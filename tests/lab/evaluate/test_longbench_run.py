@@ -12,7 +12,8 @@ import pytest
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.tasks import LongBench
 from snapkv.policies import FullCache

@@ -8,9 +8,10 @@ import re
 import pytest
 
 from snapkv.errors import DocumentError, InvalidArgumentError
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.corpora import Corpus, load_corpus
 from snapkv.lab.evaluate.retrieval import Index
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.tasks import TASKS, RagCitation, RagPipeline, RagPosition
 from snapkv.lab.evaluate.tasks.rag import citation, pipeline, position
 from snapkv.lab.evaluate.tasks.rag.asking import drawn, found, phrase_questions

@@ -10,8 +10,9 @@ import pytest
 from snapkv.app.answering import answer
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.fitting import needed_tokens
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.tasks.ruler import GENERATORS, Ruler
 from snapkv.lab.evaluate.tasks.ruler.needle import NOISE, sentences

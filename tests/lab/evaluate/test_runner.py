@@ -12,7 +12,8 @@ from snapkv.app.prefills import Exact, GemFilter
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.hf.known_heads import remember_head_scores
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.store import key
 from snapkv.prefill import SharedReading
@@ -418,8 +419,9 @@ def test_progress_counts_every_answer(tiny, tmp_path):
         tmp_path, lambda *progress: seen.append(progress)
     )
     assert seen == [
-        ("8/0, full", 0, 4), ("8/0, snapkv@64", 1, 4),
-        ("16/0, full", 2, 4), ("16/0, snapkv@64", 3, 4), ("done", 4, 4),
+        ("", 0, 4),
+        ("8/0, full", 1, 4), ("8/0, snapkv@64", 2, 4),
+        ("16/0, full", 3, 4), ("16/0, snapkv@64", 4, 4),
     ]  # fmt: skip
 
 

@@ -5,7 +5,8 @@ import pytest
 from snapkv import FullCache, StreamingLLM
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.tasks import Tracking
 

@@ -8,7 +8,8 @@ from snapkv import H2O, FullCache, SnapKV, StreamingLLM
 from snapkv.app.prefills import Chunked
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.evaluate import conversing
-from snapkv.lab.evaluate.runner import Method, Run
+from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Conversation, later_turn
 from snapkv.lab.evaluate.tasks import Needle, Turns
 from tests.lab.evaluate.tiny import tiny_loaded, untimed

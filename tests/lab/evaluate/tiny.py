@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from snapkv import FullCache, SnapKV
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
-from snapkv.lab.evaluate.runner import Method
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.task import Task
 from tests.families import tiny_config

@@ -25,12 +25,9 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
+from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.likelihood import log_likelihood
-from snapkv.lab.evaluate.runner import (
-    Method,
-    fitting_methods,
-    require_same_policies,
-)
+from snapkv.lab.evaluate.runner import fitting_methods, require_same_policies
 from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
 from snapkv.lab.measure.environment import versions
 from snapkv.validation import nearest

@@ -3,52 +3,25 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from snapkv.app.answering import Answer
 from snapkv.app.models import LoadedModel
-from snapkv.app.prefills import Exact, Prefill
-from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, PromptTooLongError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
-from snapkv.lab.evaluate.conversing import LATER, Later, converse
-from snapkv.lab.evaluate.sample import Conversation, Sample, Setting, Template
-from snapkv.lab.evaluate.sharing import PromptReader
-from snapkv.lab.evaluate.store import LOST, Key, Progress, Record, Store, key, short_hash
+from snapkv.lab.evaluate.asking import Answerer, Asked, Method
+from snapkv.lab.evaluate.conversing import LATER
+from snapkv.lab.evaluate.sample import Sample, Setting, Template
+from snapkv.lab.evaluate.store import Progress, Record, Store, key, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
+from snapkv.lab.evaluate.workers.base import Executor
+from snapkv.lab.evaluate.workers.serial import Serial
 from snapkv.lab.measure.environment import versions
-from snapkv.policies import Policy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A policy, and a way to read, under the name that tables give them.
-
-    Attributes:
-        label: the name.
-        policy: what the cache keeps.
-        prefill: how prompts are read.
-        later: what becomes of the questions behind the first one, see `LATER`.
-    """
-
-    label: str
-    policy: Policy
-    prefill: Prefill = field(default_factory=Exact)
-    later: Later = "append"
-
-    def describe(self) -> Record:
-        """The policy's name and parameters, and how it reads where that is not as usual."""
-        reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        later = {} if self.later == "append" else {"turns": self.later}
-        return self.policy.describe() | reading | later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +35,7 @@ class Run:
         questions: the settings to run, see `Sample.prompt`.
         template: how a sample becomes a prompt, see `Sample.prompt`.
         limit: how many samples to take of every cell; None for all.
+        device: where workers answer, as results say it; None for where the model is.
 
     Raises:
         InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
@@ -75,6 +49,7 @@ class Run:
     questions: Sequence[Setting] = ("visible",)
     template: Template = "tokenizer"
     limit: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         """Check that every method can run before any sample is answered, and fit the task."""
@@ -96,10 +71,17 @@ class Run:
         """A short name for everything that a run's results depend on, its methods left out."""
         return short_hash(self._settings())
 
-    def into(self, folder: Path, on_progress: Progress | None = None) -> "Results":
+    def into(
+        self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
+    ) -> "Results":
         """Answer what the folder does not hold yet, and summarise all of it.
 
         What was lost to memory before is asked once more.
+
+        Args:
+            folder: of the answers.
+            on_progress: told of every answer.
+            executor: who answers; this process by default. The folder is the same.
 
         Raises:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
@@ -110,27 +92,28 @@ class Run:
         samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
         _require_distinct(samples)
         block = self._block(samples)
-        asked = list(itertools.product(samples, self.questions))
-        wanted = [(s, method, question) for s, question in asked for method in self.methods]
+        whole = [
+            Asked(sample=sample, question=question, methods=self.methods)
+            for sample, question in itertools.product(samples, self.questions)
+        ]
+        wanted = [one for asked in whole for one in asked.keys]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            done = itertools.count()
-            for sample, question in asked:
-                reader = self._reader(sample, question, store)
-                for method in self.methods:
-                    if on_progress:
-                        on_progress(f"{sample.name}, {method.label}", next(done), len(wanted))
-                    if all(wanted in store for wanted in _keys(sample, method, question)):
-                        continue
-                    for record in self._records(sample, method, question, reader):
-                        if key(record) not in store:
-                            store.add(record)
-            if on_progress:
-                on_progress("done", len(wanted), len(wanted))
-            keys = [wanted for asked in wanted for wanted in _keys(*asked)]
-            rows = summarise(store.records, keys, self.task)
+            work = [missing for asked in whole if (missing := asked.without(store)).methods]
+            done, tell = sum(one in store for one in wanted), on_progress or _untold
+            tell("", done, len(wanted))
+            for record in (executor or self.serial()).answers(work):
+                if key(record) not in store:  # a conversation is held again from its beginning
+                    store.add(record)
+                    done += 1
+                    tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+            rows = summarise(store.records, wanted, self.task)
             unwritten = store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
+
+    def serial(self) -> Serial:
+        """This process, as who answers."""
+        return Serial(Answerer(loaded=self.loaded, task=self.task, template=self.template))
 
     def _block(self, samples: Sequence[Sample]) -> Record:
         """What a result must say so that it can be made again."""
@@ -139,69 +122,11 @@ class Run:
     def _settings(self) -> Record:
         return {
             "task": self.task.describe(),
-            "model": self.loaded.description(),
+            "model": self.loaded.description() | ({"device": self.device} if self.device else {}),
             "template": self.template,
             "limit": self.limit,
             **versions(),
         }
-
-    def _reader(self, sample: Sample, question: Setting, store: Store) -> PromptReader:
-        """What reads the sample's prompt, for the methods whose answers are missing."""
-        missing = [
-            method
-            for method in self.methods
-            if not all(wanted in store for wanted in _keys(sample, method, question))
-        ]
-        return PromptReader(
-            self.loaded,
-            sample.prompt(self.loaded.tokenizer, self.template, question),
-            sample.settings,
-            [method.prefill for method in missing],
-        )
-
-    def _records(
-        self, sample: Sample, method: Method, question: Setting, reader: PromptReader
-    ) -> Iterator[Record]:
-        """What a sample's questions were answered, or why not; one after the other."""
-        if not isinstance(sample, Conversation):
-            yield self._record(sample, method, question, reader)
-            return
-        left, status = list(sample.turns), ""
-        try:
-            for given in converse(
-                self.loaded,
-                sample,
-                method.policy,
-                self.template,
-                question,
-                prefill=method.prefill,
-                later=method.later,
-            ):
-                turn = left.pop(0)
-                outcome = {"status": "ok"} | _outcome(self.task, turn, given)
-                yield _asked(turn, method, question) | outcome
-        except PromptTooLongError:
-            status = "too long"
-        except OutOfMemoryError:
-            status = LOST
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        for turn in left:
-            yield _asked(turn, method, question) | {"status": status}
-
-    def _record(
-        self, sample: Sample, method: Method, question: Setting, reader: PromptReader
-    ) -> Record:
-        """One answer, or why there is none."""
-        record = _asked(sample, method, question)
-        try:
-            given = reader.answer(method.policy, method.prefill, sample.protection)
-            return record | {"status": "ok"} | _outcome(self.task, sample, given)
-        except PromptTooLongError:
-            return record | {"status": "too long"}
-        except OutOfMemoryError:
-            pass  # the error holds what filled the memory until this block is left
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return record | {"status": LOST}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +146,10 @@ class Results:
     task: Task
     rows: list[Record]
     unwritten: OutputError | None = None
+
+
+def _untold(description: str, done: int, total: int) -> None:
+    """Nobody is told how far the run is."""
 
 
 def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
@@ -288,23 +217,6 @@ def _require_lengths(task: Task, max_tokens: int | None) -> None:
 _MOST_TIMES_POSITIONS = 8
 
 
-def _keys(sample: Sample, method: Method, question: Setting) -> list[Key]:
-    """What the records of a sample's questions are found by."""
-    return [(turn.name, method.label, question) for turn in sample.turns]
-
-
-def _asked(sample: Sample, method: Method, question: Setting) -> Record:
-    """What a record says before there is an answer."""
-    return {
-        "sample": sample.name,
-        "method": method.label,
-        "question": question,
-        "cell": sample.cell,
-        "policy": method.describe(),
-        "references": list(sample.references),
-    }
-
-
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
     """The first samples of every cell."""
     taken: dict[str, int] = {}
@@ -330,25 +242,3 @@ def _require_distinct(samples: Sequence[Sample]) -> None:
             f"samples: expected every sample once, got {name} {times} times; leave out the setting "
             "that is repeated"
         )
-
-
-def _outcome(task: Task, sample: Sample, given: Answer) -> dict[str, Any]:
-    prediction = given.text.removeprefix(sample.answer_start)
-    return {
-        "prediction": prediction,
-        "score": task.score(sample, prediction),
-        **costs(given),
-    }
-
-
-def costs(given: Answer) -> Record:
-    """What an answer took."""
-    return {
-        "prompt_tokens": given.prompt_tokens,
-        "new_tokens": given.new_tokens,
-        "kept_tokens": given.cache.kept_tokens,
-        "held_bytes": given.cache.held_bytes,
-        "full_bytes": given.cache.full_bytes,
-        "first_token_ms": given.first_token_ms,
-        "token_ms": given.token_ms,
-    }

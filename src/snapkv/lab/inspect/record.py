@@ -11,7 +11,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.cache.last_queries import last_tokens
-from snapkv.lab.evaluate.runner import costs
+from snapkv.lab.evaluate.asking import costs
 from snapkv.lab.evaluate.store import Progress
 from snapkv.lab.inspect.leave_out import LeaveOut, leave_out
 from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, packed_scores

@@ -14,7 +14,8 @@ from snapkv.validation import require_at_least
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.evaluate.runner import Method, Run
+    from snapkv.lab.evaluate.asking import Method
+    from snapkv.lab.evaluate.runner import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class Sensitivity(Study):
 
     def _methods(self) -> list["Method"]:
         """The full cache, and SnapKV with every setting."""
-        from snapkv.lab.evaluate.runner import Method
+        from snapkv.lab.evaluate.asking import Method
         from snapkv.policies import FullCache, SnapKV
 
         methods = [Method(label="full cache", policy=FullCache())]

@@ -1,0 +1,1 @@
+"""Who answers the questions of a run: this process, several, or Ray's workers."""

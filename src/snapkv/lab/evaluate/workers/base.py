@@ -1,0 +1,110 @@
+"""Dealing questions out to workers, whatever they are, and to those that take their place."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Self
+
+from snapkv.errors import OutOfMemoryError
+from snapkv.lab.evaluate.asking import Asked
+from snapkv.lab.evaluate.store import Record
+
+MOST_TRIES = 3
+"""How many workers a question may end before it is recorded as lost."""
+
+
+class WorkerEndedError(Exception):
+    """A worker ended before it had answered: killed, out of memory, or its machine is gone."""
+
+
+class Executor(AbstractContextManager["Executor"], ABC):
+    """Answers questions in any order. Leaving its block ends the workers.
+
+    Attributes:
+        device: where they are, as results say it; None for where the model of the run is.
+    """
+
+    device: str | None = None
+
+    @abstractmethod
+    def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
+        """A record for every method of every question, as they come.
+
+        Raises:
+            SnapKVError: an answer failed for a reason that will not go away.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class Worker(ABC):
+    """One of several, with the model; answers one question at a time."""
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it can begin: a machine that is gone may leave none for it."""
+        return True
+
+    @abstractmethod
+    def begin(self, asked: Asked) -> None:
+        """Hand a question over; a worker that has ended is started anew."""
+
+    @abstractmethod
+    def records(self) -> list[Record]:
+        """The answers to what was handed over.
+
+        Raises:
+            WorkerEndedError: it has ended.
+            SnapKVError: as in the process of the worker.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Stop it at once, whatever it does."""
+
+
+class WorkerPool(Executor):
+    """Workers that are alike: the longest questions first, each to whoever is free.
+
+    The question that a worker was at when it ended is asked again, of one method at a time, which
+    needs less memory; where that ends workers too, its records say that it was lost.
+    """
+
+    def __init__(self, workers: Sequence[Worker], device: str) -> None:
+        self._workers, self.device = workers, device
+
+    @abstractmethod
+    def ready(self, busy: Sequence[Worker]) -> Sequence[Worker]:
+        """Wait until some of the workers have answered or ended, and say which."""
+
+    def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
+        """See `Executor.answers`."""
+        waiting = deque(sorted(work, key=lambda asked: asked.characters, reverse=True))
+        idle, busy = list(self._workers), dict[Worker, Asked]()
+        while waiting or busy:
+            while waiting and idle:
+                worker = idle.pop()
+                if worker.has_place:
+                    busy[worker] = waiting.popleft()
+                    worker.begin(busy[worker])
+            if not busy:
+                raise OutOfMemoryError(
+                    "workers: expected a place for at least one of them, got none; the same "
+                    "command continues when there is one"
+                )
+            for worker in self.ready(list(busy)):
+                asked = busy.pop(worker)
+                idle.append(worker)
+                try:
+                    yield from worker.records()
+                except WorkerEndedError:
+                    if asked.tries + 1 < MOST_TRIES:
+                        waiting.extendleft(reversed(list(asked.by_method())))
+                    else:
+                        yield from asked.lost()
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.end()

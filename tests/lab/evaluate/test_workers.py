@@ -1,0 +1,217 @@
+"""Questions dealt out to workers: nothing is lost or comes twice, the records are the same."""
+
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.lab.evaluate.asking import Asked
+from snapkv.lab.evaluate.runner import Run
+from snapkv.lab.evaluate.store import LOST, key
+from snapkv.lab.evaluate.workers.base import MOST_TRIES, Worker, WorkerEndedError, WorkerPool
+from snapkv.lab.evaluate.workers.equipment import Equipment
+from snapkv.lab.evaluate.workers.processes import Processes
+from tests.lab.evaluate.test_runner import records
+from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
+
+TASK = Keys(each=3)
+QUESTIONS = ("visible", "hidden")
+KILLS = 20
+
+
+class Scripted(Worker):
+    """Answers, or ends, as it is told."""
+
+    def __init__(self, ends=lambda asked: False, places=99):
+        self.ends, self.places = ends, places
+        self.begun, self.ended = [], 0
+
+    @property
+    def has_place(self):
+        return self.places > 0
+
+    def begin(self, asked):
+        self.begun.append(asked)
+
+    def records(self):
+        asked = self.begun[-1]
+        if self.ends(asked):
+            self.places -= 1
+            raise WorkerEndedError
+        return [asked.record(asked.sample, method) | {"status": "ok"} for method in asked.methods]
+
+    def end(self):
+        self.ended += 1
+
+
+class Deterministic(WorkerPool):
+    """Whoever began first is ready first."""
+
+    def ready(self, busy):
+        return busy[:1]
+
+
+@pytest.fixture(scope="module")
+def work(demo):
+    samples = list(TASK.samples(demo.tokenizer))
+    return [Asked(sample=one, question="visible", methods=METHODS) for one in samples]
+
+
+def keys(given):
+    return sorted(map(key, given))
+
+
+def wanted(work):
+    return sorted((a.sample.name, m.label, a.question) for a in work for m in a.methods)
+
+
+def is_long(asked):
+    return asked.sample.cell["sentences"] == 16
+
+
+def test_the_longest_come_first_and_each_once(work):
+    workers = [Scripted(), Scripted()]
+    with Deterministic(workers, "cpu") as pool:
+        given = list(pool.answers(work))
+    assert keys(given) == wanted(work)
+    begun = sorted((a for worker in workers for a in worker.begun), key=lambda a: -a.characters)
+    assert begun[0] in (workers[0].begun[0], workers[1].begun[0])
+    for worker in workers:
+        lengths = [asked.characters for asked in worker.begun]
+        assert lengths == sorted(lengths, reverse=True)
+        assert worker.ended == 1
+
+
+def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work):
+    worker = Scripted(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
+    given = list(Deterministic([worker], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert {record["status"] for record in given} == {"ok"}
+    again = [asked for asked in worker.begun if asked.tries]
+    assert [[method.label for method in asked.methods] for asked in again] == [
+        [method.label] for method in METHODS
+    ]
+
+
+def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work):
+    worker = Scripted(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
+    given = {
+        key(record): record["status"] for record in Deterministic([worker], "cpu").answers(work)
+    }
+    assert sorted(given) == wanted(work)
+    longer = {asked.sample.name for asked in work if is_long(asked)}
+    assert 0 < len(longer) < len(work)
+    for (sample, method, _), status in given.items():
+        lost = sample in longer and method == METHODS[0].label
+        assert status == (LOST if lost else "ok")
+    assert max(asked.tries for asked in worker.begun) == MOST_TRIES - 1
+
+
+def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
+    gone, here = Scripted(ends=lambda asked: True, places=1), Scripted()
+    given = list(Deterministic([gone, here], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert len(gone.begun) == 1
+
+
+def test_no_place_for_any_worker_is_said(work):
+    gone = Scripted(ends=lambda asked: True, places=1)
+    with pytest.raises(OutOfMemoryError, match="expected a place for at least one of them"):
+        list(Deterministic([gone], "cpu").answers(work))
+
+
+# Processes of this machine.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, demo):
+    return save_tiny(tmp_path_factory.mktemp("model"), demo.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def run(demo, folder):
+    from snapkv.app.models import load
+
+    return Run(loaded=load(str(folder)), task=TASK, methods=METHODS, questions=QUESTIONS)
+
+
+@pytest.fixture
+def equipment(folder):
+    return Equipment(load={"name": str(folder)}, task=TASK, template="tokenizer")
+
+
+def by_key(folder):
+    return {key(record): record for record in untimed(records(folder))}
+
+
+def test_two_processes_leave_the_folder_that_one_leaves(run, equipment, tmp_path):
+    expected = run.into(tmp_path / "serial")
+    with Processes(["cpu", "cpu"], equipment) as pool:
+        given = run.into(tmp_path / "two", executor=pool)
+    assert by_key(tmp_path / "two") == by_key(tmp_path / "serial")
+    assert untimed(given.rows) == untimed(expected.rows)
+    texts = [(tmp_path / name / "run.json").read_bytes() for name in ("serial", "two")]
+    assert texts[0] == texts[1]
+
+
+def test_a_run_goes_on_with_processes_and_without(run, equipment, tmp_path):
+    less = replace(run, methods=METHODS[:1])
+    less.into(tmp_path)
+    with Processes(["cpu"], equipment) as pool:
+        run.into(tmp_path, executor=pool)
+    assert len(records(tmp_path)) == len(by_key(tmp_path))
+    again = run.into(tmp_path)
+    assert {row["status"] for row in again.rows} == {"ok"}
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_random_workers_change_nothing(run, equipment, tmp_path):
+    expected = run.into(tmp_path / "whole")
+    draw, kills = random.Random(1), []
+    with Processes(["cpu", "cpu"], equipment) as pool:
+
+        def kill(*progress):
+            living = [worker._process for worker in pool._workers if worker._process is not None]
+            if living and len(kills) < KILLS and draw.random() < 0.8:
+                os.kill(draw.choice(living).pid, signal.SIGKILL)
+                kills.append(progress)
+
+        given = run.into(tmp_path / "killed", kill, executor=pool)
+        assert len(kills) == KILLS
+        if any(row["failed"] for row in given.rows):  # what was hit too often is asked once more
+            given = run.into(tmp_path / "killed", executor=pool)
+    assert by_key(tmp_path / "killed") == by_key(tmp_path / "whole")
+    assert untimed(given.rows) == untimed(expected.rows)
+
+
+def test_a_killed_worker_loses_no_answer(run, equipment, tmp_path):
+    few = replace(run, questions=("visible",), limit=1)
+    expected = few.into(tmp_path / "whole")
+    with Processes(["cpu"], equipment) as pool:
+
+        def kill_once(description, done, total):
+            if done == 1:
+                os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
+
+        given = few.into(tmp_path / "killed", kill_once, executor=pool)
+    assert untimed(given.rows) == untimed(expected.rows)
+
+
+def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder, tmp_path):
+    wrong = Equipment(load={"name": str(folder), "dtype": "int3"}, task=TASK, template="none")
+    with pytest.raises(InvalidArgumentError, match="int3"), Processes(["cpu"], wrong) as pool:
+        run.into(tmp_path, executor=pool)
+    assert {row["status"] for row in run.into(tmp_path).rows} == {"ok"}
+
+
+def test_no_worker_outlives_the_block(equipment, work):
+    with Processes(["cpu"], equipment) as pool:
+        next(pool.answers(work))
+        process = pool._workers[0]._process
+        assert process.is_alive()
+        pid = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
