@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.errors import InvalidArgumentError, missing_package
 from snapkv.lab.evaluate.asking import Asked
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.evaluate.workers.base import Worker, WorkerEndedError, WorkerPool
@@ -139,9 +139,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise MissingDependencyError(
-            "ray: expected the package ray, got none; pip install 'snapkv[ray]'"
-        ) from None
+        raise missing_package("ray: workers on a cluster", "ray") from None
     return ray
 
 
