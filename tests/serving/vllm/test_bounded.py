@@ -9,6 +9,7 @@ import torch
 from snapkv import RKV, TOVA, AdaKV, CompressedCache, PromptThenDecode, SnapKV, StreamingLLM
 from snapkv.prefill import chunked
 from snapkv.serving import Limits
+from tests.serving.vllm.conftest import SLOW_ON_SECOND
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.families import FamilyModel
 from tests.serving.vllm.models import SmallModel, ids_of
@@ -186,7 +187,11 @@ def test_a_prompt_larger_than_the_pool_is_served(small):
         assert engine.free_blocks == engine.all_blocks
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+@pytest.mark.parametrize(
+    "caching",
+    [pytest.param(False, marks=SLOW_ON_SECOND), True],
+    ids=["plain", "prefix-caching"],
+)
 def test_preemption_changes_no_token_and_no_request_holds_more_than_promised(small, caching):
     prompts = [ids_of(200 + 31 * number, seed=number) for number in range(6)]
     prompts.append(prompts[0])

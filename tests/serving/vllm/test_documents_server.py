@@ -42,7 +42,11 @@ def expected(model, question):
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2", *TRACED)],
+    [
+        (),
+        ("--tensor-parallel-size", "2"),
+        pytest.param(("--pipeline-parallel-size", "2", *TRACED), marks=pytest.mark.slow),
+    ],
     ids=["one", "tensor", "pipeline"],
 )
 def test_many_ask_about_one_document(even_heads, options, second_runner, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from snapkv import SnapKV
+from tests.serving.vllm.conftest import SLOW_ON_SECOND
 from tests.serving.vllm.models import ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
 
@@ -45,7 +46,7 @@ def answers(folder, budget, *options):
     "options",
     [
         ("--tensor-parallel-size", "2"),
-        ("--data-parallel-size", "2"),
+        pytest.param(("--data-parallel-size", "2"), marks=SLOW_ON_SECOND),
         ("--pipeline-parallel-size", "2", *TRACED),
     ],
     ids=["tensor", "data", "pipeline"],
