@@ -165,8 +165,8 @@ POLICIES = [
     StreamingLLM(40, positions="original"),
     RKV(40, window_size=4, evict_every=2),
     FastGen(),
-    DuoAttention(sink_tokens=4, recent_tokens=24, keep_ratio=0.5),
-    PromptThenDecode(SnapKV(40), H2O(42)),
+    DuoAttention(((1, 0), (0, 1)), sink_tokens=4, recent_tokens=24),
+    PromptThenDecode(prompt=SnapKV(40), decode=H2O(42)),
     KVzip(40, window_size=4, chunk_tokens=64),
     FullCache(),
 ]
@@ -203,6 +203,12 @@ def test_the_loss_is_what_generation_gives_and_the_answer_stays(
         cache = CompressedCache(tiny.model, tiny.completed(run.methods[0].policy))
         losses.append(generated_loss(tiny, ids, list(reference), cache, context, way))
     assert record["loss"] == pytest.approx(min(losses), abs=1e-4)
+    full = [
+        plain_loss(tiny.model, ids[0].tolist(), list(reference))
+        for reference in References.behind(prompt, sample.references, tiny).token_ids
+    ]
+    keeps_all = isinstance(policy, FullCache) and way in (Exact(), LayerByLayer(chunk_tokens=32))
+    assert (abs(record["loss"] - min(full)) < 1e-4) == keeps_all, "something was dropped"
 
 
 def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_path):
@@ -217,8 +223,11 @@ def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_
     assert len(set(alone.values())) == len(alone)
 
 
-@pytest.mark.parametrize("later", list(LATER))
-@pytest.mark.parametrize("policy", [SnapKV(48), FullCache()], ids=lambda policy: policy.name)
+@pytest.mark.parametrize(
+    ("policy", "later"),
+    [*((SnapKV(48), later) for later in LATER), (FullCache(), "append"), (H2O(48), "append")],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
 def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, later):
     task = Turns(cloze=True, lengths=(200,), questions=3, samples_each=1)
     method = Method(label="own", policy=policy, later=later)
