@@ -93,6 +93,41 @@ def test_a_page_and_its_tables(snapkv, tiny_only, here):
     }  # fmt: skip
 
 
+def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    given = (*NEEDLE, "--budget", "64,40", "--output", "o", "--reference-loss")
+    done = snapkv(*given, "--plot", "n.svg", "--report", "page")
+    assert done.status == 0
+    assert "difference" in done.out
+    for heading in ("loss", "loss 95 %", "loss difference"):
+        assert re.search(rf"┃ +{heading} +┃", done.out)
+    assert "lower is better" in done.out
+    lines = (here / "o" / "samples.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["loss"] > 0 for line in lines)
+    assert "figure: n-loss.svg\n" in done.err
+    assert (here / "n-loss.svg").read_bytes().startswith(b"<?xml")
+    heading, *rows = (here / "page" / "results.csv").read_text().splitlines()
+    places = [heading.split(",").index(name) for name in ("loss", "loss_low", "loss_high")]
+    first = [float(rows[0].split(",")[place] or "nan") for place in places]
+    found = json.loads(snapkv(*given, "--json").out)
+    assert first[0] == pytest.approx(found["rows"][0]["loss"])
+    assert "loss difference" in (here / "page" / "results.md").read_text()
+    assert "loss difference" in (here / "page" / "index.html").read_text()
+    done = snapkv(*given[:-1])
+    assert done.status == 2
+    assert "another reference_loss: true there, null here" in done.err
+
+
+def test_without_the_option_nothing_says_loss(snapkv, tiny_only, here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = snapkv(*NEEDLE, "--budget", 64, "--output", "o", "--plot", "n.svg", "--report", "page")
+    assert done.status == 0
+    texts = [path.read_text() for path in here.rglob("*.*") if path.suffix != ".svg"]
+    assert len(texts) == 6
+    assert not any("loss" in text for text in (done.out, *texts))
+    assert not (here / "n-loss.svg").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

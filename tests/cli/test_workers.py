@@ -28,6 +28,15 @@ def test_two_workers_answer_as_one_process(snapkv, model, here):
     assert untimed(json.loads(again.out)["rows"]) == rows[0]
 
 
+def test_workers_are_told_of_the_loss_of_the_references(snapkv, model, here):
+    given = (*NEEDLE, "--model", model, "--budget", 64, "--limit", 1, "--reference-loss", "--json")
+    done = snapkv(*given, "--devices", "cpu")
+    assert done.status == 0
+    rows = json.loads(done.out)["rows"]
+    assert len(rows) == 4
+    assert all(row["loss"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,6 +16,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
+from snapkv.app.prompt_end import PromptEndSink, telling_of_prompt_end
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
@@ -80,6 +81,7 @@ def answer(
     prefill: Prefill | None = None,
     on_text: TextSink | None = None,
     on_layer: LayerSink | None = None,
+    on_prompt_end: PromptEndSink | None = None,
 ) -> Answer:
     """Read the prompt into a cache that the policy compresses, and generate the answer.
 
@@ -93,6 +95,7 @@ def answer(
         prefill: how the prompt is read; None for exactly, at once.
         on_text: called with every finished piece of the answer, `answer_start` first.
         on_layer: called each time a layer has begun to read the prompt.
+        on_prompt_end: called when the prompt has been read; not with `drafts`.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
@@ -114,6 +117,7 @@ def answer(
         drafts=drafts,
         prefill=prefill,
         on_text=on_text,
+        on_prompt_end=on_prompt_end,
     )
     if drafts is None:
         return found
@@ -131,6 +135,7 @@ def answer_ids(
     drafts: DraftMethod | None = None,
     prefill: Prefill | None = None,
     on_text: TextSink | None = None,
+    on_prompt_end: PromptEndSink | None = None,
 ) -> tuple[Answer, Tensor]:
     """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
 
@@ -150,6 +155,7 @@ def answer_ids(
         streamer=watch,
         drafts=drafts,
         prefill=prefill,
+        on_prompt_end=on_prompt_end,
     )
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
@@ -216,6 +222,7 @@ def continue_ids(
     streamer: TextStreamer | None = None,
     drafts: DraftMethod | None = None,
     prefill: Prefill | None = None,
+    on_prompt_end: PromptEndSink | None = None,
 ) -> Tensor:
     """Read a prompt into a cache and generate the tokens behind it.
 
@@ -229,6 +236,7 @@ def continue_ids(
         streamer: gets every token.
         drafts: where drafts come from; None for none.
         prefill: how what is new of the prompt is read; None for exactly, at once.
+        on_prompt_end: called when all of the prompt has been read; not with `drafts`.
 
     Returns:
         (1, T + new) int64.
@@ -243,18 +251,20 @@ def continue_ids(
         require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
     advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
     reading = (prefill or Exact()).within(model)
+    telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
     with out_of_memory_explained(advice), _seeded(settings.seed, model.device), reading:
         if context_tokens is not None:
             _read_context(loaded, ids[:, :context_tokens], cache)
-        output: Tensor = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            streamer=streamer,
-            stopping_criteria=_stopping(loaded, settings),
-            **generate_options(model, settings),
-            **({} if drafts is None else drafts.options),
-        )
+        with telling:
+            output: Tensor = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                streamer=streamer,
+                stopping_criteria=_stopping(loaded, settings),
+                **generate_options(model, settings),
+                **({} if drafts is None else drafts.options),
+            )
     return output
 
 

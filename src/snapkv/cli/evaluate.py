@@ -46,6 +46,13 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
         ),
     ] = "tokenizer"
     limit: Annotated[int | None, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = None
+    reference_loss: Annotated[
+        bool,
+        panels.sweep(
+            "--reference-loss",
+            help="Say the loss of the right answer too: nats per token behind what was kept",
+        ),
+    ] = False
     output: Annotated[
         str | None,
         panels.output(
@@ -57,7 +64,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     plot: Annotated[
         str | None,
         panels.output(help="Write the figure: .png, .svg or .pdf"),
-        Output(beside=("-budgets",)),
+        Output(beside=("-budgets", "-loss")),
     ] = None
     report: Annotated[
         str | None,
@@ -88,6 +95,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         questions=_QUESTIONS[options.question],
         template=options.template,
         limit=options.limit,
+        reference_loss=options.reference_loss,
     )
     with executor(options, run) as who, answers_progress(settings.name) as advance:
         run = replace(run, device=who.device)

@@ -61,7 +61,9 @@ def executor(options: WorkerOptions, run: "Run") -> "Executor":
 
     load: dict[str, Any] = load_arguments(options)
     load.pop("device", None)
-    equipment = Equipment(load=load, task=run.task, template=run.template)
+    equipment = Equipment(
+        load=load, task=run.task, template=run.template, reference_loss=run.reference_loss
+    )
     if options.ray is not None:
         from snapkv.lab.evaluate.workers.on_ray import OnRay
 

@@ -148,6 +148,43 @@ def test_a_row_is_compared_with_the_full_caches_sample_by_sample():
     assert h2o["difference"] == {"score": -0.5, "interval": [-1.0, 0.0], "samples": 2}
 
 
+def test_losses_are_rows_and_lines_of_their_own():
+    """a and b are compared; c has no loss, and z no answer. By hand: 3 - 2 and 2 - 1.5."""
+    losses = {
+        "full": {("a", 1): 2.0, ("b", 1): 1.5, ("c", 2): 1.0, ("d", 2): 4.0},
+        "h2o": {("a", 1): 3.0, ("b", 1): 2.0, ("c", 2): None, ("d", 2): 3.5},
+    }
+    records = [
+        record(name, method, 0.0, cell={"length": length}) | {"loss": loss}
+        for method, of_method in losses.items()
+        for (name, length), loss in of_method.items()
+    ]
+    records.append(record("z", "h2o", None, status="out of memory", cell={"length": 1}))
+    rows = summarise(records, keys(records), Keys())
+    found = {(row["method"], row["cell"]["length"]): row for row in rows}
+    assert [found[place]["loss"] for place in found] == [1.75, 2.5, 2.5, 3.5]
+    assert found["full", 1]["loss_interval"] == [1.5, 2.0]
+    assert found["h2o", 2]["losses"] == {"d": 3.5}
+    assert found["h2o", 2]["loss_interval"] is None
+    assert found["full", 1]["loss_difference"] is None
+    worse = {"loss": 0.75, "interval": [0.5, 1.0], "samples": 2}
+    assert found["h2o", 1]["loss_difference"] == worse
+    one = {"loss": -0.5, "interval": None, "samples": 1}
+    assert found["h2o", 2]["loss_difference"] == one
+    assert found["h2o", 1]["difference"]["score"] == 0  # scores are compared by themselves
+    full, h2o = score_lines(rows, "length")
+    assert (full.loss, h2o.loss) == (pytest.approx(2.125), 3.0)  # of the columns
+    assert full.loss_interval == (1.25, 3.0)
+    assert h2o.loss_interval is None
+
+
+def test_where_no_loss_was_taken_nothing_is_said_of_it():
+    records = [record("a", "full", 1.0), record("a", "h2o", 0.0)]
+    rows = summarise(records, keys(records), Keys())
+    assert not any("loss" in name for row in rows for name in row)
+    assert {line.loss for line in score_lines(rows, "length")} == {None}
+
+
 def test_a_line_has_the_interval_of_its_mean_and_of_every_column():
     scores = {("a", 1): 0.0, ("b", 1): 1.0, ("a", 2): 1.0, ("b", 2): 1.0}
     records = [

@@ -157,6 +157,16 @@ def test_two_processes_leave_the_folder_that_one_leaves(run, equipment, tmp_path
     assert texts[0] == texts[1]
 
 
+def test_workers_take_the_loss_of_the_references_too(run, equipment, tmp_path):
+    asked = replace(run, reference_loss=True, questions=("visible",), limit=1)
+    asked.into(tmp_path / "serial")
+    with Processes(["cpu"], replace(equipment, reference_loss=True)) as pool:
+        asked.into(tmp_path / "worker", executor=pool)
+    given = by_key(tmp_path / "worker")
+    assert given == by_key(tmp_path / "serial")
+    assert all(record["loss"] > 0 for record in given.values())
+
+
 def test_a_run_goes_on_with_processes_and_without(run, equipment, tmp_path):
     less = replace(run, methods=METHODS[:1])
     less.into(tmp_path)

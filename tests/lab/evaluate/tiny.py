@@ -25,11 +25,11 @@ METHODS = (
 TIMES = ("token_ms", "first_token_ms")
 
 
-def tiny_loaded(tokenizer: Any, positions: int = 512) -> LoadedModel:
+def tiny_loaded(tokenizer: Any, positions: int = 512, family: str = "llama") -> LoadedModel:
     """What it says is noise, the same every time."""
     torch.manual_seed(0)
     config = tiny_config(
-        "llama",
+        family,
         vocab_size=len(tokenizer),
         num_hidden_layers=2,
         max_position_embeddings=positions,

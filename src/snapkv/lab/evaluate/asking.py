@@ -10,9 +10,12 @@ import torch
 from snapkv.app.answering import Answer
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
+from snapkv.app.prompt_end import PromptEnd
+from snapkv.app.prompts import Prompt
 from snapkv.errors import OutOfMemoryError, PromptTooLongError
 from snapkv.lab.evaluate.conversing import Later, converse
-from snapkv.lab.evaluate.sample import Conversation, Sample, Setting, Template
+from snapkv.lab.evaluate.reference import References
+from snapkv.lab.evaluate.sample import Conversation, Sample, Setting, Template, later_turn
 from snapkv.lab.evaluate.sharing import PromptReader
 from snapkv.lab.evaluate.store import LOST, Key, Record, Store
 from snapkv.lab.evaluate.task import Task
@@ -99,26 +102,34 @@ class Answerer:
         loaded: model and tokenizer.
         task: what scores the answers.
         template: how a sample becomes a prompt, see `Sample.prompt`.
+        reference_loss: whether records say the loss of the references, see `References.loss`.
     """
 
     loaded: LoadedModel
     task: Task
     template: Template
+    reference_loss: bool = False
 
     def records(self, asked: Asked) -> Iterator[Record]:
         """An answer of every method to every turn, or why there is none."""
+        prompt = asked.sample.prompt(self.loaded.tokenizer, self.template, asked.question)
+        wanted = self._references(asked.sample, prompt) if self.reference_loss else {}
         reader = PromptReader(
             self.loaded,
-            asked.sample.prompt(self.loaded.tokenizer, self.template, asked.question),
+            prompt,
             asked.sample.settings,
             [method.prefill for method in asked.methods],
         )
         for method in asked.methods:
             left, status = list(asked.sample.turns), ""
+            ends: list[PromptEnd] | None = [] if self.reference_loss else None
             try:
-                for given in self._answers(asked, method, reader):
-                    turn = left.pop(0)
-                    yield asked.record(turn, method) | {"status": "ok"} | self._scored(turn, given)
+                for given in self._answers(asked, method, reader, ends):
+                    turn = left[0]
+                    loss = {} if ends is None else {"loss": self._loss(wanted[turn.name], ends)}
+                    del left[0]
+                    scored = self._scored(turn, given) | loss | costs(given)
+                    yield asked.record(turn, method) | {"status": "ok"} | scored
             except PromptTooLongError:
                 status = "too long"
             except OutOfMemoryError:
@@ -127,11 +138,13 @@ class Answerer:
             for turn in left:
                 yield asked.record(turn, method) | {"status": status}
 
-    def _answers(self, asked: Asked, method: Method, reader: PromptReader) -> Iterator[Answer]:
-        """The answer to a sample, or to every turn of a conversation."""
+    def _answers(
+        self, asked: Asked, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
+    ) -> Iterator[Answer]:
+        """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
         sample = asked.sample
         if not isinstance(sample, Conversation):
-            yield reader.answer(method.policy, method.prefill, sample.protection)
+            yield reader.answer(method.policy, method.prefill, sample.protection, ends)
             return
         yield from converse(
             self.loaded,
@@ -141,6 +154,7 @@ class Answerer:
             asked.question,
             prefill=method.prefill,
             later=method.later,
+            ends=ends,
         )
 
     def _scored(self, sample: Sample, given: Answer) -> dict[str, Any]:
@@ -148,8 +162,23 @@ class Answerer:
         return {
             "prediction": prediction,
             "score": self.task.score(sample, prediction),
-            **costs(given),
         }
+
+    def _references(self, sample: Sample, prompt: Prompt) -> dict[str, References]:
+        """What answers every turn, by its name."""
+        found = {}
+        for turn in sample.turns:
+            if turn is not sample:
+                text = later_turn(turn, self.loaded.tokenizer, self.template)
+                prompt = Prompt(text=text, has_special_tokens=True)
+            found[turn.name] = References.behind(prompt, turn.references, self.loaded)
+        return found
+
+    def _loss(self, references: References, ends: list[PromptEnd]) -> float | None:
+        """Of the references behind the prompt that was answered last, which is then let go."""
+        end = ends.pop()
+        ends.clear()
+        return references.loss(self.loaded, end)
 
 
 def costs(given: Answer) -> Record:

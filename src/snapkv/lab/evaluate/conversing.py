@@ -9,6 +9,7 @@ from snapkv.app.answering import Answer, answer_ids, prompt_ids, require_positio
 from snapkv.app.conversation import behind
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Prefill
+from snapkv.app.prompt_end import PromptEnd
 from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate.sample import Conversation, Setting, Template, later_turn
 from snapkv.policies import Policy
@@ -33,6 +34,7 @@ def converse(
     *,
     prefill: Prefill,
     later: Later,
+    ends: list[PromptEnd] | None = None,
 ) -> Iterator[Answer]:
     """Read the text once, and answer every question behind the one before it and its answer.
 
@@ -46,6 +48,7 @@ def converse(
         setting: whether the first question votes on the text; the later ones do as `later` says.
         prefill: how every turn is read.
         later: what becomes of later questions.
+        ends: gets the end of every question, as it was answered; None for none.
 
     Raises:
         PromptTooLongError: the model has no positions left for a question and its answer.
@@ -73,5 +76,6 @@ def converse(
             answer_start=turn.answer_start,
             context_tokens=context_tokens,
             prefill=prefill,
+            on_prompt_end=None if ends is None else ends.append,
         )
         yield found

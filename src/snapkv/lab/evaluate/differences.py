@@ -4,18 +4,24 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Self
+from typing import Literal, Self
 
 from snapkv.lab.evaluate.intervals import Interval, mean_interval
 from snapkv.lab.evaluate.store import Record
 
+Measure = Literal["score", "loss"]
+"""What of a row is compared; under its plural the row has it by sample."""
+
+_BY_SAMPLE: dict[Measure, str] = {"score": "scores", "loss": "losses"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Score less the full cache's, over the samples that both have answered.
+    """Score or loss less the full cache's, over the samples that both have answered.
 
     Attributes:
-        mean: from -1 to 1; above 0 the method is better.
+        mean: of scores from -1 to 1, above 0 the method is better; of losses in nats per token,
+            below 0 the method is better.
         interval: of the mean, see `mean_interval`, with the two answers to a sample drawn together;
             None where a column has one sample only.
         samples: that both have answered.
@@ -31,16 +37,16 @@ class Difference:
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
     @classmethod
-    def read(cls, described: Record) -> Self:
+    def read(cls, described: Record, of: Measure = "score") -> Self:
         """What `describe` gave."""
         ends = described["interval"]
         interval = None if ends is None else (ends[0], ends[1])
-        return cls(mean=described["score"], interval=interval, samples=described["samples"])
+        return cls(mean=described[of], interval=interval, samples=described["samples"])
 
-    def describe(self) -> Record:
+    def describe(self, of: Measure = "score") -> Record:
         """Ready for JSON."""
         interval = self.interval and list(self.interval)
-        return {"score": self.mean, "interval": interval, "samples": self.samples}
+        return {of: self.mean, "interval": interval, "samples": self.samples}
 
 
 def is_full(row: Record) -> bool:
@@ -50,17 +56,20 @@ def is_full(row: Record) -> bool:
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
-def cell_differences(rows: Sequence[Record]) -> list[Difference | None]:
+def cell_differences(rows: Sequence[Record], of: Measure = "score") -> list[Difference | None]:
     """Of every row to the full cache's of its cell; None for that one itself, or without one.
 
     Args:
         rows: of `snapkv.lab.evaluate.summary`.
+        of: what is compared.
     """
     full = _full_rows(rows)
-    return [_difference([[pairs]]) if (pairs := _pairs(row, full)) else None for row in rows]
+    return [_difference([[pairs]]) if (pairs := _pairs(row, full, of)) else None for row in rows]
 
 
-def line_differences(rows: Iterable[Record], axis: str) -> dict[tuple[str, str], Difference]:
+def line_differences(
+    rows: Iterable[Record], axis: str, of: Measure = "score"
+) -> dict[tuple[str, str], Difference]:
     """By method and question: the mean over the columns of an axis, as a table shows scores.
 
     Cells in which a method and the full cache share no answer are left out of both means.
@@ -68,12 +77,13 @@ def line_differences(rows: Iterable[Record], axis: str) -> dict[tuple[str, str],
     Args:
         rows: of `snapkv.lab.evaluate.summary`.
         axis: the key of the cells that gives the columns.
+        of: what is compared.
     """
     rows = list(rows)
     full = _full_rows(rows)
     lines: dict[tuple[str, str], dict[str, list[list[float]]]] = {}
     for row in rows:
-        if pairs := _pairs(row, full):
+        if pairs := _pairs(row, full, of):
             columns = lines.setdefault((row["method"], row["question"]), {})
             columns.setdefault(json.dumps(row["cell"][axis]), []).append(pairs)
     return {line: _difference(list(columns.values())) for line, columns in lines.items()}
@@ -92,12 +102,12 @@ def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
     return {_place(row): row for row in rows if is_full(row)}
 
 
-def _pairs(row: Record, full: dict[str, Record]) -> list[float]:
-    """Score less the full cache's, sample by sample."""
+def _pairs(row: Record, full: dict[str, Record], of: Measure) -> list[float]:
+    """Score or loss less the full cache's, sample by sample."""
     if is_full(row) or _place(row) not in full:
         return []
-    others = full[_place(row)]["scores"]
-    return [score - others[name] for name, score in row["scores"].items() if name in others]
+    own, others = (each[_BY_SAMPLE[of]] for each in (row, full[_place(row)]))
+    return [number - others[name] for name, number in own.items() if name in others]
 
 
 def _place(row: Record) -> str:

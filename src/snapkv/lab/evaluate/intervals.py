@@ -18,7 +18,7 @@ METHOD = (
 """What tables and pages say of their intervals."""
 
 Interval = tuple[float, float]
-"""Where it begins and ends, both included; scores from 0 to 1."""
+"""Where it begins and ends, both included; scores from 0 to 1, losses in nats per token."""
 
 _DIGITS = 12
 """Sums of differences that cancel out are zero, and not what rounding leaves of them."""
@@ -38,7 +38,7 @@ def mean_interval(columns: Sequence[Sequence[Sequence[float]]]) -> Interval | No
     seen says how often others differ.
 
     Args:
-        columns: of each the cells, of each the scores of its samples, or differences of scores.
+        columns: of each the cells, of each the scores or losses of its samples, or differences.
 
     Returns:
         None where there is nothing to draw from: no column, or one of a single sample.

@@ -36,6 +36,7 @@ class Run:
         template: how a sample becomes a prompt, see `Sample.prompt`.
         limit: how many samples to take of every cell; None for all.
         device: where workers answer, as results say it; None for where the model is.
+        reference_loss: whether to take the loss of the references too, see `References.loss`.
 
     Raises:
         InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
@@ -50,6 +51,7 @@ class Run:
     template: Template = "tokenizer"
     limit: int | None = None
     device: str | None = None
+    reference_loss: bool = False
 
     def __post_init__(self) -> None:
         """Check that every method can run before any sample is answered, and fit the task."""
@@ -91,6 +93,8 @@ class Run:
         """
         samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
         _require_distinct(samples)
+        if self.reference_loss:
+            _require_references(samples)
         block = self._block(samples)
         whole = [
             Asked(sample=sample, question=question, methods=self.methods)
@@ -113,7 +117,14 @@ class Run:
 
     def serial(self) -> Serial:
         """This process, as who answers."""
-        return Serial(Answerer(loaded=self.loaded, task=self.task, template=self.template))
+        return Serial(
+            Answerer(
+                loaded=self.loaded,
+                task=self.task,
+                template=self.template,
+                reference_loss=self.reference_loss,
+            )
+        )
 
     def _block(self, samples: Sequence[Sample]) -> Record:
         """What a result must say so that it can be made again."""
@@ -125,6 +136,7 @@ class Run:
             "model": self.loaded.description() | ({"device": self.device} if self.device else {}),
             "template": self.template,
             "limit": self.limit,
+            **({"reference_loss": True} if self.reference_loss else {}),
             **versions(),
         }
 
@@ -242,3 +254,13 @@ def _require_distinct(samples: Sequence[Sample]) -> None:
             f"samples: expected every sample once, got {name} {times} times; leave out the setting "
             "that is repeated"
         )
+
+
+def _require_references(samples: Sequence[Sample]) -> None:
+    """Raise where a loss is asked for and there is nothing to take it of."""
+    for turn in (turn for sample in samples for turn in sample.turns):
+        if not turn.references or not all(turn.references):
+            raise InvalidArgumentError(
+                f"reference_loss: expected samples that each have a right answer, none of them "
+                f"empty, got {turn.name} with {list(turn.references)}; leave it out"
+            )

@@ -10,6 +10,7 @@ import torch
 from snapkv.app.answering import Answer, answer, prompt_ids
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
+from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
@@ -62,14 +63,26 @@ class PromptReader:
         self._shares = list(ways).count(Exact()) > 1
         self._shared: SharedReading | None = None
 
-    def answer(self, policy: Policy, way: Prefill, protection: Protection) -> Answer:
-        """The answer of a method; `way` is how it reads by itself. Errors as in `answer`.
+    def answer(
+        self,
+        policy: Policy,
+        way: Prefill,
+        protection: Protection,
+        ends: list[PromptEnd] | None = None,
+    ) -> Answer:
+        """The answer of a method. Errors as in `answer`.
 
         The time of a shared reading counts in every answer, which would have taken it too.
+
+        Args:
+            policy: what the method keeps.
+            way: how it reads by itself.
+            protection: what of the prompt stays.
+            ends: gets the end of the prompt, as the answer was generated behind it; None for none.
         """
         if way == Exact() and (shared := self._reading()) is not None:
             try:
-                given = self._answer(policy, _ReadBefore(reading=shared), protection)
+                given = self._answer(policy, _ReadBefore(reading=shared), protection, ends)
                 return replace(
                     given,
                     first_token_ms=given.first_token_ms + shared.read_ms,
@@ -79,10 +92,14 @@ class PromptReader:
                 pass  # the error holds what filled the memory until this block is left
             self._shares = False
             self._shared = shared = None
+            if ends:
+                ends.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return self._answer(policy, way, protection)
+        return self._answer(policy, way, protection, ends)
 
-    def _answer(self, policy: Policy, way: Prefill, protection: Protection) -> Answer:
+    def _answer(
+        self, policy: Policy, way: Prefill, protection: Protection, ends: list[PromptEnd] | None
+    ) -> Answer:
         return answer(
             self._loaded,
             self._prompt,
@@ -90,6 +107,7 @@ class PromptReader:
             self._settings,
             protection=protection,
             prefill=way,
+            on_prompt_end=None if ends is None else ends.append,
         )
 
     def _reading(self) -> SharedReading | None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from snapkv.lab.evaluate.differences import cell_differences
 from snapkv.lab.evaluate.intervals import Interval, mean_interval
@@ -20,7 +20,8 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     to 1, None where none was answered), interval (of the mean, see `mean_interval`; None for a
     single sample), difference (from the full cache, see `Difference`; None where it did not run),
     prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and first_token_ms
-    (medians), scores (by sample).
+    (medians), scores (by sample). Where records have the loss of the references, it also holds loss
+    (mean, nats per token, None where none is known), loss_interval, loss_difference and losses.
 
     Args:
         records: answers; a folder may hold more than are asked for.
@@ -35,7 +36,21 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     rows = [_row(group, task) for group in groups.values()]
     for row, difference in zip(rows, cell_differences(rows), strict=True):
         row["difference"] = difference and difference.describe()
+    if any("loss" in record for group in groups.values() for record in group):
+        _add_losses(rows, groups.values())
     return rows
+
+
+def _add_losses(rows: Sequence[Record], groups: Iterable[Sequence[Record]]) -> None:
+    """Complete the rows with the losses of the records that each is made of."""
+    for row, group in zip(rows, groups, strict=True):
+        losses = {each["sample"]: each["loss"] for each in group if each.get("loss") is not None}
+        interval = mean_interval([[list(losses.values())]])
+        row["loss"] = fmean(losses.values()) if losses else None
+        row["loss_interval"] = interval and list(interval)
+        row["losses"] = losses
+    for row, difference in zip(rows, cell_differences(rows, "loss"), strict=True):
+        row["loss_difference"] = difference and difference.describe("loss")
 
 
 def _row(records: list[Record], task: Task) -> Record:
@@ -80,6 +95,8 @@ class ScoreLine:
         reasons: why a column has none, such as "out of memory".
         held_bytes: keys and values, the mean; None where nothing was answered.
         token_ms: per token, the mean over cells; None where nothing was timed.
+        loss: of the references, the mean over the columns that have one; None where none has.
+        loss_interval: of this mean; None where a column has one sample only.
     """
 
     method: str
@@ -90,6 +107,8 @@ class ScoreLine:
     reasons: dict[Any, str]
     held_bytes: float | None
     token_ms: float | None
+    loss: float | None = None
+    loss_interval: Interval | None = None
 
     @property
     def mean(self) -> float | None:
@@ -113,13 +132,33 @@ def shown_score(score: float | None) -> str:
     return "-" if score is None else f"{100 * score:.1f}"
 
 
-def shown_interval(interval: Sequence[float] | None) -> str:
-    """An interval times 100 as text, or why there is none, or none that says anything."""
+def shown_loss(loss: float | None) -> str:
+    """A loss as text; a dash for none."""
+    return "-" if loss is None else IN_NATS.text(loss)
+
+
+class Scale(NamedTuple):
+    """How numbers of a table are written: times what, and with how many digits."""
+
+    times: int
+    digits: int
+
+    def text(self, number: float, sign: str = "") -> str:
+        """A number, with its sign where that is "+"."""
+        return f"{self.times * number:{sign}z.{self.digits}f}"
+
+
+IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
+"""How scores are written, and losses."""
+
+
+def shown_interval(interval: Sequence[float] | None, scale: Scale = IN_PERCENT) -> str:
+    """An interval as text, or why there is none, or none that says anything."""
     if interval is None:
         return ONE_SAMPLE
     if interval[0] == interval[1]:
         return NO_SPREAD
-    return f"{100 * interval[0]:z.1f} to {100 * interval[1]:z.1f}"
+    return f"{scale.text(interval[0])} to {scale.text(interval[1])}"
 
 
 ONE_SAMPLE = "one sample"
@@ -152,6 +191,8 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
         for value, mean in means.items()
         if mean is not None
     }
+    known = [[row["losses"] for row in part if row.get("losses")] for part in columns.values()]
+    lost = [[list(cell.values()) for cell in cells] for cells in known if cells]
     return ScoreLine(
         method=rows[0]["method"],
         question=rows[0]["question"],
@@ -161,6 +202,8 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
         held_bytes=mean_of(rows, "held_bytes"),
         token_ms=mean_of(rows, "token_ms"),
+        loss=fmean(fmean(map(fmean, cells)) for cells in lost) if lost else None,
+        loss_interval=mean_interval(lost),
     )
 
 

@@ -10,7 +10,7 @@ from snapkv.lab import drawing
 from snapkv.lab.evaluate.intervals import Interval
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.store import Record
-from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_score
+from snapkv.lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_loss, shown_score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,8 @@ def draw(results: Results) -> dict[str, "Figure"]:
 
     "scores" is a heat map per method for a task of two axes, and bars or curves for one axis.
     "budgets" is there where a method ran at several budgets, labelled ``NAME@BUDGET``: its mean
-    score at each, with the other methods as horizontal lines.
+    score at each, with the other methods as horizontal lines. "loss" is there where the loss of the
+    references was taken: the mean of every method.
     """
     import matplotlib
 
@@ -44,6 +45,8 @@ def draw(results: Results) -> dict[str, "Figure"]:
         families = _families(lines)
         if families:
             figures["budgets"] = _budgets(results, lines, families)
+        if any(line.loss is not None for line in lines):
+            figures["loss"] = _losses(results, lines)
     return figures
 
 
@@ -211,6 +214,27 @@ def _budgets(
     panel.set_xticks(budgets, [shown_tokens(budget) for budget in budgets])
     panel.set_xlabel("budget (tokens per head and layer)")
     _finish(panel, results, legend=len(families) + len(others))
+    return figure
+
+
+def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
+    """A row per method and question: the mean loss of the references, and its interval."""
+    figure = _figure(results, 6.0, 1.4 + 0.3 * len(lines))
+    panel = figure.subplots()
+    for place, line in enumerate(lines):
+        if line.loss is None:
+            continue
+        corner = (line.loss, place)
+        panel.plot(*corner, "o", color=_LINES[0])
+        if line.loss_interval is not None:
+            panel.hlines(place, *line.loss_interval, color=_LINES[0])
+        text = shown_loss(line.loss)
+        panel.annotate(text, corner, (0, 5), textcoords="offset points", ha="center", fontsize=7)
+    panel.set_yticks(range(len(lines)), [_name(line) for line in lines])
+    panel.set_ylim(len(lines) - 0.4, -0.6)
+    panel.set_xlabel("loss of the reference (mean, nats per token; lower is better)")
+    panel.grid(axis="x", color="#dddddd")
+    panel.set_axisbelow(True)
     return figure
 
 

@@ -12,11 +12,18 @@ from snapkv.errors import missing_package
 from snapkv.lab.drawing import encoded, require_drawable
 from snapkv.lab.evaluate.differences import Difference
 from snapkv.lab.evaluate.runner import Results
-from snapkv.lab.evaluate.summary import score_lines, shown_interval, shown_score
+from snapkv.lab.evaluate.summary import (
+    IN_NATS,
+    score_lines,
+    shown_interval,
+    shown_loss,
+    shown_score,
+)
 from snapkv.lab.report import figures
 from snapkv.lab.report.score_tables import (
     as_csv,
     as_markdown,
+    has_losses,
     method_table,
     shown_difference,
 )
@@ -107,6 +114,7 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
     titles = {
         "scores": f"{results.task.metric} by {' and '.join(results.task.axes[:2])}",
         "budgets": f"{results.task.metric} by budget",
+        "loss": "loss of the reference",
     }
     for name, figure in figures.draw(results).items():
         yield picture(figure, titles[name], f"{titles[name]} of every method. Means: {means}.")
@@ -116,8 +124,12 @@ def _cells(results: Results) -> dict[str, Any]:
     """The table of cells as texts."""
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     costs = ("prompt tokens", "kept tokens", "cache", "first token", "ms/token")
+    loss = ("loss", "loss 95 %", "loss difference") if has_losses(results) else ()
     return {
-        "headings": ["method", "question", *axes, "score", "95 %", "difference", "samples", *costs],
+        "headings": [
+            *("method", "question", *axes, "score", "95 %", "difference", *loss, "samples"),
+            *costs,
+        ],
         "rows": [
             [
                 row["method"],
@@ -126,6 +138,7 @@ def _cells(results: Results) -> dict[str, Any]:
                 row["status"] if row["score"] is None else shown_score(row["score"]),
                 "-" if row["score"] is None else shown_interval(row["interval"]),
                 _shown_difference(row["difference"]),
+                *(_shown_losses(row) if loss else ()),
                 str(row["samples"]),
                 _counted(row["prompt_tokens"]),
                 _counted(row["kept_tokens"]),
@@ -140,7 +153,18 @@ def _cells(results: Results) -> dict[str, Any]:
 
 def _shown_difference(found: dict[str, Any] | None) -> str:
     """A difference from the full cache as `Difference.describe` gives it."""
-    return "-" if found is None else shown_difference(Difference.read(found))
+    return shown_difference(None if found is None else Difference.read(found))
+
+
+def _shown_losses(row: dict[str, Any]) -> tuple[str, str, str]:
+    """The loss of the references in a cell, its interval and its difference from the full cache."""
+    found = row["loss_difference"]
+    difference = None if found is None else Difference.read(found, "loss")
+    return (
+        shown_loss(row["loss"]),
+        "-" if row["loss"] is None else shown_interval(row["loss_interval"], IN_NATS),
+        shown_difference(difference, IN_NATS),
+    )
 
 
 def _failures(results: Results) -> list[list[str]]:

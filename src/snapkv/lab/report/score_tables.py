@@ -7,15 +7,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv.lab.evaluate.differences import Difference, line_differences, relative_differences
+from snapkv.lab.evaluate.differences import (
+    Difference,
+    Measure,
+    line_differences,
+    relative_differences,
+)
 from snapkv.lab.evaluate.intervals import METHOD
 from snapkv.lab.evaluate.runner import Results
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.evaluate.summary import (
+    IN_NATS,
+    IN_PERCENT,
+    Scale,
     ScoreLine,
     axis_values,
     score_lines,
     shown_interval,
+    shown_loss,
     shown_score,
 )
 from snapkv.validation import format_bytes
@@ -32,7 +41,8 @@ class MethodTable:
     """A row per method: its score in every column, their mean with its interval, what it cost.
 
     Where the full cache ran too, the differences from it stand behind the mean: the relative one,
-    and the one of the scores with its interval.
+    and the one of the scores with its interval. Where the loss of the references was taken, its
+    mean follows, with its interval and its difference from the full cache.
 
     Attributes:
         title: what is measured.
@@ -57,10 +67,11 @@ def method_table(results: Results) -> MethodTable:
     compared = _Compared(
         relative=relative_differences(results.rows),
         differences=line_differences(results.rows, axis),
+        losses=line_differences(results.rows, axis, "loss") if has_losses(results) else None,
     )
     return MethodTable(
         title=f"{task.name}: {task.metric} by {axis}",
-        caption=f"95 %: interval of the mean, {METHOD}",
+        caption=f"95 %: interval of the mean, {METHOD}{_OF_LOSS if has_losses(results) else ''}",
         headings=(
             *(*_BEFORE_SCORES, *map(str, columns), "mean", "95 %"),
             *(*compared.headings, "cache", "ms/token"),
@@ -72,6 +83,16 @@ def method_table(results: Results) -> MethodTable:
     )
 
 
+def has_losses(results: Results) -> bool:
+    """Whether the loss of the references was taken."""
+    return any("loss" in row for row in results.rows)
+
+
+_OF_LOSS = (
+    "; loss: mean negative log-likelihood of the reference in nats per token, lower is better"
+)
+
+
 def cell_table(results: Results) -> list[dict[str, Any]]:
     """A row per method, question and cell, numbers as they were measured."""
     model = results.run["model"]["name"]
@@ -81,15 +102,25 @@ def cell_table(results: Results) -> list[dict[str, Any]]:
         | {"status": row["status"], "failed": sum(row["failed"].values())}
         | {name: row[name] for name in _NUMBERS}
         | _ends("score", row["interval"])
-        | _difference(row["difference"])
+        | _difference("difference", row["difference"], "score")
+        | (_losses(row) if has_losses(results) else {})
         for row in results.rows
     ]
 
 
-def _difference(found: Record | None) -> dict[str, float | None]:
-    """The difference from the full cache, with its interval."""
-    given = found or {"score": None, "interval": None}
-    return {"difference": given["score"]} | _ends("difference", given["interval"])
+def _losses(row: Record) -> dict[str, float | None]:
+    """The loss of the references and its difference from the full cache, with their intervals."""
+    return (
+        {"loss": row["loss"]}
+        | _ends("loss", row["loss_interval"])
+        | _difference("loss_difference", row["loss_difference"], "loss")
+    )
+
+
+def _difference(name: str, found: Record | None, of: Measure) -> dict[str, float | None]:
+    """A difference from the full cache, with its interval."""
+    given = found or {of: None, "interval": None}
+    return {name: given[of]} | _ends(name, given["interval"])
 
 
 def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float | None]:
@@ -145,29 +176,51 @@ def markdown_table(
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """Differences from the full cache by method and question; nothing where it did not run."""
+    """Differences from the full cache by method and question; nothing where it did not run.
+
+    Attributes:
+        relative: of the scores. differences: of the scores.
+        losses: differences of the losses; None where they were not taken.
+    """
 
     relative: Mapping[tuple[str, str], float]
     differences: Mapping[tuple[str, str], Difference]
+    losses: Mapping[tuple[str, str], Difference] | None
 
     @property
     def headings(self) -> tuple[str, ...]:
-        return ("vs full", "difference") if self.differences else ()
+        scores = ("vs full", "difference") if self.differences else ()
+        if self.losses is None:
+            return scores
+        return (*scores, "loss", "loss 95 %", *(("loss difference",) if self.losses else ()))
 
     def texts(self, line: ScoreLine) -> tuple[str, ...]:
         place = (line.method, line.question)
         relative, difference = self.relative.get(place), self.differences.get(place)
         texts = (
             "-" if relative is None else f"{100 * relative:+.1f} %",
-            "-" if difference is None else shown_difference(difference),
+            shown_difference(difference),
         )
-        return texts if self.headings else ()
+        return (*(texts if self.differences else ()), *self._losses(line))
+
+    def _losses(self, line: ScoreLine) -> tuple[str, ...]:
+        if self.losses is None:
+            return ()
+        difference = self.losses.get((line.method, line.question))
+        return (
+            shown_loss(line.loss),
+            "-" if line.loss is None else shown_interval(line.loss_interval, IN_NATS),
+            *((shown_difference(difference, IN_NATS),) if self.losses else ()),
+        )
 
 
-def shown_difference(difference: Difference) -> str:
-    """A difference of scores times 100 with its interval, and whether it is none."""
+def shown_difference(difference: Difference | None, scale: Scale = IN_PERCENT) -> str:
+    """A difference with its interval, and whether none is seen; a dash for None."""
+    if difference is None:
+        return "-"
     seen = "" if difference.is_seen or difference.interval is None else f", {NONE_SEEN}"
-    return f"{100 * difference.mean:+z.1f} ({shown_interval(difference.interval)}){seen}"
+    interval = shown_interval(difference.interval, scale)
+    return f"{scale.text(difference.mean, '+')} ({interval}){seen}"
 
 
 NONE_SEEN = "no difference seen"

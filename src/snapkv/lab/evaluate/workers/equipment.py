@@ -17,12 +17,14 @@ class Equipment:
         load: arguments of `snapkv.app.models.load`, `device` left out.
         task: what scores the answers.
         template: how a sample becomes a prompt.
+        reference_loss: whether records say the loss of the references.
         threads: of torch in a worker, where it runs on the CPU.
     """
 
     load: Mapping[str, Any]
     task: Task
     template: Template
+    reference_loss: bool = False
     threads: int = 1
 
     def answerer(self, device: str) -> Answerer:
@@ -33,4 +35,9 @@ class Equipment:
 
         torch.set_num_threads(self.threads)
         loaded = load(**self.load, device=device)
-        return Answerer(loaded=loaded, task=self.task, template=self.template)
+        return Answerer(
+            loaded=loaded,
+            task=self.task,
+            template=self.template,
+            reference_loss=self.reference_loss,
+        )
