@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -43,12 +43,16 @@ class Asked:
         sample: what is asked.
         question: whether the vote sees it.
         methods: whose answers are wanted; they share a reading where they can.
+        task: what scores the answers.
+        template: how the sample becomes a prompt, see `Sample.prompt`.
         tries: how many workers have ended on it.
     """
 
     sample: Sample
     question: Setting
     methods: Sequence[Method]
+    task: Task
+    template: Template
     tries: int = 0
 
     @property
@@ -93,23 +97,19 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers the questions of a task with a model.
+    """Answers questions with a model.
 
     Attributes:
         loaded: model and tokenizer.
-        task: what scores the answers.
-        template: how a sample becomes a prompt, see `Sample.prompt`.
     """
 
     loaded: LoadedModel
-    task: Task
-    template: Template
 
     def records(self, asked: Asked) -> Iterator[Record]:
         """An answer of every method to every turn, or why there is none."""
         reader = PromptReader(
             self.loaded,
-            asked.sample.prompt(self.loaded.tokenizer, self.template, asked.question),
+            asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question),
             asked.sample.settings,
             [method.prefill for method in asked.methods],
         )
@@ -118,7 +118,8 @@ class Answerer:
             try:
                 for given in self._answers(asked, method, reader):
                     turn = left.pop(0)
-                    yield asked.record(turn, method) | {"status": "ok"} | self._scored(turn, given)
+                    scored = _scored(asked.task, turn, given)
+                    yield asked.record(turn, method) | {"status": "ok"} | scored
             except PromptTooLongError:
                 status = "too long"
             except OutOfMemoryError:
@@ -137,19 +138,16 @@ class Answerer:
             self.loaded,
             sample,
             method.policy,
-            self.template,
+            asked.template,
             asked.question,
             prefill=method.prefill,
             later=method.later,
         )
 
-    def _scored(self, sample: Sample, given: Answer) -> dict[str, Any]:
-        prediction = given.text.removeprefix(sample.answer_start)
-        return {
-            "prediction": prediction,
-            "score": self.task.score(sample, prediction),
-            **costs(given),
-        }
+
+def _scored(task: Task, sample: Sample, given: Answer) -> Record:
+    prediction = given.text.removeprefix(sample.answer_start)
+    return {"prediction": prediction, "score": task.score(sample, prediction), **costs(given)}
 
 
 def costs(given: Answer) -> Record:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapkv.lab.evaluate.asking import Answerer
-from snapkv.lab.evaluate.sample import Template
-from snapkv.lab.evaluate.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +13,10 @@ class Equipment:
 
     Attributes:
         load: arguments of `snapkv.app.models.load`, `device` left out.
-        task: what scores the answers.
-        template: how a sample becomes a prompt.
         threads: of torch in a worker, where it runs on the CPU.
     """
 
     load: Mapping[str, Any]
-    task: Task
-    template: Template
     threads: int = 1
 
     def answerer(self, device: str) -> Answerer:
@@ -32,5 +26,4 @@ class Equipment:
         from snapkv.app.models import load
 
         torch.set_num_threads(self.threads)
-        loaded = load(**self.load, device=device)
-        return Answerer(loaded=loaded, task=self.task, template=self.template)
+        return Answerer(loaded=load(**self.load, device=device))
