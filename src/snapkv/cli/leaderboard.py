@@ -114,9 +114,11 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
                 typer.echo(f"notice: {'/'.join(place)} leaves out {line}", err=True)
         typer.echo(_in_words(estimate(runs, folder, timed=options.is_here)), err=True)
         with answers_progress("leaderboard") as advance:
-            found = board(runs, folder, left_out, advance, who)
+            found, unwritten = board(runs, folder, left_out, advance, who)
     give(found, lambda: board_table(found), as_json=options.json, place=f"answers: {folder}")
     typer.echo(f"page: {write_board(found, folder)}", err=True)
+    if unwritten is not None:  # behind what took so long
+        raise unwritten
 
 
 def _runs(

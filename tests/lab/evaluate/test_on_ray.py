@@ -145,7 +145,7 @@ def test_whatever_ends_an_actor_is_no_fault_of_the_run(equipment, monkeypatch, n
 
     monkeypatch.setattr(ray, "get", get)
     actor._actor = object()
-    with pytest.raises(WorkerEndedError, match="and the reason$") as raised:
+    with pytest.raises(WorkerEndedError, match=r"and the reason$") as raised:
         actor.records()
     assert raised.type is error
     assert not actor.is_begun

@@ -134,7 +134,9 @@ def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
 
 def test_no_place_for_any_worker_is_said(work):
     gone = Scripted(ends=lambda asked: True, places=1)
-    with pytest.raises(OutOfMemoryError, match="expected a place for at least one of them"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"at least one that has a place.*no machine has room"
+    ):
         list(Deterministic([gone], "cpu").answers(work))
 
 
@@ -283,15 +285,15 @@ def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder,
 
 def test_a_fault_in_a_worker_is_raised_here_with_where_it_was(run, equipment, tmp_path):
     odd = replace(run, task=Odd(each=1))
-    with pytest.raises(RuntimeError, match=r"(?s)in a worker:.*OddError: no score"):
-        with Processes(["cpu"], equipment) as pool:
-            odd.into(tmp_path, executor=pool)
+    refused = pytest.raises(RuntimeError, match=r"(?s)in a worker:.*OddError: no score")
+    with refused, Processes(["cpu"], equipment) as pool:
+        odd.into(tmp_path, executor=pool)
 
 
 def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path):
-    with pytest.raises(OutOfMemoryError, match="a process ended with code 3"):
-        with Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
-            run.into(tmp_path, executor=pool)
+    refused = pytest.raises(OutOfMemoryError, match="a process ended with code 3")
+    with refused, Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
+        run.into(tmp_path, executor=pool)
     assert records(tmp_path) == []
 
 
@@ -299,7 +301,7 @@ def test_results_name_one_device_for_all_that_answer_alike(monkeypatch):
     monkeypatch.setattr(models, "chosen_device", torch.device)
     assert one_device(["cpu", "cpu"]) == "cpu"
     assert one_device(["cuda:1", "cuda"]) == one_device(["cuda:0"]) == "cuda:0"
-    with pytest.raises(InvalidArgumentError, match="devices of one kind.*got cpu, cuda:0"):
+    with pytest.raises(InvalidArgumentError, match=r"devices of one kind.*got cpu, cuda:0"):
         one_device(["cpu", "cuda:0"])
 
 

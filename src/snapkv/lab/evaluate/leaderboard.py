@@ -8,7 +8,7 @@ from typing import Any
 
 from snapkv.app.answering import answer
 from snapkv.app.models import LoadedModel
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.lab.evaluate.runner import Results, Run
 from snapkv.lab.evaluate.sample import Template
 from snapkv.lab.evaluate.store import Progress, Record, answered
@@ -118,7 +118,7 @@ def board(
     left_out: Mapping[Place, Sequence[str]],
     on_progress: Progress | None = None,
     executor: Executor | None = None,
-) -> Record:
+) -> tuple[Record, OutputError | None]:
     """Answer what the folder does not hold yet, and gather the rows of all runs.
 
     Args:
@@ -129,9 +129,10 @@ def board(
         executor: who answers; this process by default.
 
     Returns:
-        leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``), left_out (the
-        same) and rows: those of `summarise` with "task" in their cell, and with "share", what was
-        to be kept; None for the full cache.
+        The record, and why one of the runs has no summary in its folder, or None where all have.
+        The record holds leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``),
+        left_out (the same) and rows: those of `summarise` with "task" in their cell, and with
+        "share", what was to be kept; None for the full cache.
 
     Raises:
         InvalidArgumentError, MissingDependencyError, OutputError: as `Run.into`.
@@ -141,13 +142,15 @@ def board(
         for place, run in runs.items()
     }
     first = next(iter(found.values()))
-    return {
+    unwritten = [results.unwritten for results in found.values() if results.unwritten is not None]
+    record = {
         "leaderboard": versions(),
         "model": first.run["model"],
         "runs": {place: results.run for place, results in found.items()},
         "left_out": {"/".join(place): list(lines) for place, lines in left_out.items() if lines},
         "rows": [board_row(row) for results in found.values() for row in results.rows],
     }
+    return record, next(iter(unwritten), None)
 
 
 def board_row(row: Record) -> Record:

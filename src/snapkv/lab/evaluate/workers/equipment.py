@@ -13,11 +13,11 @@ class Equipment:
 
     Attributes:
         load: arguments of `snapkv.app.models.load`, `device` left out.
-        threads: of torch in a worker, where it runs on the CPU.
+        threads: of torch in a worker, where it runs on the CPU; None for its share of the machine.
     """
 
     load: Mapping[str, Any]
-    threads: int = 1
+    threads: int | None = None
 
     def answerer(self, device: str) -> Answerer:
         """Load the model there."""
@@ -25,5 +25,6 @@ class Equipment:
 
         from snapkv.app.models import load
 
-        torch.set_num_threads(self.threads)
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         return Answerer(loaded=load(**self.load, device=device))

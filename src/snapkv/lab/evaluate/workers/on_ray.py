@@ -46,7 +46,7 @@ class OnRay(WorkerPool):
             self._needs = {"num_gpus": 1 if has_gpus else 0, "num_cpus": 1}
             count = self._count(workers)
             cpus = sum(int(node.get("CPU", 0)) for node in _nodes())
-            equipment = replace(equipment, threads=max(1, cpus // count))
+            equipment = replace(equipment, threads=equipment.threads or max(1, cpus // count))
             device = "cuda:0" if has_gpus else "cpu"  # of its own, whatever the node calls it
             actors = [_Actor(equipment, device, self._needs, self._has_room) for _ in range(count)]
             super().__init__(actors, device)

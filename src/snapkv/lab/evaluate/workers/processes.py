@@ -37,7 +37,7 @@ class Processes(WorkerPool):
     """
 
     def __init__(self, devices: Sequence[str], equipment: Equipment) -> None:
-        threads = max(1, (os.cpu_count() or 1) // len(devices))
+        threads = equipment.threads or max(1, (os.cpu_count() or 1) // len(devices))
         equipment = replace(equipment, threads=threads)
         workers = [_Process(device, equipment) for device in devices]
         super().__init__(workers, one_device(devices))
