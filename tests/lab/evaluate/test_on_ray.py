@@ -144,6 +144,7 @@ def test_whatever_ends_an_actor_is_no_fault_of_the_run(equipment, monkeypatch, n
             raise getattr(ray.exceptions, name)("many lines\n\nand the reason\n")
 
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)  # it would start a cluster
     actor._actor = object()
     with pytest.raises(WorkerEndedError, match=r"and the reason$") as raised:
         actor.records()
