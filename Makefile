@@ -109,6 +109,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.pooling
 	$(BIN)/python -m benchmarks.auto_budget
 	$(BIN)/python -m benchmarks.sharing
+	$(BIN)/python -m benchmarks.workers
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

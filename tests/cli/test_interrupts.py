@@ -24,11 +24,12 @@ raise ImportError("half of it was there")
 """
 
 
-def start(arguments, folder, *, how=("-m", "snapkv"), **environment):
+def start(arguments, folder, *, how=("-m", "snapkv"), start_new_session=False, **environment):
     return subprocess.Popen(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
         args=[sys.executable, *how, *arguments],
         cwd=folder,
+        start_new_session=start_new_session,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

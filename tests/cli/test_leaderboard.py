@@ -15,6 +15,7 @@ from snapkv.lab.evaluate.sharing import PromptReader
 from snapkv.lab.evaluate.tasks import Instructions, Lines, Needle
 from snapkv.lab.report.leaderboard import FILES, as_markdown, as_page
 from snapkv.policies import POLICIES, SnapKV
+from tests.lab.evaluate.tiny import save_tiny, untimed
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -102,6 +103,41 @@ def test_a_stopped_run_goes_on_and_other_methods_may_be_added(snapkv, tiny_only,
     assert rows == expected
 
 
+def test_other_methods_in_the_folder_are_not_taken_for_those_that_are_asked(
+    snapkv, tiny_only, here
+):
+    options = (*SMALL, "--tasks", "needle", "--question", "visible", "--ratios", "0.5")
+    assert snapkv(*options, "--methods", "h2o", "--output", "board").status == 0
+    done = snapkv(*options, "--methods", "tova", "--output", "board")
+    assert "5 answers to give, 5 are there\n" in done.err
+
+
+def test_a_summary_that_cannot_be_written_is_said_behind_the_page(snapkv, tiny_only, here):
+    (here / "board" / "needle" / "visible" / "summary.jsonl").mkdir(parents=True)
+    options = (*SMALL, "--tasks", "needle", "--question", "visible", "--ratios", "0.5")
+    done = snapkv(*options, "--methods", "h2o", "--output", "board")
+    assert done.status == 1
+    assert "leaderboard of tiny" in done.out
+    assert "page: board/leaderboard.html\n" in done.err
+    assert "summary.jsonl" in done.err
+
+
+def test_two_workers_give_the_board_of_one_process(snapkv, tiny, tmp_path, demo, here):
+    model = save_tiny(tmp_path / "model", demo.tokenizer)
+    options = (*SMALL, "--methods", "h2o", "--ratios", "0.5", "--hidden-ratios", "0.5", "--json")
+    options = (*options, "--model", model, "--output")
+    two = snapkv(*options, "two", "--devices", "cpu,cpu")
+    assert two.status == 0, two.err
+    assert "\n32 answers to give\n" in f"\n{two.err}"  # no time: this process would not answer
+    alone = snapkv(*options, "alone", "--device", "cpu")
+    found = [json.loads(done.out) for done in (alone, two)]
+    assert found[0]["runs"] == found[1]["runs"]
+    assert untimed(found[0]["rows"]) == untimed(found[1]["rows"])
+    again = snapkv(*options, "two", "--device", "cpu")
+    assert "32 answers are there, none is to be given" in again.err
+    assert json.loads(again.out) == found[1]
+
+
 def test_another_run_in_the_folder_and_somebodys_files_are_refused(snapkv, tiny_only, here):
     options = (*SMALL, "--tasks", "needle", "--question", "visible", "--methods", "h2o")
     assert snapkv(*options, "--output", "board").status == 0
@@ -157,6 +193,7 @@ def test_what_cannot_take_part_is_said_and_on_the_page(snapkv, tiny_only, here):
         (("--template", "mine"), "--template"),
         (("--output", "file"), "output: expected a folder that can be written"),
         (("--model", "dmo"), "did you mean demo?"),
+        (("--device", "cpu", "--devices", "cpu"), "expected one of device, devices and ray, got"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -1,10 +1,19 @@
 """`snapkv eval` with workers: the answers of one process, and what does not go together."""
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from snapkv.cli import workers
+from snapkv.cli.workers import WorkerOptions
+from tests.cli.test_interrupts import CONTINUES, start
 from tests.lab.evaluate.tiny import save_tiny, untimed
 
 NEEDLE = ("eval", "needle", "--lengths", "300", "--depths", 2, "--digits", 1, "--cloze")
@@ -46,9 +55,15 @@ def test_workers_are_told_of_the_loss_of_the_references(snapkv, model, here):
         (("--ray", "local", "--workers", "0"), "workers: expected at least 1, got 0"),
         (("--devices", "cpu,tpu:7"), "got 'tpu:7'"),
         (("--devices", "cpu,"), "got ''"),
+        (("--ray", "127.0.0.1:1"), "expected local, auto or the address of a cluster that runs"),
+        (("--ray", "lokal"), "got 'lokal': it has no port; start one with `ray start --head`"),
     ],
 )
-def test_workers_nowhere_are_refused_before_a_model_is_loaded(snapkv, here, options, message):
+def test_workers_nowhere_are_refused_before_a_model_is_loaded(
+    snapkv, here, monkeypatch, options, message
+):
+    if "--ray" in options:  # what is wrong with an address is known without it
+        monkeypatch.setattr("snapkv.lab.evaluate.workers.on_ray._ray", lambda: None)
     done = snapkv(*NEEDLE, *options)
     assert done.status == 2
     assert message in done.err
@@ -56,7 +71,75 @@ def test_workers_nowhere_are_refused_before_a_model_is_loaded(snapkv, here, opti
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_ray_that_is_not_installed_is_said_with_the_command(snapkv, model, here):
-    done = snapkv(*NEEDLE, "--model", model, "--ray", "local")
+def test_ray_that_is_not_installed_is_said_before_a_model_is_loaded(snapkv, here, tiny_only):
+    done = snapkv(*NEEDLE, "--ray", "local")
+    assert tiny_only == []
     assert done.status == 2
     assert "needs the package ray, which is not installed; run pip install 'ray" in done.err
+
+
+def test_a_folder_of_a_model_is_found_from_wherever_a_worker_is(model, here):
+    options = WorkerOptions(model=model.name, devices="cpu")
+    with workers._workers(options) as pool:
+        assert pool._workers[0]._equipment.load["name"] == str(model)
+
+
+def test_a_study_of_answers_takes_workers_and_one_of_attention_none(snapkv, model, here):
+    settings = ("--windows", 16, "--kernels", 1, "--budget", 64, "--length", 400, "--depths", 2)
+    given = ("study", "sensitivity", "--model", model, "--digits", 1, *settings, "--json")
+    alone = snapkv(*given, "--device", "cpu", "--output", "alone")
+    two = snapkv(*given, "--devices", "cpu,cpu", "--output", "two")
+    assert (alone.status, two.status) == (0, 0), two.err
+    rows = [json.loads(done.out)["rows"] for done in (alone, two)]
+    assert rows[0] == rows[1]
+    assert snapkv("study", "hit-rate", "--devices", "cpu,cpu").status == 2
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def living(group):
+    """The processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+def lines(folder):
+    path = folder / "samples.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("moment", ["while they import", "while they answer"])
+def test_ctrl_c_is_one_line_leaves_no_worker_and_the_run_goes_on(snapkv, model, here, moment):
+    given = ("eval", "needle", "--lengths", "300", "--depths", "40", "--digits", "1", "--cloze",
+             "--model", str(model), "--budget", "64", "--output", "out")  # fmt: skip
+    process = start((*given, "--devices", "cpu,cpu"), here, start_new_session=True)
+    try:
+        while process.poll() is None:
+            if moment == "while they import" and len(children(process.pid)) > 2:
+                break  # the third keeps count of what processes share
+            if moment == "while they answer" and lines(here / "out"):
+                break
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+        out, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, out, errors) == (130, "", CONTINUES)
+    deadline = time.monotonic() + 60
+    while living(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert living(process.pid) == []
+    there = lines(here / "out")
+    assert there < 80
+    done = snapkv(*given, "--device", "cpu", "--json")
+    assert done.status == 0
+    assert lines(here / "out") == 80

@@ -49,12 +49,14 @@ class LoadedModel:
         tokenizer: its tokenizer.
         name: as it was asked for: "demo", a file, a folder or a hub id.
         revision: the hub's commit, or "sha256:..." of a GGUF file; None for a folder.
+        answers_on: the device of workers that answer in its place; None where it does itself.
     """
 
     model: Any
     tokenizer: Any
     name: str
     revision: str | None
+    answers_on: str | None = None
 
     @property
     def max_tokens(self) -> int | None:
@@ -76,7 +78,7 @@ class LoadedModel:
             "name": self.name,
             "revision": self.revision,
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": str(self.model.device),
+            "device": self.answers_on or str(self.model.device),
             "attn_implementation": attention.rpartition("|")[2],
             "max_tokens": self.max_tokens,
         }

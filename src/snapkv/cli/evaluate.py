@@ -1,6 +1,6 @@
 """`snapkv eval TASK`: the paper's experiments, every method in one run."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -10,7 +10,7 @@ from snapkv.cli.lm_eval import lm_eval
 from snapkv.cli.options import ReadingOptions, SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
-from snapkv.cli.workers import WorkerOptions, executor, load_for
+from snapkv.cli.workers import WorkerOptions, answering
 from snapkv.lab.evaluate.sample import Setting, Template
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import TASKS
@@ -87,20 +87,19 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     if options.report is not None:
         page.require_reportable()
     compared = with_turns(compared_methods(options), options.turns)
-    loaded = load_for(options)
-    run = Run(
-        loaded=loaded,
-        task=settings,
-        methods=compared,
-        questions=_QUESTIONS[options.question],
-        template=options.template,
-        limit=options.limit,
-        reference_loss=options.reference_loss,
-    )
-    with executor(options, run) as who, answers_progress(settings.name) as advance:
-        run = replace(run, device=who.device)
+    with answering(options) as (loaded, who):
+        run = Run(
+            loaded=loaded,
+            task=settings,
+            methods=compared,
+            questions=_QUESTIONS[options.question],
+            template=options.template,
+            limit=options.limit,
+            reference_loss=options.reference_loss,
+        )
         folder = results_folder(options.output, settings.name, loaded.name, run.fingerprint())
-        results = run.into(folder, advance, who)
+        with answers_progress(settings.name) as advance:
+            results = run.into(folder, advance, who)
     found = {"run": results.run, "folder": str(folder), "rows": results.rows}
     give(
         found | {"warnings": results.task.warnings},

@@ -7,9 +7,10 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.amounts import shares
-from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.options import with_options
 from snapkv.cli.outputs import RunFolder, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
+from snapkv.cli.workers import WorkerOptions, answering
 from snapkv.lab.evaluate.sample import Setting, Template
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _SETTINGS: dict[str, tuple[Setting, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaderboardOptions(ModelOptions):
+class LeaderboardOptions(WorkerOptions):
     """What takes part, and what is asked."""
 
     tasks: Annotated[str, panels.sweep(help="Tasks of eval whose length is set, with commas")] = (
@@ -91,7 +92,6 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
     """Compare methods at several shares of the cache on one model: scores, intervals, one page."""
     from snapkv.cli.contenders import contending  # torch and the model come with what follows
     from snapkv.cli.grid import give
-    from snapkv.cli.loading import load_model
     from snapkv.cli.progress import answers_progress
     from snapkv.cli.tables import board_table
     from snapkv.lab.evaluate.leaderboard import board, estimate, task_of_one_length
@@ -104,18 +104,21 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
         task_of_one_length(name, options.length, options.limit)
         for name in dict.fromkeys(part.strip() for part in options.tasks.split(","))
     ]
-    named, loaded = contending(options.methods or []), load_model(options)
-    runs, left_out = _runs(loaded, tasks, named, options)
-    settings = short_hash({"/".join(place): run.fingerprint() for place, run in runs.items()})
-    folder = results_folder(options.output, "leaderboard", loaded.name, settings)
-    for place, lines in left_out.items():
-        for line in lines:
-            typer.echo(f"notice: {'/'.join(place)} leaves out {line}", err=True)
-    typer.echo(_in_words(estimate(runs, folder)), err=True)
-    with answers_progress("leaderboard") as advance:
-        found = board(runs, folder, left_out, advance)
+    named = contending(options.methods or [])
+    with answering(options) as (loaded, who):
+        runs, left_out = _runs(loaded, tasks, named, options)
+        settings = short_hash({"/".join(place): run.fingerprint() for place, run in runs.items()})
+        folder = results_folder(options.output, "leaderboard", loaded.name, settings)
+        for place, lines in left_out.items():
+            for line in lines:
+                typer.echo(f"notice: {'/'.join(place)} leaves out {line}", err=True)
+        typer.echo(_in_words(estimate(runs, folder, timed=options.is_here)), err=True)
+        with answers_progress("leaderboard") as advance:
+            found, unwritten = board(runs, folder, left_out, advance, who)
     give(found, lambda: board_table(found), as_json=options.json, place=f"answers: {folder}")
     typer.echo(f"page: {write_board(found, folder)}", err=True)
+    if unwritten is not None:  # behind what took so long
+        raise unwritten
 
 
 def _runs(
@@ -146,8 +149,10 @@ def _runs(
 
 def _in_words(expected: "Estimate") -> str:
     """How much is to be done, and how long the full cache would take; many methods take longer."""
-    if expected.seconds is None:
+    if not expected.answers:
         return f"{expected.known:,} answers are there, none is to be given"
-    minutes = max(1, round(expected.seconds / 60))
     there = f", {expected.known:,} are there" if expected.known else ""
-    return f"about {minutes:,} min or more: {expected.answers:,} answers to give{there}"
+    answers = f"{expected.answers:,} answers to give{there}"
+    if expected.seconds is None:
+        return answers
+    return f"about {max(1, round(expected.seconds / 60)):,} min or more: {answers}"

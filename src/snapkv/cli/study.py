@@ -1,15 +1,20 @@
 """`snapkv study NAME`: what the paper observed, on any model and document."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
+from snapkv.cli.workers import WorkerOptions, answering
 from snapkv.lab.study import STUDIES, Study
 from snapkv.lab.study.base import ReadingStudy
+from snapkv.lab.study.sensitivity import Sensitivity
+
+if TYPE_CHECKING:
+    from snapkv.lab.study.base import Findings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,11 @@ class ReadingOptions(StudyOptions):
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnsweringOptions(StudyOptions, WorkerOptions):
+    """What the study takes that compares answers and looks at nothing within the model."""
+
+
 _OF_OPTIONS = {"documents": "document", "questions": "question"}
 """Fields of a study that options give which may be repeated, since texts may hold commas."""
 
@@ -69,15 +79,9 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         require_drawable(options.plot)
 
     from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv.cli.loading import load_model
-    from snapkv.cli.progress import answers_progress
     from snapkv.cli.tables import study_table
 
-    loaded = load_model(options)
-    kind = f"study-{study.name}"
-    folder = results_folder(options.output, kind, loaded.name, study.fingerprint(loaded))
-    with answers_progress(study.name) as advance:
-        findings = study.into(loaded, folder, advance)
+    findings = _findings(study, options)
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
     found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
@@ -95,8 +99,31 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         save(study.figure(findings.rows), options.plot)
 
 
+def _options_of(kind: type[Study]) -> type[StudyOptions]:
+    if issubclass(kind, Sensitivity):
+        return AnsweringOptions
+    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
+
+
+def _findings(study: Study, options: StudyOptions) -> "Findings":
+    """What the study gives, of this process or of workers where it has answers to deal out."""
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import answers_progress
+
+    kind = f"study-{study.name}"
+    if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
+        with answering(options) as (loaded, who), answers_progress(study.name) as advance:
+            folder = results_folder(options.output, kind, loaded.name, study.fingerprint(loaded))
+            return study.into(loaded, folder, advance, who)
+    loaded = load_model(options)
+    folder = results_folder(options.output, kind, loaded.name, study.fingerprint(loaded))
+    with answers_progress(study.name) as advance:
+        return study.into(loaded, folder, advance)
+
+
 app = typer.Typer(name="study", help="Repeat an observation of the paper.", no_args_is_help=True)
 for _kind in STUDIES.values():
-    _options = ReadingOptions if issubclass(_kind, ReadingStudy) else StudyOptions
-    _command = with_options(_options, settings=_kind, panel="Study", hidden=_OF_OPTIONS)(_study)
+    _command = with_options(_options_of(_kind), settings=_kind, panel="Study", hidden=_OF_OPTIONS)(
+        _study
+    )
     app.command(name=_kind.name)(_command)

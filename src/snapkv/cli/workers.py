@@ -1,7 +1,10 @@
 """From `--devices`, `--ray` and `--workers` to who answers a run."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions
@@ -10,7 +13,6 @@ from snapkv.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
-    from snapkv.lab.evaluate.runner import Run
     from snapkv.lab.evaluate.workers.base import Executor
 
 
@@ -32,38 +34,47 @@ class WorkerOptions(ModelOptions):
         WholeNumber(1),
     ] = None
 
-
-def load_for(options: WorkerOptions) -> "LoadedModel":
-    """Load the model here; where workers answer, only to check and to cut texts, on the CPU.
-
-    Raises:
-        InvalidArgumentError: options that do not go together.
-        SnapKVError: the options name no model that works.
-    """
-    from snapkv.cli.loading import load_model
-
-    _require_one(options)
-    elsewhere = options.devices is not None or options.ray is not None
-    return load_model(replace(options, device="cpu") if elsewhere else options)
+    @property
+    def is_here(self) -> bool:
+        """Whether this process answers."""
+        return self.devices is None and self.ray is None
 
 
-def executor(options: WorkerOptions, run: "Run") -> "Executor":
-    """Who answers a run.
+@contextlib.contextmanager
+def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor"]]:
+    """The model, and who answers in this block: this process, or workers, which end with it.
+
+    Where workers answer, the model is here only to check and to cut texts, on the CPU.
 
     Raises:
         MissingDependencyError: Ray is asked for, and not installed.
-        InvalidArgumentError: an unknown device or cluster, or more workers than it has room for.
+        InvalidArgumentError: options that do not go together, an unknown device or cluster, or more
+            workers than it has room for.
+        SnapKVError: the options name no model that works.
     """
-    if options.devices is None and options.ray is None:
-        return run.serial()
+    from snapkv.cli.loading import load_model
+    from snapkv.lab.evaluate.asking import Answerer
+    from snapkv.lab.evaluate.workers.serial import Serial
+
+    _require_one(options)
+    if options.is_here:
+        loaded = load_model(options)
+        yield loaded, Serial(Answerer(loaded=loaded))
+        return
+    loaded = load_model(replace(options, device="cpu"))
+    with _workers(options) as who:
+        yield replace(loaded, answers_on=who.device), who
+
+
+def _workers(options: WorkerOptions) -> "Executor":
     from snapkv.cli.loading import load_arguments
     from snapkv.lab.evaluate.workers.equipment import Equipment
 
-    load: dict[str, Any] = load_arguments(options)
+    load = load_arguments(options)
     load.pop("device", None)
-    equipment = Equipment(
-        load=load, task=run.task, template=run.template, reference_loss=run.reference_loss
-    )
+    if options.model is not None and os.path.exists(options.model):
+        load["name"] = os.path.abspath(options.model)  # a node of a cluster is in another folder
+    equipment = Equipment(load=load)
     if options.ray is not None:
         from snapkv.lab.evaluate.workers.on_ray import OnRay
 
@@ -78,7 +89,7 @@ def _devices(options: WorkerOptions) -> list[str]:
 
 
 def _require_one(options: WorkerOptions) -> None:
-    """Raise where it is not clear where the workers are."""
+    """Raise where it is not clear where the workers are, or where they cannot be."""
     given = [name for name in ("device", "devices", "ray") if getattr(options, name) is not None]
     if len(given) > 1:
         raise InvalidArgumentError(
@@ -90,8 +101,11 @@ def _require_one(options: WorkerOptions) -> None:
             f"workers: expected it with ray, got {options.workers} without; name a device for each "
             "worker with --devices instead"
         )
-    if options.devices is not None:
-        from snapkv.app.models import chosen_device
+    if options.ray is not None:
+        from snapkv.lab.evaluate.workers.on_ray import require_cluster
 
-        for device in _devices(options):
-            chosen_device(device)
+        require_cluster(options.ray)
+    if options.devices is not None:
+        from snapkv.lab.evaluate.workers.processes import one_device
+
+        one_device(_devices(options))

@@ -8,6 +8,8 @@ from snapkv.app.models import load
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.store import LOST
+from snapkv.lab.evaluate.workers import on_ray
+from snapkv.lab.evaluate.workers.base import WorkerEndedError, WorkerNotLoadedError
 from snapkv.lab.evaluate.workers.equipment import Equipment
 from snapkv.lab.evaluate.workers.on_ray import OnRay
 from tests.lab.evaluate.test_workers import QUESTIONS, TASK, by_key
@@ -34,7 +36,7 @@ def expected(run, tmp_path_factory):
 
 @pytest.fixture
 def equipment(folder):
-    return Equipment(load={"name": str(folder)}, task=TASK, template="tokenizer")
+    return Equipment(load={"name": str(folder)})
 
 
 @pytest.fixture
@@ -60,7 +62,8 @@ def assert_same(given, folder, expected):
 
 def test_two_workers_leave_the_folder_that_one_process_leaves(run, equipment, expected, tmp_path):
     with OnRay("local", equipment, workers=2) as pool:
-        given = replace(run, device=pool.device).into(tmp_path, executor=pool)
+        there = replace(run, loaded=replace(run.loaded, answers_on=pool.device))
+        given = there.into(tmp_path, executor=pool)
     assert_same(given, tmp_path, expected)
 
 
@@ -103,9 +106,50 @@ def test_a_node_that_is_gone_leaves_its_questions_to_the_other(
     assert_same(given, tmp_path, expected)
 
 
-def test_no_cluster_is_said(equipment):
-    with pytest.raises(InvalidArgumentError, match="ray: expected the address of a cluster"):
-        OnRay("127.0.0.1:1", equipment)
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "lokal", "head:", ""])
+def test_no_cluster_is_said(equipment, address):
+    with pytest.raises(InvalidArgumentError, match="ray: expected local, auto or the address of"):
+        OnRay(address, equipment)
+
+
+NODES = [{"CPU": 4.0, "node:a": 1.0}, {"node:head": 1.0}, {"CPU": 2.0}]
+WITH_GPUS = [*NODES, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "count"),
+    [(NODES, None, 2), (NODES, 6, 6), (WITH_GPUS, None, 3), (WITH_GPUS, 1, 1)],
+    ids=["nodes with processors", "as many as asked for", "a processor for each GPU", "one"],
+)
+def test_workers_are_as_many_as_have_a_place(equipment, monkeypatch, nodes, workers, count):
+    monkeypatch.setattr(on_ray, "_join", lambda *_: None)
+    monkeypatch.setattr(on_ray, "_nodes", lambda: nodes)
+    pool = OnRay("local", equipment, workers)
+    assert len(pool._workers) == count
+    assert pool.device == ("cuda:0" if nodes is WITH_GPUS else "cpu")
+    with pytest.raises(InvalidArgumentError, match="workers: expected at most"):
+        OnRay("local", equipment, 7)
+
+
+@pytest.mark.parametrize("name", ["OutOfMemoryError", "NodeDiedError", "ActorUnschedulableError"])
+@pytest.mark.parametrize(("at", "error"), [(1, WorkerNotLoadedError), (2, WorkerEndedError)])
+def test_whatever_ends_an_actor_is_no_fault_of_the_run(equipment, monkeypatch, name, at, error):
+    import ray
+
+    actor, calls = on_ray._Actor(equipment, "cpu", {}, lambda: True), []
+
+    def get(ref):
+        calls.append(ref)
+        if len(calls) == at:
+            raise getattr(ray.exceptions, name)("many lines\n\nand the reason\n")
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)  # it would start a cluster
+    actor._actor = object()
+    with pytest.raises(WorkerEndedError, match=r"and the reason$") as raised:
+        actor.records()
+    assert raised.type is error
+    assert not actor.is_begun
 
 
 def test_more_workers_than_places_are_refused(equipment):
@@ -114,7 +158,7 @@ def test_more_workers_than_places_are_refused(equipment):
 
 
 def test_an_error_of_a_worker_is_raised_here(run, folder, tmp_path):
-    wrong = Equipment(load={"name": str(folder), "dtype": "int3"}, task=TASK, template="none")
+    wrong = Equipment(load={"name": str(folder), "dtype": "int3"})
     with (
         pytest.raises(InvalidArgumentError, match="int3"),
         OnRay("local", wrong, workers=1) as pool,

@@ -316,8 +316,13 @@ def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, mon
         return real(self, *given)
 
     monkeypatch.setattr(References, "loss", loss)
-    answerer = Answerer(loaded=tiny, task=Keys(), template="none", reference_loss=True)
-    sample = next(Keys().samples(tiny.tokenizer))
-    asked = Asked(sample=sample, question="visible", methods=METHODS)
-    status = [record["status"] for record in answerer.records(asked)]
+    asked = Asked(
+        sample=next(Keys().samples(tiny.tokenizer)),
+        question="visible",
+        methods=METHODS,
+        task=Keys(),
+        template="none",
+        reference_loss=True,
+    )
+    status = [record["status"] for record in Answerer(loaded=tiny).records(asked)]
     assert status == ["out of memory", "ok", "ok"]

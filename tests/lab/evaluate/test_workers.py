@@ -3,17 +3,25 @@
 import os
 import random
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
+from snapkv.app import models
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.evaluate.asking import Asked
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.store import LOST, key
-from snapkv.lab.evaluate.workers.base import MOST_TRIES, Worker, WorkerEndedError, WorkerPool
+from snapkv.lab.evaluate.workers.base import (
+    MOST_TRIES,
+    Worker,
+    WorkerEndedError,
+    WorkerNotLoadedError,
+    WorkerPool,
+)
 from snapkv.lab.evaluate.workers.equipment import Equipment
-from snapkv.lab.evaluate.workers.processes import Processes
+from snapkv.lab.evaluate.workers.processes import Processes, one_device
 from tests.lab.evaluate.test_runner import records
 from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
 
@@ -23,21 +31,26 @@ KILLS = 20
 
 
 class Scripted(Worker):
-    """Answers, or ends, as it is told."""
+    """Answers in the order in which it was asked, or ends, as it is told."""
 
-    def __init__(self, ends=lambda asked: False, places=99):
-        self.ends, self.places = ends, places
-        self.begun, self.ended = [], 0
+    def __init__(self, ends=lambda asked: False, places=99, unloaded=0, has_room=lambda: True):
+        self.ends, self.places, self.has_room = ends, places, has_room
+        self.unloaded = unloaded
+        self.begun, self.ended, self.asked = [], 0, []
 
     @property
     def has_place(self):
-        return self.places > 0
+        return self.places > 0 and self.has_room()
 
     def begin(self, asked):
         self.begun.append(asked)
+        self.asked.append(asked)
 
     def records(self):
-        asked = self.begun[-1]
+        asked = self.asked.pop(0)
+        if self.unloaded:
+            self.unloaded -= 1
+            raise WorkerNotLoadedError("it was killed")
         if self.ends(asked):
             self.places -= 1
             raise WorkerEndedError
@@ -45,6 +58,7 @@ class Scripted(Worker):
 
     def end(self):
         self.ended += 1
+        self.asked.clear()
 
 
 class Deterministic(WorkerPool):
@@ -57,7 +71,8 @@ class Deterministic(WorkerPool):
 @pytest.fixture(scope="module")
 def work(demo):
     samples = list(TASK.samples(demo.tokenizer))
-    return [Asked(sample=one, question="visible", methods=METHODS) for one in samples]
+    given = {"question": "visible", "methods": METHODS, "task": TASK, "template": "tokenizer"}
+    return [Asked(sample=one, **given) for one in samples]
 
 
 def keys(given):
@@ -119,11 +134,72 @@ def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
 
 def test_no_place_for_any_worker_is_said(work):
     gone = Scripted(ends=lambda asked: True, places=1)
-    with pytest.raises(OutOfMemoryError, match="expected a place for at least one of them"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"at least one that has a place.*no machine has room"
+    ):
         list(Deterministic([gone], "cpu").answers(work))
 
 
+def test_a_worker_that_finds_a_place_later_is_asked_then(work):
+    here = Scripted()
+    late = Scripted(has_room=lambda: len(here.begun) > 2)
+    given = list(Deterministic([here, late], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert len(here.begun) > 2
+    assert late.begun
+
+
+def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work):
+    slow = Scripted(unloaded=MOST_TRIES - 1)
+    given = list(Deterministic([slow], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert {record["status"] for record in given} == {"ok"}
+    assert {asked.tries for asked in slow.begun} == {0}
+
+
+def test_one_that_never_gets_the_model_is_given_up_and_the_others_go_on(work):
+    never, here = Scripted(unloaded=99), Scripted()
+    given = list(Deterministic([never, here], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert len(never.begun) == MOST_TRIES
+
+
+def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work):
+    never = [Scripted(unloaded=99), Scripted(unloaded=99)]
+    with pytest.raises(OutOfMemoryError, match="as having the model, got none: it was killed"):
+        list(Deterministic(never, "cpu").answers(work))
+    assert [len(worker.begun) for worker in never] == [MOST_TRIES] * 2
+
+
+def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(work):
+    with Deterministic([Scripted(), Scripted()], "cpu") as pool:
+        next(pool.answers(work))
+        assert keys(pool.answers(work)) == wanted(work)
+
+
 # Processes of this machine.
+
+
+class Ends:
+    """Ends the process that it is sent to."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+class OddError(Exception):
+    """Cannot be made again from what it was raised with, as libraries' errors often cannot."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Keys):
+    """Cannot score."""
+
+    def score(self, sample, prediction):
+        raise OddError("no", "score")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +216,7 @@ def run(demo, folder):
 
 @pytest.fixture
 def equipment(folder):
-    return Equipment(load={"name": str(folder)}, task=TASK, template="tokenizer")
+    return Equipment(load={"name": str(folder)})
 
 
 def by_key(folder):
@@ -160,7 +236,7 @@ def test_two_processes_leave_the_folder_that_one_leaves(run, equipment, tmp_path
 def test_workers_take_the_loss_of_the_references_too(run, equipment, tmp_path):
     asked = replace(run, reference_loss=True, questions=("visible",), limit=1)
     asked.into(tmp_path / "serial")
-    with Processes(["cpu"], replace(equipment, reference_loss=True)) as pool:
+    with Processes(["cpu"], equipment) as pool:
         asked.into(tmp_path / "worker", executor=pool)
     given = by_key(tmp_path / "worker")
     assert given == by_key(tmp_path / "serial")
@@ -211,10 +287,32 @@ def test_a_killed_worker_loses_no_answer(run, equipment, tmp_path):
 
 
 def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder, tmp_path):
-    wrong = Equipment(load={"name": str(folder), "dtype": "int3"}, task=TASK, template="none")
+    wrong = Equipment(load={"name": str(folder), "dtype": "int3"})
     with pytest.raises(InvalidArgumentError, match="int3"), Processes(["cpu"], wrong) as pool:
         run.into(tmp_path, executor=pool)
     assert {row["status"] for row in run.into(tmp_path).rows} == {"ok"}
+
+
+def test_a_fault_in_a_worker_is_raised_here_with_where_it_was(run, equipment, tmp_path):
+    odd = replace(run, task=Odd(each=1))
+    refused = pytest.raises(RuntimeError, match=r"(?s)in a worker:.*OddError: no score")
+    with refused, Processes(["cpu"], equipment) as pool:
+        odd.into(tmp_path, executor=pool)
+
+
+def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path):
+    refused = pytest.raises(OutOfMemoryError, match="a process ended with code 3")
+    with refused, Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
+        run.into(tmp_path, executor=pool)
+    assert records(tmp_path) == []
+
+
+def test_results_name_one_device_for_all_that_answer_alike(monkeypatch):
+    monkeypatch.setattr(models, "chosen_device", torch.device)
+    assert one_device(["cpu", "cpu"]) == "cpu"
+    assert one_device(["cuda:1", "cuda"]) == one_device(["cuda:0"]) == "cuda:0"
+    with pytest.raises(InvalidArgumentError, match=r"devices of one kind.*got cpu, cuda:0"):
+        one_device(["cpu", "cuda:0"])
 
 
 def test_no_worker_outlives_the_block(equipment, work):

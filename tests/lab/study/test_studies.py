@@ -135,6 +135,12 @@ def test_sensitivity_has_a_row_for_every_setting_and_the_full_cache(rows):
     assert study.table(found).header == ("window", "pooling", "kernel 1", "kernel 5")
 
 
+def test_a_summary_of_sensitivity_that_cannot_be_written_is_said(demo, tmp_path):
+    (tmp_path / "summary.jsonl").mkdir()
+    given = {"windows": (16,), "kernels": (1,), "budget": 64, "length": 400, "depths": 1}
+    assert Sensitivity(**given).into(demo, tmp_path).unwritten is not None
+
+
 @pytest.mark.parametrize("name", ["hit-rate", "overlap", "instructions", "position", "sensitivity"])
 def test_every_study_has_a_table_and_a_figure(name, rows, found, tmp_path):
     study, own = (HIT_RATE, found.rows) if name == "hit-rate" else rows[name]

@@ -44,7 +44,7 @@ def expected(model, question):
     "options",
     [
         (),
-        ("--tensor-parallel-size", "2"),
+        pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
         pytest.param(("--pipeline-parallel-size", "2", *TRACED), marks=pytest.mark.slow),
     ],
     ids=["one", "tensor", "pipeline"],

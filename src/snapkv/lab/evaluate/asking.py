@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -46,12 +46,18 @@ class Asked:
         sample: what is asked.
         question: whether the vote sees it.
         methods: whose answers are wanted; they share a reading where they can.
+        task: what scores the answers.
+        template: how the sample becomes a prompt, see `Sample.prompt`.
+        reference_loss: whether records say the loss of the references, see `References.loss`.
         tries: how many workers have ended on it.
     """
 
     sample: Sample
     question: Setting
     methods: Sequence[Method]
+    task: Task
+    template: Template
+    reference_loss: bool = False
     tries: int = 0
 
     @property
@@ -96,24 +102,18 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers the questions of a task with a model.
+    """Answers questions with a model.
 
     Attributes:
         loaded: model and tokenizer.
-        task: what scores the answers.
-        template: how a sample becomes a prompt, see `Sample.prompt`.
-        reference_loss: whether records say the loss of the references, see `References.loss`.
     """
 
     loaded: LoadedModel
-    task: Task
-    template: Template
-    reference_loss: bool = False
 
     def records(self, asked: Asked) -> Iterator[Record]:
         """An answer of every method to every turn, or why there is none."""
-        prompt = asked.sample.prompt(self.loaded.tokenizer, self.template, asked.question)
-        wanted = self._references(asked.sample, prompt) if self.reference_loss else {}
+        prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
+        wanted = self._references(asked, prompt) if asked.reference_loss else {}
         reader = PromptReader(
             self.loaded,
             prompt,
@@ -122,13 +122,13 @@ class Answerer:
         )
         for method in asked.methods:
             left, status = list(asked.sample.turns), ""
-            ends: list[PromptEnd] | None = [] if self.reference_loss else None
+            ends: list[PromptEnd] | None = [] if asked.reference_loss else None
             try:
                 for given in self._answers(asked, method, reader, ends):
                     turn = left[0]
                     loss = {} if ends is None else {"loss": self._loss(wanted[turn.name], ends)}
                     del left[0]
-                    scored = self._scored(turn, given) | loss | costs(given)
+                    scored = _scored(asked.task, turn, given) | loss | costs(given)
                     yield asked.record(turn, method) | {"status": "ok"} | scored
             except PromptTooLongError:
                 status = "too long"
@@ -150,26 +150,19 @@ class Answerer:
             self.loaded,
             sample,
             method.policy,
-            self.template,
+            asked.template,
             asked.question,
             prefill=method.prefill,
             later=method.later,
             ends=ends,
         )
 
-    def _scored(self, sample: Sample, given: Answer) -> dict[str, Any]:
-        prediction = given.text.removeprefix(sample.answer_start)
-        return {
-            "prediction": prediction,
-            "score": self.task.score(sample, prediction),
-        }
-
-    def _references(self, sample: Sample, prompt: Prompt) -> dict[str, References]:
+    def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
         """What answers every turn, by its name."""
         found = {}
-        for turn in sample.turns:
-            if turn is not sample:
-                text = later_turn(turn, self.loaded.tokenizer, self.template)
+        for turn in asked.sample.turns:
+            if turn is not asked.sample:
+                text = later_turn(turn, self.loaded.tokenizer, asked.template)
                 prompt = Prompt(text=text, has_special_tokens=True)
             found[turn.name] = References.behind(prompt, turn.references, self.loaded)
         return found
@@ -179,6 +172,11 @@ class Answerer:
         end = ends.pop()
         ends.clear()
         return references.loss(self.loaded, end)
+
+
+def _scored(task: Task, sample: Sample, given: Answer) -> Record:
+    prediction = given.text.removeprefix(sample.answer_start)
+    return {"prediction": prediction, "score": task.score(sample, prediction)}
 
 
 def costs(given: Answer) -> Record:

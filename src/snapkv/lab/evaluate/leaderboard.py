@@ -8,12 +8,13 @@ from typing import Any
 
 from snapkv.app.answering import answer
 from snapkv.app.models import LoadedModel
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.lab.evaluate.runner import Results, Run
 from snapkv.lab.evaluate.sample import Template
-from snapkv.lab.evaluate.store import Progress, Record
+from snapkv.lab.evaluate.store import Progress, Record, answered
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import TASKS
+from snapkv.lab.evaluate.workers.base import Executor
 from snapkv.lab.measure.environment import versions
 from snapkv.policies import FullCache
 from snapkv.validation import nearest
@@ -72,7 +73,7 @@ class Estimate:
         answers: to be given. known: that are there already.
         seconds: that the full cache would take to read every prompt once and to generate so many
             answers, for methods that score or read twice take longer; None where nothing is left
-            to do.
+            to do, or nothing was timed.
     """
 
     answers: int
@@ -80,20 +81,27 @@ class Estimate:
     seconds: float | None
 
 
-def estimate(runs: Mapping[Place, Run], folder: Path) -> Estimate:
-    """How long runs will take, after one answer from the full cache to each task's first prompt."""
+def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> Estimate:
+    """How long runs will take, after one answer from the full cache to each task's first prompt.
+
+    Args:
+        runs: by task and setting.
+        folder: of the leaderboard.
+        timed: whether to give that answer; the model that is here may not be the one that answers.
+    """
     seconds, left, known = 0.0, 0, 0
-    timed: dict[str, tuple[float, float]] = {}
-    for (task, question), run in runs.items():
-        path = folder / task / question / "samples.jsonl"
-        there = path.read_bytes().count(b"\n") if path.exists() else 0
-        samples = sum(1 for _ in run.task.samples(run.loaded.tokenizer))
-        missing = max(0, samples * len(run.methods) - there)
-        known, left = known + there, left + missing
-        if missing:
-            reading, generating = timed.setdefault(task, _timed(run))
+    took: dict[str, tuple[float, float]] = {}
+    for place, run in runs.items():
+        there = answered(folder.joinpath(*place))
+        wanted = set(run.keys())
+        missing = len(wanted - there)
+        known, left = known + len(wanted & there), left + missing
+        if missing and timed:
+            if place[0] not in took:
+                took[place[0]] = _timed(run)
+            reading, generating = took[place[0]]
             seconds += missing / len(run.methods) * reading + missing * generating
-    return Estimate(answers=left, known=known, seconds=seconds if left else None)
+    return Estimate(answers=left, known=known, seconds=seconds if left and timed else None)
 
 
 def _timed(run: Run) -> tuple[float, float]:
@@ -109,7 +117,8 @@ def board(
     folder: Path,
     left_out: Mapping[Place, Sequence[str]],
     on_progress: Progress | None = None,
-) -> Record:
+    executor: Executor | None = None,
+) -> tuple[Record, OutputError | None]:
     """Answer what the folder does not hold yet, and gather the rows of all runs.
 
     Args:
@@ -117,27 +126,31 @@ def board(
         folder: of the leaderboard.
         left_out: of each run, which methods could not take part.
         on_progress: told of every answer.
+        executor: who answers; this process by default.
 
     Returns:
-        leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``), left_out (the
-        same) and rows: those of `summarise` with "task" in their cell, and with "share", what was
-        to be kept; None for the full cache.
+        The record, and why one of the runs has no summary in its folder, or None where all have.
+        The record holds leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``),
+        left_out (the same) and rows: those of `summarise` with "task" in their cell, and with
+        "share", what was to be kept; None for the full cache.
 
     Raises:
         InvalidArgumentError, MissingDependencyError, OutputError: as `Run.into`.
     """
     found: dict[str, Results] = {
-        "/".join(place): run.into(folder.joinpath(*place), on_progress)
+        "/".join(place): run.into(folder.joinpath(*place), on_progress, executor)
         for place, run in runs.items()
     }
     first = next(iter(found.values()))
-    return {
+    unwritten = [results.unwritten for results in found.values() if results.unwritten is not None]
+    record = {
         "leaderboard": versions(),
         "model": first.run["model"],
         "runs": {place: results.run for place, results in found.items()},
         "left_out": {"/".join(place): list(lines) for place, lines in left_out.items() if lines},
         "rows": [board_row(row) for results in found.values() for row in results.rows],
     }
+    return record, next(iter(unwritten), None)
 
 
 def board_row(row: Record) -> Record:

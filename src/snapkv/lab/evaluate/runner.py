@@ -15,7 +15,7 @@ from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.asking import Answerer, Asked, Method
 from snapkv.lab.evaluate.conversing import LATER
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
-from snapkv.lab.evaluate.store import Progress, Record, Store, key, short_hash
+from snapkv.lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
 from snapkv.lab.evaluate.summary import summarise
 from snapkv.lab.evaluate.task import Task, data_hash
 from snapkv.lab.evaluate.turns import around_turn
@@ -35,7 +35,6 @@ class Run:
         questions: the settings to run, see `Sample.prompt`.
         template: how a sample becomes a prompt, see `Sample.prompt`.
         limit: how many samples to take of every cell; None for all.
-        device: where workers answer, as results say it; None for where the model is.
         reference_loss: whether to take the loss of the references too, see `References.loss`.
 
     Raises:
@@ -50,7 +49,6 @@ class Run:
     questions: Sequence[Setting] = ("visible",)
     template: Template = "tokenizer"
     limit: int | None = None
-    device: str | None = None
     reference_loss: bool = False
 
     def __post_init__(self) -> None:
@@ -73,6 +71,10 @@ class Run:
         """A short name for everything that a run's results depend on, its methods left out."""
         return short_hash(self._settings())
 
+    def keys(self) -> list[Key]:
+        """What its answers are found by. Errors as in `into`."""
+        return [one for asked in self._asked(self._samples()) for one in asked.keys]
+
     def into(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
     ) -> "Results":
@@ -91,22 +93,15 @@ class Run:
             MissingDependencyError: the task's data is in a package that is not installed.
             OutputError: an answer cannot be written; those before it are in the folder.
         """
-        samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
-        _require_distinct(samples)
-        if self.reference_loss:
-            _require_references(samples)
-        block = self._block(samples)
-        whole = [
-            Asked(sample=sample, question=question, methods=self.methods)
-            for sample, question in itertools.product(samples, self.questions)
-        ]
+        samples = self._samples()
+        block, whole = self._block(samples), self._asked(samples)
         wanted = [one for asked in whole for one in asked.keys]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
             work = [missing for asked in whole if (missing := asked.without(store)).methods]
             done, tell = sum(one in store for one in wanted), on_progress or _untold
             tell("", done, len(wanted))
-            for record in (executor or self.serial()).answers(work):
+            for record in (executor or Serial(Answerer(loaded=self.loaded))).answers(work):
                 if key(record) not in store:  # a conversation is held again from its beginning
                     store.add(record)
                     done += 1
@@ -115,16 +110,26 @@ class Run:
             unwritten = store.summarise(rows)
         return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
 
-    def serial(self) -> Serial:
-        """This process, as who answers."""
-        return Serial(
-            Answerer(
-                loaded=self.loaded,
+    def _samples(self) -> list[Sample]:
+        samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
+        _require_distinct(samples)
+        if self.reference_loss:
+            _require_references(samples)
+        return samples
+
+    def _asked(self, samples: Sequence[Sample]) -> list[Asked]:
+        """Every sample in every setting, asked of all methods."""
+        return [
+            Asked(
+                sample=sample,
+                question=question,
+                methods=self.methods,
                 task=self.task,
                 template=self.template,
                 reference_loss=self.reference_loss,
             )
-        )
+            for sample, question in itertools.product(samples, self.questions)
+        ]
 
     def _block(self, samples: Sequence[Sample]) -> Record:
         """What a result must say so that it can be made again."""
@@ -133,7 +138,7 @@ class Run:
     def _settings(self) -> Record:
         return {
             "task": self.task.describe(),
-            "model": self.loaded.description() | ({"device": self.device} if self.device else {}),
+            "model": self.loaded.description(),
             "template": self.template,
             "limit": self.limit,
             **({"reference_loss": True} if self.reference_loss else {}),

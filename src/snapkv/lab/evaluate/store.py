@@ -158,10 +158,27 @@ class Store:
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             self._file.truncate(len(whole))
-        return [
-            _parsed(self._path, number, line, (*_KEY, *self._fields))
-            for number, line in enumerate(whole.split(b"\n")[:-1], 1)
-        ]
+        return _lines(self._path, whole, (*_KEY, *self._fields))
+
+
+def answered(folder: Path) -> set[Key]:
+    """What a folder holds answers to, while another process may add some; lost ones are none.
+
+    Raises:
+        InvalidArgumentError: it is damaged, or cannot be read.
+    """
+    path = folder / "samples.jsonl"
+    with _needing(folder):
+        data = path.read_bytes() if path.exists() else b""
+    records = {key(record): record for record in _lines(path, data, (*_KEY, "status"))}
+    return {wanted for wanted, record in records.items() if record["status"] != LOST}
+
+
+def _lines(path: Path, data: bytes, names: Sequence[str]) -> list[Record]:
+    """The records of whole lines, which have at least those names."""
+    return [
+        _parsed(path, number, line, names) for number, line in enumerate(data.split(b"\n")[:-1], 1)
+    ]
 
 
 def key(record: Record) -> Key:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv.lab.evaluate.asking import Method
     from snapkv.lab.evaluate.runner import Run
+    from snapkv.lab.evaluate.workers.base import Executor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,22 @@ class Sensitivity(Study):
         self._methods()
 
     def into(
-        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
+        self,
+        loaded: "LoadedModel",
+        folder: Path,
+        on_progress: Progress | None = None,
+        executor: "Executor | None" = None,
     ) -> Findings:
-        """Run the task with every setting."""
-        results = self._run(loaded).into(folder, on_progress)
+        """Run the task with every setting; `executor` is who answers, this process by default."""
+        results = self._run(loaded).into(folder, on_progress, executor)
         rows = [_row(own) for own in grouped(results.rows, ("method",)).values()]
-        warnings = results.task.warnings
-        return Findings(folder=folder, run=results.run, rows=rows, warnings=warnings)
+        return Findings(
+            folder=folder,
+            run=results.run,
+            rows=rows,
+            warnings=results.task.warnings,
+            unwritten=results.unwritten,
+        )
 
     def _run(self, loaded: "LoadedModel") -> "Run":
         from snapkv.lab.evaluate.runner import Run

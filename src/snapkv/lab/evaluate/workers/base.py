@@ -1,7 +1,7 @@
 """Dealing questions out to workers, whatever they are, and to those that take their place."""
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
@@ -11,11 +11,16 @@ from snapkv.lab.evaluate.asking import Asked
 from snapkv.lab.evaluate.store import Record
 
 MOST_TRIES = 3
-"""How many workers a question may end before it is recorded as lost."""
+"""How many workers a question may end before it is recorded as lost, and how often in a row a
+worker may end before it has the model."""
 
 
 class WorkerEndedError(Exception):
     """A worker ended before it had answered: killed, out of memory, or its machine is gone."""
+
+
+class WorkerNotLoadedError(WorkerEndedError):
+    """A worker ended before it had the model, so that no question is to blame; says how it did."""
 
 
 class Executor(AbstractContextManager["Executor"], ABC):
@@ -80,31 +85,58 @@ class WorkerPool(Executor):
         """Wait until some of the workers have answered or ended, and say which."""
 
     def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
-        """See `Executor.answers`."""
+        """See `Executor.answers`.
+
+        Raises:
+            OutOfMemoryError: no worker has a place and gets as far as having the model.
+        """
         waiting = deque(sorted(work, key=lambda asked: asked.characters, reverse=True))
         idle, busy = list(self._workers), dict[Worker, Asked]()
-        while waiting or busy:
-            while waiting and idle:
-                worker = idle.pop()
-                if worker.has_place:
-                    busy[worker] = waiting.popleft()
-                    worker.begin(busy[worker])
-            if not busy:
-                raise OutOfMemoryError(
-                    "workers: expected a place for at least one of them, got none; the same "
-                    "command continues when there is one"
-                )
-            for worker in self.ready(list(busy)):
-                asked = busy.pop(worker)
-                idle.append(worker)
-                try:
-                    yield from worker.records()
-                except WorkerEndedError:
-                    if asked.tries + 1 < MOST_TRIES:
-                        waiting.extendleft(reversed(list(asked.by_method())))
+        unloaded, why = Counter[Worker](), "no machine has room for one"
+        try:
+            while waiting or busy:
+                for worker in list(idle):
+                    if waiting and worker.has_place:
+                        idle.remove(worker)
+                        busy[worker] = waiting.popleft()
+                        worker.begin(busy[worker])
+                if not busy:
+                    raise _none_left(why)
+                for worker in self.ready(list(busy)):
+                    asked = busy.pop(worker)
+                    try:
+                        given = worker.records()
+                    except WorkerNotLoadedError as error:
+                        waiting.appendleft(asked)
+                        unloaded[worker] += 1
+                        why = str(error)
+                    except WorkerEndedError:
+                        yield from _again(asked, waiting)
                     else:
-                        yield from asked.lost()
+                        del unloaded[worker]
+                        yield from given
+                    if unloaded[worker] < MOST_TRIES:
+                        idle.append(worker)
+        finally:
+            for worker in busy:  # what they were at is nobody's any more
+                worker.end()
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.end()
+
+
+def _again(asked: Asked, waiting: deque[Asked]) -> Iterator[Record]:
+    """Put what ended a worker first, of one method at a time; its records where it is lost."""
+    if asked.tries + 1 < MOST_TRIES:
+        waiting.extendleft(reversed(list(asked.by_method())))
+    else:
+        yield from asked.lost()
+
+
+def _none_left(why: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        "workers: expected at least one that has a place and gets as far as having the model, got "
+        f"none: {why}; see that there is memory for as many as are asked for, and the same "
+        "release of snapkv on every machine; the same command continues"
+    )
