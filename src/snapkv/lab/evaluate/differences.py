@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
 
-from snapkv.lab.evaluate.intervals import Interval, mean_interval
+from snapkv.lab.evaluate.intervals import Conversations, Interval, mean_interval
 from snapkv.lab.evaluate.store import Record
 
 
@@ -71,7 +71,7 @@ def line_differences(rows: Iterable[Record], axis: str) -> dict[tuple[str, str],
     """
     rows = list(rows)
     full = _full_rows(rows)
-    lines: dict[tuple[str, str], dict[str, list[list[float]]]] = {}
+    lines: dict[tuple[str, str], dict[str, list[_Pairs]]] = {}
     for row in rows:
         if pairs := _pairs(row, full):
             columns = lines.setdefault((row["method"], row["question"]), {})
@@ -79,12 +79,23 @@ def line_differences(rows: Iterable[Record], axis: str) -> dict[tuple[str, str],
     return {line: _difference(list(columns.values())) for line, columns in lines.items()}
 
 
-def _difference(columns: list[list[list[float]]]) -> Difference:
+_Pairs = tuple[list[float], Conversations]
+"""Differences of a cell's samples, and the conversations they are turns of."""
+
+
+def _difference(columns: list[list[_Pairs]]) -> Difference:
+    pairs = [[of_cell for of_cell, _ in cells] for cells in columns]
     return Difference(
-        mean=fmean(fmean(map(fmean, cells)) for cells in columns),
-        interval=mean_interval(columns),
-        samples=sum(len(pairs) for cells in columns for pairs in cells),
+        mean=fmean(fmean(map(fmean, cells)) for cells in pairs),
+        interval=mean_interval(pairs, [[spoken for _, spoken in cells] for cells in columns]),
+        samples=sum(len(of_cell) for cells in pairs for of_cell in cells),
     )
+
+
+def conversations_of(row: Record, samples: Iterable[str]) -> Conversations:
+    """The conversations that some samples of a row are turns of; None where they are no turns."""
+    known = row.get("conversations")
+    return known and tuple(known[sample] for sample in samples)
 
 
 def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
@@ -92,12 +103,16 @@ def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
     return {_place(row): row for row in rows if is_full(row)}
 
 
-def _pairs(row: Record, full: dict[str, Record]) -> list[float]:
-    """Score less the full cache's, sample by sample."""
+def _pairs(row: Record, full: dict[str, Record]) -> _Pairs | None:
+    """Score less the full cache's, sample by sample; None where there is nothing to compare."""
     if is_full(row) or _place(row) not in full:
-        return []
+        return None
     others = full[_place(row)]["scores"]
-    return [score - others[name] for name, score in row["scores"].items() if name in others]
+    shared = {name: score for name, score in row["scores"].items() if name in others}
+    if not shared:
+        return None
+    pairs = [score - others[name] for name, score in shared.items()]
+    return pairs, conversations_of(row, shared)
 
 
 def _place(row: Record) -> str:

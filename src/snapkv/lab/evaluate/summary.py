@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from snapkv.lab.evaluate.differences import cell_differences
+from snapkv.lab.evaluate.differences import cell_differences, conversations_of
 from snapkv.lab.evaluate.intervals import Interval, mean_interval
 from snapkv.lab.evaluate.store import Key, Record, key
 from snapkv.lab.evaluate.task import Task
@@ -20,7 +20,7 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     to 1, None where none was answered), interval (of the mean, see `mean_interval`; None for a
     single sample), difference (from the full cache, see `Difference`; None where it did not run),
     prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and first_token_ms
-    (medians), scores (by sample).
+    (medians), scores (by sample), and for turns conversations (by sample, the one it is of).
 
     Args:
         records: answers; a folder may hold more than are asked for.
@@ -44,6 +44,9 @@ def _row(records: list[Record], task: Task) -> Record:
     failed = [record["status"] for record in records if record["status"] != "ok"]
     scores = {record["sample"]: record["score"] for record in answered}
     interval = mean_interval([[list(scores.values())]])
+    spoken = {
+        record["sample"]: record["conversation"] for record in answered if "conversation" in record
+    }
     return {
         "task": task.name,
         "metric": task.metric,
@@ -63,6 +66,7 @@ def _row(records: list[Record], task: Task) -> Record:
         "token_ms": mean_of(answered, "token_ms", median),
         "first_token_ms": mean_of(answered, "first_token_ms", median),
         "scores": scores,
+        **({"conversations": spoken} if spoken and len(spoken) == len(scores) else {}),
     }
 
 
@@ -152,12 +156,16 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
         for value, mean in means.items()
         if mean is not None
     }
+    spoken = [
+        [conversations_of(row, row["scores"]) for row in columns[value] if row["scores"]]
+        for value in answered
+    ]
     return ScoreLine(
         method=rows[0]["method"],
         question=rows[0]["question"],
         scores={value: mean for value, mean in means.items() if mean is not None},
         intervals={value: mean_interval([cells]) for value, cells in answered.items()},
-        interval=mean_interval(list(answered.values())),
+        interval=mean_interval(list(answered.values()), spoken),
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
         held_bytes=mean_of(rows, "held_bytes"),
         token_ms=mean_of(rows, "token_ms"),
