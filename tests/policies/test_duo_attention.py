@@ -5,6 +5,7 @@ What it shares with the other methods that evict is in `test_evicting.py`.
 
 import json
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,8 +223,15 @@ def test_without_a_pattern_it_goes_by_what_was_found_of_the_model():
     assert CompressedCache(model, given).policy is given
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"scores": [[1], []]}'])
-def test_a_file_that_says_nothing_is_no_knowledge(content, caplog):
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"[" * 100_000]
+    + [b'{"scores": %s}' % found for found in (b"[[1], []]", b"null", b"5", b"{}", b'"other"')],
+    ids=lambda content: content[:20].decode(),
+)
+def test_a_file_that_says_nothing_is_no_knowledge(content, caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("other").write_text("1\t0\n" * 4)  # scores that were not remembered
     model = tiny_model("llama")
     path = remember_head_scores(model, SCORES)
     identity = json.loads(path.read_bytes())["model"]

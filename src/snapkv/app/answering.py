@@ -232,7 +232,7 @@ def continue_ids(
         cache: made for the model, empty, or one that has seen the beginning of `ids`.
         settings: length and sampling.
         context_tokens: compress behind that many tokens; None for all of the prompt. A policy
-            that needs a second reading reads those twice.
+            that needs a second reading reads those twice, and later turns as any other.
         streamer: gets every token.
         drafts: where drafts come from; None for none.
         prefill: how what is new of the prompt is read; None for exactly, at once.
@@ -242,12 +242,13 @@ def continue_ids(
         (1, T + new) int64.
 
     Raises:
-        InvalidArgumentError: a policy that reads a context twice, and no `context_tokens`.
+        InvalidArgumentError: a policy that reads a context twice, an empty cache, and no
+            `context_tokens`.
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full; the message says what would fit.
     """
     model = loaded.model
-    if context_tokens is None:
+    if context_tokens is None and not cache.get_seq_length():
         require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
     advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
     reading = (prefill or Exact()).within(model)

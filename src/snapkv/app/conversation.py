@@ -109,7 +109,8 @@ class Conversation:
             self._protect(prompt)
             begun: Tensor = prompt.token_ids(tokenizer)
             return begun.to(device)
-        return behind(self._loaded, self._ids, next_turn(tokenizer, question), self._settings)
+        text, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
+        return behind(self._loaded, self._ids, text, self._settings, is_chat=is_chat)
 
     def _protect(self, prompt: Prompt) -> None:
         """Begin with a cache that keeps what must stay of the first prompt."""
@@ -177,7 +178,9 @@ class Conversation:
         return conversation
 
 
-def behind(loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings) -> Tensor:
+def behind(
+    loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings, *, is_chat: bool
+) -> Tensor:
     """All that was said and a text behind it, (1, T + new) int64.
 
     Args:
@@ -185,11 +188,13 @@ def behind(loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSet
         said: (1, T) int64, up to the last token of an answer, which no cache has read yet.
         text: what stands between that answer and the next one.
         settings: of the answers.
+        is_chat: whether a chat template has made the text; then the token that ends an answer stays
+            before it, once. Elsewhere the text goes on where the answer's own ends.
     """
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
     if last in end_token_ids(loaded.model, settings):
         end = tokenizer.decode([last])
         said = said[:, :-1]  # the template may write it itself
-        text = text if text.startswith(end) or not tokenizer.chat_template else end + text
+        text = text if text.startswith(end) or not is_chat else end + text
     new = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     return torch.cat([said, new.to(said.device)], dim=1)

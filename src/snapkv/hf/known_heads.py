@@ -80,6 +80,8 @@ def head_scores_folder() -> Path:
 
 def _read(found: Any, model: PreTrainedModel) -> HeadScores:
     del model  # whether they are as many as it has heads is checked with those of users
+    if not isinstance(found, list):  # the name of another file, say, which a user may give
+        raise ValueError("it has no rows of scores")
     return head_scores("scores", found)
 
 

@@ -60,7 +60,7 @@ class Remembered(Generic[Found]):
             return self.read(found.get(self.name), model)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             reason = str(getattr(error, "strerror", None) or error)
             _warn_once(self.log, path, reason, self.otherwise, self.study)
             return None

@@ -22,10 +22,11 @@ class LagKV(PrefixPolicy):
     of its best as any other (arXiv 2504.04704, Sec. 3). The last piece has no lag: it stays, with
     what fills no piece; where the budget has no room for all of that, the newest of it.
 
-    As in kvpress, but: of tokens of the same rank in their pieces the better rating goes first,
-    where there any may; a channel that does not vary in the lag counts 0, where there it is divided
-    by zero; the window is kept as in SnapKV. The paper goes on evicting while it generates; here,
-    as in kvpress, the prompt is cut at its end. Under a cap the pieces are those of what is held.
+    As in kvpress, but: of tokens of the same rank in their pieces the better rating goes first, as
+    far as float32 tells them apart beside the rank, where there any may; a channel that does not
+    vary in the lag counts 0, where there it is divided by zero; the window is kept as in SnapKV.
+    The paper goes on evicting while it generates; here, as in kvpress, the prompt is cut at its
+    end. Under a cap the pieces are those of what is held.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.

@@ -3,6 +3,7 @@
 import io
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from snapkv.lab.evaluate.differences import (
     relative_differences,
 )
 from snapkv.lab.evaluate.runner import Results
+from snapkv.lab.evaluate.summary import score_lines
 from snapkv.lab.evaluate.tasks import RagCitation
 
 
@@ -132,6 +134,19 @@ def test_a_lines_difference_is_the_mean_of_its_columns():
     assert found == Difference(mean=-0.75, interval=(-0.75, -0.75), samples=6)
     assert found.is_seen
     assert Difference.read(found.describe()) == found
+
+
+def test_the_difference_of_turns_is_drawn_by_conversations():
+    """Two conversations of four turns: one is lost in all of them, the other in none."""
+    spoken = [{f"a/{turn}": "a", f"b/{turn}": "b"} for turn in range(1, 5)]
+    rows = []
+    for method, scores in (("full", (1.0, 1.0)), ("snapkv@64", (0.0, 1.0))):
+        for turn, names in enumerate(spoken, 1):
+            made = row(method, turn, fmean(scores)) | {"conversations": names}
+            rows.append(made | {"scores": dict(zip(names, scores, strict=True))})
+    (found,) = line_differences(rows, "documents").values()
+    assert (found.mean, found.interval, found.samples) == (-0.5, (-1.0, 0.0), 8)
+    assert score_lines(rows, "documents")[1].interval == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(

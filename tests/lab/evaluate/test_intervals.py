@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv.lab.evaluate.intervals import RESAMPLES, mean_interval
@@ -61,6 +61,32 @@ def test_two_columns_by_hand():
     # Their mean is 1/2 in a quarter of all draws, 1 in another.
 
 
+def test_turns_of_a_conversation_are_drawn_together_by_hand():
+    """Of two conversations one is right in both turns: a draw has the right one 0, 1 or 2 times.
+
+    Apart, a draw of neither turn would have it with a chance of 1/16; together it is 1/4.
+    """
+    turn, of_turn = [0.0, 1.0], ("a", "b")
+    four = [[turn]] * 4
+    assert mean_interval([[turn]]) == (0.0, 1.0)
+    assert mean_interval(four, [[of_turn]] * 4) == (0.0, 1.0)
+    low, high = mean_interval(four)
+    assert 0.0 < low < high < 1.0
+    # What one turn wins the other loses: every draw has the same mean.
+    assert mean_interval([[turn], [[1.0, 0.0]]], [[of_turn]] * 2) == (0.5, 0.5)
+
+
+def test_turns_of_other_conversations_are_drawn_apart():
+    """As samples that are no turns; and so is a cell in which one of them has no answer."""
+    one, other = [0.0, 0.0, 1.0, 1.0], [1.0, 0.0, 1.0]
+    apart = mean_interval([[one], [other]])
+    assert mean_interval([[one], [other]], [[None], [None]]) == apart
+    assert mean_interval([[one], [other]], [[("a", "b", "c", "d")], [("a", "b", "c")]]) == apart
+    assert mean_interval([[one], [one]], [[("a", "b", "c", "d")], [("e", "f", "g", "h")]]) == (
+        mean_interval([[one], [one]])
+    )
+
+
 def test_where_a_cell_is_one_sample_the_cells_are_drawn():
     assert mean_interval([[[0.0], [1.0]]]) == mean_interval([[[0.0, 1.0]]]) == (0.0, 1.0)
     assert mean_interval([[[0.0, 0.5], [1.0]]]) == mean_interval([[[0.25, 1.0]]]) == (0.25, 1.0)
@@ -103,6 +129,7 @@ def test_the_ends_are_the_quantiles_of_all_draws_there_are(cell):
 scores = st.sampled_from((0.0, 0.2, 1 / 3, 0.5, 1.0))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.lists(scores, min_size=1, max_size=4), min_size=1, max_size=3), max_size=3)
 )
@@ -144,6 +171,21 @@ def test_the_truth_lies_in_the_interval_of_a_mean_over_cells_and_of_a_paired_dif
         seen += not low <= 0 <= high
     assert 0.9 <= held / times <= 0.985
     assert 0.015 <= seen / times <= 0.1  # a difference where there is none
+
+
+def test_the_truth_lies_in_the_interval_of_a_mean_over_turns():
+    """Where all turns of a conversation go well together or ill; drawn apart it is missed often."""
+    draw, times, held, apart = random.Random(11), 400, 0, 0
+    names = [[tuple(map(str, range(30)))]] * 4
+    for _ in range(times):
+        luck = [draw.random() < 0.5 for _ in range(30)]
+        turns = [[[float(draw.random() < (0.9 if good else 0.1)) for good in luck]] for _ in names]
+        low, high = mean_interval(turns, names)
+        held += low <= 0.5 <= high
+        low, high = mean_interval(turns)
+        apart += low <= 0.5 <= high
+    assert 0.9 <= held / times <= 0.985
+    assert apart / times < 0.85
 
 
 def test_two_and_a_half_percent_are_left_out_on_either_side():

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 
-from snapkv import H2O, FullCache, SnapKV, StreamingLLM
-from snapkv.app.prefills import Chunked
+from snapkv import H2O, AdaKV, FullCache, KVzip, SnapKV, StreamingLLM
+from snapkv.app.prefills import Chunked, Exact
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.evaluate import conversing
 from snapkv.lab.evaluate.asking import Method
+from snapkv.lab.evaluate.conversing import converse
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Conversation, later_turn
 from snapkv.lab.evaluate.tasks import Needle, Turns
@@ -129,6 +131,64 @@ def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
         for way in ("compress", "recall"):
             assert 48 <= kept[way, turn] <= 48 + 8
     assert {row["policy"].get("turns") for row in results.rows} == {None, "compress", "recall"}
+
+
+def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
+    tiny, tmp_path, monkeypatch
+):
+    real, kept = conversing.answer_ids, []
+
+    def answer_ids(loaded, ids, cache, *args, **options):
+        given = real(loaded, ids, cache, *args, **options)
+        kept.append(cache.kept_positions(0)[0])
+        return given
+
+    monkeypatch.setattr(conversing, "answer_ids", answer_ids)
+    for way in ("append", "compress", "recall"):
+        kept.clear()
+        methods = [Method(label=way, policy=SnapKV(48), later=way)]
+        run_of(tiny, methods, limit=1).into(tmp_path / way)
+        first, *later = [[set(head) for head in heads.tolist()] for heads in kept]
+        end = max(first[0]) - 8  # before the first answer, of which later turns read the last token
+        new = [
+            {place for place in own if place < end} - before
+            for turn in later
+            for own, before in zip(turn, first, strict=True)
+        ]
+        assert any(new) == (way == "recall")
+
+
+@pytest.mark.parametrize("policy", [KVzip(48), AdaKV(KVzip(48, plus=True))], ids=["kvzip", "plus"])
+def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path, policy):
+    methods = [Method(label="kvzip", policy=policy)]
+    results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
+    assert [row["status"] for row in results.rows] == ["ok"] * 3
+    kept = [row["kept_tokens"] for row in results.rows]
+    seen = [row["prompt_tokens"] for row in results.rows]
+    for turn in (1, 2):
+        assert kept[turn] - kept[turn - 1] == pytest.approx(seen[turn] - seen[turn - 1], abs=8)
+    with pytest.raises(InvalidArgumentError, match="read once for recall"):
+        run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
+
+
+@pytest.mark.parametrize("template", ["none", "tokenizer"])
+def test_the_token_that_ends_an_answer_stays_in_a_chat_and_in_no_plain_text(demo, template):
+    """Otherwise plain questions would stand behind the end of a chat's turn."""
+    loaded, end = tiny_loaded(demo.tokenizer), demo.tokenizer.eos_token_id
+    with torch.no_grad():  # every answer ends at once
+        bias = torch.zeros(len(demo.tokenizer)).index_fill(0, torch.tensor([end]), 1e4)
+        loaded.model.lm_head.bias = torch.nn.Parameter(bias)
+    sample = next(iter(Turns(**SMALL).samples(demo.tokenizer)))
+    prompt = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
+    answers = converse(
+        loaded, sample, FullCache(), template, "visible", prefill=Exact(), later="append"
+    )
+    first, second, _ = answers
+    assert first.token_ids == second.token_ids == (end,)
+    text = later_turn(sample.turns[1], demo.tokenizer, template)
+    new = demo.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (end in new) == (template == "tokenizer")
+    assert second.prompt_tokens == prompt.shape[1] + len(new)
 
 
 def test_what_evicts_while_generating_answers_appended_questions(tiny, tmp_path):

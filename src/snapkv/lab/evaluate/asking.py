@@ -90,6 +90,7 @@ class Asked:
 
     def record(self, turn: Sample, method: Method) -> Record:
         """What the record of a method's answer to a turn begins with."""
+        spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
             "sample": turn.name,
             "method": method.label,
@@ -97,7 +98,7 @@ class Asked:
             "cell": turn.cell,
             "policy": method.describe(),
             "references": list(turn.references),
-        }
+        } | spoken
 
 
 @dataclass(frozen=True, kw_only=True)

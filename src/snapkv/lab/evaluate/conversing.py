@@ -66,7 +66,8 @@ def converse(
             context_tokens = prompt.context_tokens(tokenizer)
         else:
             text = later_turn(turn, tokenizer, template)
-            ids, context_tokens = behind(loaded, said, text, turn.settings), None
+            is_chat = turn.is_chat(tokenizer, template)
+            ids, context_tokens = behind(loaded, said, text, turn.settings, is_chat=is_chat), None
             require_positions(loaded, ids.shape[1], turn.settings)
         found, said = answer_ids(
             loaded,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, Self
 
-from snapkv.lab.evaluate.intervals import Interval, mean_interval
+from snapkv.lab.evaluate.intervals import Conversations, Interval, mean_interval
 from snapkv.lab.evaluate.store import Record
 
 Measure = Literal["score", "loss"]
@@ -81,7 +81,7 @@ def line_differences(
     """
     rows = list(rows)
     full = _full_rows(rows)
-    lines: dict[tuple[str, str], dict[str, list[list[float]]]] = {}
+    lines: dict[tuple[str, str], dict[str, list[_Pairs]]] = {}
     for row in rows:
         if pairs := _pairs(row, full, of):
             columns = lines.setdefault((row["method"], row["question"]), {})
@@ -89,12 +89,23 @@ def line_differences(
     return {line: _difference(list(columns.values())) for line, columns in lines.items()}
 
 
-def _difference(columns: list[list[list[float]]]) -> Difference:
+_Pairs = tuple[list[float], Conversations]
+"""Differences of a cell's samples, and the conversations they are turns of."""
+
+
+def _difference(columns: list[list[_Pairs]]) -> Difference:
+    pairs = [[of_cell for of_cell, _ in cells] for cells in columns]
     return Difference(
-        mean=fmean(fmean(map(fmean, cells)) for cells in columns),
-        interval=mean_interval(columns),
-        samples=sum(len(pairs) for cells in columns for pairs in cells),
+        mean=fmean(fmean(map(fmean, cells)) for cells in pairs),
+        interval=mean_interval(pairs, [[spoken for _, spoken in cells] for cells in columns]),
+        samples=sum(len(of_cell) for cells in pairs for of_cell in cells),
     )
+
+
+def conversations_of(row: Record, samples: Iterable[str]) -> Conversations:
+    """The conversations that some samples of a row are turns of; None where they are no turns."""
+    known = row.get("conversations")
+    return known and tuple(known[sample] for sample in samples)
 
 
 def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
@@ -102,12 +113,15 @@ def _full_rows(rows: Iterable[Record]) -> dict[str, Record]:
     return {_place(row): row for row in rows if is_full(row)}
 
 
-def _pairs(row: Record, full: dict[str, Record], of: Measure) -> list[float]:
-    """Score or loss less the full cache's, sample by sample."""
+def _pairs(row: Record, full: dict[str, Record], of: Measure) -> _Pairs | None:
+    """Score or loss less the full cache's, sample by sample; None without any to compare."""
     if is_full(row) or _place(row) not in full:
-        return []
+        return None
     own, others = (each[_BY_SAMPLE[of]] for each in (row, full[_place(row)]))
-    return [number - others[name] for name, number in own.items() if name in others]
+    shared = [name for name in own if name in others]
+    if not shared:
+        return None
+    return [own[name] - others[name] for name in shared], conversations_of(row, shared)
 
 
 def _place(row: Record) -> str:

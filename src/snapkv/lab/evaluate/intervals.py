@@ -17,14 +17,23 @@ METHOD = (
 )
 """What tables and pages say of their intervals."""
 
+Conversations = tuple[str, ...] | None
+"""Of each sample of a cell the conversation it is a turn of; None where samples are no turns."""
+
 Interval = tuple[float, float]
 """Where it begins and ends, both included; scores from 0 to 1, losses in nats per token."""
+
+Places = npt.NDArray[np.int_]
+"""Indices of samples."""
 
 _DIGITS = 12
 """Sums of differences that cancel out are zero, and not what rounding leaves of them."""
 
 
-def mean_interval(columns: Sequence[Sequence[Sequence[float]]]) -> Interval | None:
+def mean_interval(
+    columns: Sequence[Sequence[Sequence[float]]],
+    conversations: Sequence[Sequence[Conversations]] | None = None,
+) -> Interval | None:
     """Of the mean over columns of the mean over cells of the mean over samples.
 
     Samples are drawn with replacement from their own cell, as many as it has; the interval is what
@@ -33,41 +42,65 @@ def mean_interval(columns: Sequence[Sequence[Sequence[float]]]) -> Interval | No
     drawn instead, so that what differs from cell to cell counts as chance and the interval is
     rather too wide. The same numbers give the same interval, on every machine.
 
+    Turns of a conversation are not chances of their own: cells that hold turns of the same
+    conversations draw the same ones, so that a conversation comes with all of its turns. A cell in
+    which one of them has no answer draws for itself.
+
     Of few samples an interval is too narrow, by a factor of about sqrt((n - 1) / n) for n in a
     cell. Samples that are all alike give one without width, whatever their number: nothing that was
     seen says how often others differ.
 
     Args:
         columns: of each the cells, of each the scores or losses of its samples, or differences.
+        conversations: of each column and cell; None where no sample is a turn of one.
 
     Returns:
         None where there is nothing to draw from: no column, or one of a single sample.
     """
-    drawn = [_drawn_from(cells) for cells in columns]
-    if not drawn or any(len(cell) < 2 for cells in drawn for cell in cells):
+    of_cells = conversations or [[None] * len(cells) for cells in columns]
+    drawn = [_drawn_from(*column) for column in zip(columns, of_cells, strict=True)]
+    if not drawn or any(len(cell) < 2 for cells in drawn for cell, _ in cells):
         return None
     # By numpy's own policy these are the same in every version of it.
-    draws = np.random.RandomState(seed=0)
-    means = np.mean([_resampled(cells, draws) for cells in drawn], axis=0)
+    draws, known = np.random.RandomState(seed=0), dict[tuple[str, ...], Places]()
+    means = np.mean([_resampled(cells, draws, known) for cells in drawn], axis=0)
     ordered = np.sort(means).round(_DIGITS)
     tail = round(RESAMPLES * (1 - LEVEL) / 2)
     return float(ordered[tail]), float(ordered[-1 - tail])
 
 
-def _drawn_from(cells: Sequence[Sequence[float]]) -> list[list[float]]:
+def _drawn_from(
+    cells: Sequence[Sequence[float]], conversations: Sequence[Conversations]
+) -> list[tuple[Sequence[float], Conversations]]:
     """The cells, or where one is a single sample their means as one cell."""
     if cells and all(len(cell) > 1 for cell in cells):
-        return [list(cell) for cell in cells]
-    return [[fmean(cell) for cell in cells if cell]]
+        return list(zip(cells, conversations, strict=True))
+    return [([fmean(cell) for cell in cells if cell], None)]
 
 
 def _resampled(
-    cells: Sequence[Sequence[float]], draws: np.random.RandomState
+    cells: Sequence[tuple[Sequence[float], Conversations]],
+    draws: np.random.RandomState,
+    known: dict[tuple[str, ...], Places],
 ) -> npt.NDArray[np.float64]:
     """(RESAMPLES,) means over cells of the means over samples that were drawn anew."""
     means = [
-        np.asarray(cell)[draws.randint(len(cell), size=(RESAMPLES, len(cell)))].mean(axis=1)
-        for cell in cells
+        np.asarray(cell)[_places(len(cell), of_cell, draws, known)].mean(axis=1)
+        for cell, of_cell in cells
     ]
     found: npt.NDArray[np.float64] = np.mean(means, axis=0)
     return found
+
+
+def _places(
+    samples: int,
+    conversations: Conversations,
+    draws: np.random.RandomState,
+    known: dict[tuple[str, ...], Places],
+) -> Places:
+    """(RESAMPLES, samples) places in a cell; of conversations that were drawn before the same."""
+    if conversations is None:
+        return draws.randint(samples, size=(RESAMPLES, samples))
+    if conversations not in known:
+        known[conversations] = draws.randint(samples, size=(RESAMPLES, samples))
+    return known[conversations]

@@ -59,6 +59,10 @@ class Sample:
 
         return Protection(texts=tuple(self.details.get("protect", ())))
 
+    def is_chat(self, tokenizer: Any, template: Template) -> bool:
+        """Whether the tokenizer's chat template makes its prompt, see `prompt`."""
+        return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
+
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
         """The text that the model continues.
 
@@ -70,7 +74,7 @@ class Sample:
             setting: "visible" compresses behind the question, as the paper does; "hidden" behind
                 the context, before the question is known.
         """
-        if template == "tokenizer" and self.chat and tokenizer.chat_template:
+        if self.is_chat(tokenizer, template):
             question = self.question
             text = self.context + question
             prompt = chat_prompt(tokenizer, text, answer_start=self.answer_start)
@@ -106,7 +110,7 @@ def later_turn(sample: Sample, tokenizer: Any, template: Template) -> str:
         tokenizer: the model's.
         template: as in `Sample.prompt`.
     """
-    if template == "tokenizer" and sample.chat and tokenizer.chat_template:
+    if sample.is_chat(tokenizer, template):
         return next_turn(tokenizer, sample.question) + sample.answer_start
     turn = around_turn(tokenizer) if template == "longbench" and sample.chat else ("", "")
     return _begun(turn[0] + (sample.plain_question or sample.question) + turn[1], sample)

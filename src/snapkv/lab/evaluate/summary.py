@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from snapkv.lab.evaluate.differences import cell_differences
-from snapkv.lab.evaluate.intervals import Interval, mean_interval
+from snapkv.lab.evaluate.differences import cell_differences, conversations_of
+from snapkv.lab.evaluate.intervals import Conversations, Interval, mean_interval
 from snapkv.lab.evaluate.store import Key, Record, key
 from snapkv.lab.evaluate.task import Task
 
@@ -20,8 +20,9 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     to 1, None where none was answered), interval (of the mean, see `mean_interval`; None for a
     single sample), difference (from the full cache, see `Difference`; None where it did not run),
     prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and first_token_ms
-    (medians), scores (by sample). Where records have the loss of the references, it also holds loss
-    (mean, nats per token, None where none is known), loss_interval, loss_difference and losses.
+    (medians), scores (by sample), and for turns conversations (by sample, the one it is of). Where
+    records have the loss of the references, it also holds loss (mean, nats per token, None where
+    none is known), loss_interval, loss_difference and losses.
 
     Args:
         records: answers; a folder may hold more than are asked for.
@@ -59,6 +60,9 @@ def _row(records: list[Record], task: Task) -> Record:
     failed = [record["status"] for record in records if record["status"] != "ok"]
     scores = {record["sample"]: record["score"] for record in answered}
     interval = mean_interval([[list(scores.values())]])
+    spoken = {
+        record["sample"]: record["conversation"] for record in answered if "conversation" in record
+    }
     return {
         "task": task.name,
         "metric": task.metric,
@@ -78,6 +82,7 @@ def _row(records: list[Record], task: Task) -> Record:
         "token_ms": mean_of(answered, "token_ms", median),
         "first_token_ms": mean_of(answered, "first_token_ms", median),
         "scores": scores,
+        **({"conversations": spoken} if spoken and len(spoken) == len(scores) else {}),
     }
 
 
@@ -187,24 +192,43 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
         columns.setdefault(row["cell"][axis], []).append(row)
     means = {value: mean_of(of_column, "score") for value, of_column in columns.items()}
     answered = {
-        value: [list(row["scores"].values()) for row in columns[value] if row["scores"]]
+        value: _by_cell(columns[value], "scores")
         for value, mean in means.items()
         if mean is not None
     }
-    known = [[row["losses"] for row in part if row.get("losses")] for part in columns.values()]
-    lost = [[list(cell.values()) for cell in cells] for cells in known if cells]
+    lost = [part for of_column in columns.values() if (part := _by_cell(of_column, "losses"))]
     return ScoreLine(
         method=rows[0]["method"],
         question=rows[0]["question"],
         scores={value: mean for value, mean in means.items() if mean is not None},
-        intervals={value: mean_interval([cells]) for value, cells in answered.items()},
-        interval=mean_interval(list(answered.values())),
+        intervals={value: _interval([cells]) for value, cells in answered.items()},
+        interval=_interval(answered.values()),
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
         held_bytes=mean_of(rows, "held_bytes"),
         token_ms=mean_of(rows, "token_ms"),
-        loss=fmean(fmean(map(fmean, cells)) for cells in lost) if lost else None,
-        loss_interval=mean_interval(lost),
+        loss=fmean(fmean(fmean(cell) for cell, _ in cells) for cells in lost) if lost else None,
+        loss_interval=_interval(lost),
     )
+
+
+_Cells = list[tuple[list[float], Conversations]]
+"""Of every cell what its samples have, and the conversations they are turns of."""
+
+
+def _by_cell(rows: Iterable[Record], name: str) -> _Cells:
+    """Scores or losses of the rows that have any."""
+    return [
+        (list(row[name].values()), conversations_of(row, row[name]))
+        for row in rows
+        if row.get(name)
+    ]
+
+
+def _interval(columns: Iterable[_Cells]) -> Interval | None:
+    """Of the mean over columns."""
+    columns = list(columns)
+    numbers = [[of_cell for of_cell, _ in cells] for cells in columns]
+    return mean_interval(numbers, [[spoken for _, spoken in cells] for cells in columns])
 
 
 def mean_of(rows: Sequence[Record], name: str, mean: Any = fmean) -> float | None:
