@@ -35,6 +35,13 @@ def chat(
             "or chunked prefill",
         ),
     ] = None,
+    recall_pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Pages of 16 evicted tokens that every step attends to, chosen by its query",
+            show_default="none",
+        ),
+    ] = None,
     *,
     options: RunOptions,
 ) -> None:
@@ -49,6 +56,10 @@ def chat(
             raise InvalidArgumentError(
                 f"{name}: expected it with ask, got it with chat; leave it out"
             )
+    if recall_pages is not None and recall == "none":
+        raise InvalidArgumentError(
+            "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
+        )
     settings = options.settings()
     if files and text_files.STDIN in files:
         raise InvalidArgumentError(
@@ -62,9 +73,12 @@ def chat(
     policy = build_policy(_with_number(options, recall))
 
     from snapkv.app.conversation import Conversation
+    from snapkv.cache.paging import PageRecall
     from snapkv.cli.loading import load_model
     from snapkv.cli.protection import protection_of
 
+    where = recall or "host"
+    pages = None if recall_pages is None else PageRecall(recall_pages, where=where)
     loaded, reading = load_model(options), options.reading
     Chat(
         conversation=Conversation(
@@ -72,7 +86,7 @@ def chat(
             policy,
             settings,
             document=text_files.join(read),
-            recall=recall,
+            recall=pages or recall,
             protection=protection_of(options, system=None),
             prefill=reading,
         ),
