@@ -19,6 +19,7 @@ from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
+    from snapkv.cache.paging import Recall
 
 
 @with_options(RunOptions)
@@ -51,6 +52,44 @@ def chat(
     FILE writes the conversation, /save --force FILE also where a file is there, /load FILE goes on
     with a saved one, /quit ends.
     """
+    _require_sense(options, files or [], recall, recall_pages)
+    settings = options.settings()
+    read, warnings = text_files.read_noting(files) if files else ([], [])
+
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(_with_number(options, recall))
+
+    from snapkv.app.conversation import Conversation
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.protection import protection_of
+
+    loaded, reading = load_model(options), options.reading
+    Chat(
+        conversation=Conversation(
+            loaded,
+            policy,
+            settings,
+            document=text_files.join(read),
+            recall=_recall_of(recall, recall_pages),
+            protection=protection_of(options, system=None),
+            prefill=reading,
+        ),
+        load=lambda path: Conversation.load(path, loaded, settings, policy, prefill=reading),
+        inputs=[*(files or []), *([options.model] if options.model else [])],
+        as_json=options.json,
+        warnings=warnings,
+    ).run()
+
+
+def _require_sense(
+    options: RunOptions, files: Sequence[str], recall: str | None, recall_pages: int | None
+) -> None:
+    """Refuse what a conversation has no use for.
+
+    Raises:
+        InvalidArgumentError: such an option or file.
+    """
     for name in ("compare", "check", "answer_start"):
         if getattr(options, name):
             raise InvalidArgumentError(
@@ -60,41 +99,21 @@ def chat(
         raise InvalidArgumentError(
             "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
         )
-    settings = options.settings()
-    if files and text_files.STDIN in files:
+    if text_files.STDIN in files:
         raise InvalidArgumentError(
             "files: expected files or folders, since the questions come from standard input, got "
             "-; pass a file"
         )
-    read, warnings = text_files.read_noting(files) if files else ([], [])
 
-    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
-    policy = build_policy(_with_number(options, recall))
+def _recall_of(recall: str | None, pages: int | None) -> "Recall | None":
+    """Where evicted tokens wait, and how many of their pages every step attends to."""
+    if pages is None:
+        return recall
 
-    from snapkv.app.conversation import Conversation
     from snapkv.cache.paging import PageRecall
-    from snapkv.cli.loading import load_model
-    from snapkv.cli.protection import protection_of
 
-    where = recall or "host"
-    pages = None if recall_pages is None else PageRecall(recall_pages, where=where)
-    loaded, reading = load_model(options), options.reading
-    Chat(
-        conversation=Conversation(
-            loaded,
-            policy,
-            settings,
-            document=text_files.join(read),
-            recall=pages or recall,
-            protection=protection_of(options, system=None),
-            prefill=reading,
-        ),
-        load=lambda path: Conversation.load(path, loaded, settings, policy, prefill=reading),
-        inputs=[*(files or []), *([options.model] if options.model else [])],
-        as_json=options.json,
-        warnings=warnings,
-    ).run()
+    return PageRecall(pages, where=recall or "host")
 
 
 def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
