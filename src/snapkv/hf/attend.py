@@ -212,7 +212,7 @@ def _attend_with_pages(call: AttentionCall, layer: CompressedLayer) -> Tensor:
     outputs = []
     for place in range(Q):
         alone = replace(call, query=call.query[:, :, place : place + 1], candidates=None)
-        seen = slice(None)
+        seen: Tensor | slice = slice(None)
         if Q > 1:
             seen = torch.nn.functional.pad(own[place], (S - Q, 0), value=True)
             alone = replace(alone, key=call.key[:, :, seen], value=call.value[:, :, seen])
@@ -225,12 +225,15 @@ def _attend_with_pages(call: AttentionCall, layer: CompressedLayer) -> Tensor:
 
 def _chosen_pages(query: Tensor, layer: CompressedLayer) -> RaggedStates:
     """Keys and values of the pages that a query, (B, Hq, 1, D), chooses."""
-    notes = layer.notes
-    assert layer.turns is not None
-    assert layer.turns.pages is not None
-    assert layer.offloaded is not None
-    bounds = notes.pages, notes.page_least, notes.page_highest
-    return layer.offloaded.fetch(layer.turns.pages.choose(query[:, :, 0], *bounds))
+    rule, offloaded, notes = layer.turns, layer.offloaded, layer.notes
+    pages, least, highest = notes.pages, notes.page_least, notes.page_highest
+    assert rule is not None
+    assert rule.pages is not None
+    assert offloaded is not None
+    assert pages is not None
+    assert least is not None
+    assert highest is not None
+    return offloaded.fetch(rule.pages.choose(query[:, :, 0], pages, least, highest))
 
 
 class _Ungrouped:

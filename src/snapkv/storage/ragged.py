@@ -75,11 +75,13 @@ class RaggedStates:
             for both in zip(own, others, strict=True)
             for pair in both
         ]
-        rows = zip(self.head_tokens, other.head_tokens, strict=True)
         return RaggedStates(
             keys=torch.cat([keys for keys, _ in pairs]),
             values=torch.cat([values for _, values in pairs]),
-            head_tokens=tuple(tuple(map(sum, zip(*row, strict=True))) for row in rows),
+            head_tokens=tuple(
+                tuple(count + more for count, more in zip(own, others, strict=True))
+                for own, others in zip(self.head_tokens, other.head_tokens, strict=True)
+            ),
         )
 
     def with_tail(self, keys: Tensor, values: Tensor, real: Tensor | None) -> "RaggedStates":
