@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from snapkv.cache.paging import PageRecall
     from snapkv.cache.report import CacheReport
     from snapkv.document import Document
     from snapkv.errors import (
@@ -76,6 +77,7 @@ __all__ = [
     "ModelNotFoundError",
     "OutOfMemoryError",
     "OutputError",
+    "PageRecall",
     "PromptThenDecode",
     "PromptTooLongError",
     "PyramidKV",
@@ -97,6 +99,7 @@ _HOMES = {
     "CompressedCache": "snapkv.hf.cache",
     "Document": "snapkv.document",
     "Library": "snapkv.library.library",
+    "PageRecall": "snapkv.cache.paging",
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.paging import Recall
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
@@ -50,7 +51,7 @@ class Document:
         input_ids: Tensor,
         policy: Policy | None = None,
         *,
-        recall: str | Path = "host",
+        recall: Recall = "host",
         recall_bytes: int | None = None,
         chunk_tokens: int | None = None,
     ) -> None:

@@ -42,6 +42,15 @@ def test_json_is_one_object_a_line(chat):
     assert stats["stats"]["host_bytes"] > 0
 
 
+def test_every_step_may_attend_to_pages_of_what_was_evicted(chat):
+    """With pages for everything the answers are those of a budget for everything."""
+    lines = ("Where is the key?", "When does the gate open?")
+    full = (*SMALL[2:], "--budget", 100_000)
+    assert (
+        chat(*lines, options=(*SMALL, "--recall-pages", 9999)).out == chat(*lines, options=full).out
+    )
+
+
 def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
     lines = ("/sav x", "/save", f"/load {tmp_path / 'nothing'}", "/help", "Where is the key?")
     done = chat(*lines)
@@ -61,6 +70,8 @@ def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
         (("--compare",), "compare: expected it with ask"),
         (("--answer-start", "x"), "answer_start: expected it with ask"),
         (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
+        (("--recall-pages", 8, "--recall", "none"), "recall_pages: expected --recall host or a"),
+        (("--recall-pages", 0), "pages: expected at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(chat, options, said):

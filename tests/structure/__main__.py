@@ -24,7 +24,8 @@ Raised from 28,900 for pooling that fades, budgets that the votes choose, spans 
 is told behind an answer; from 32,500 for selective reading and the library of documents; from
 37,200 for both of vLLM's runners, hybrid and latent models, caps of what a request may cost, Ray;
 from 44,700 for heads that retrieve, methods that choose without a question, what tells methods
-apart, the page that compares them, workers that share a run, and the loss of references.
+apart, the page that compares them, workers that share a run, and the loss of references; from
+48,800 for steps that choose pages of what was evicted.
 """
 MOST_FILE_LINES = 400
 SHOWN = 3

@@ -12,6 +12,7 @@ from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt, next_turn, question_prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
+from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
 from snapkv.cache.turns import Turns
 from snapkv.errors import CacheFileError, InvalidArgumentError
@@ -30,8 +31,9 @@ class Conversation:
         policy: what the cache keeps for each question.
         settings: length and sampling.
         document: what the questions are about; may be empty.
-        recall: "host" or a folder, see `CompressedCache`; "none" drops for good what a turn does
-            not need. None for "host", or "none" for methods that evict while generating.
+        recall: "host", a folder or a `PageRecall`, see `CompressedCache`; "none" drops for good
+            what a turn does not need. None for "host", or "none" for methods that evict while
+            generating.
         protection: what of the first prompt must stay, through all turns; None for nothing.
         prefill: how every turn is read; None for exactly, at once.
 
@@ -47,7 +49,7 @@ class Conversation:
         settings: GenerationSettings,
         *,
         document: str = "",
-        recall: str | Path | None = None,
+        recall: Recall | None = None,
         protection: Protection | None = None,
         prefill: Prefill | None = None,
     ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from snapkv.cache.paging import PageRecall
 from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 
@@ -38,9 +39,11 @@ class TurnRule:
 
     Attributes:
         refresh_every: choose again after as many tokens behind the prompt; None for never.
+        pages: what of the evicted tokens each step attends to; None for nothing.
     """
 
     refresh_every: int | None = None
+    pages: PageRecall | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

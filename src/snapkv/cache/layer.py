@@ -273,6 +273,7 @@ class CompressedLayer(DynamicLayer):
         tokens = selection.prompt_tokens
         columns = self.slots.columns_of(selection.keep_indices, self.store)
         self.offload_first(tokens)
+        self.cut_pages(columns, self.keys, tokens)
         if selection.head_tokens is None:
             self.store = self.store.keep(selection.keep_indices, tokens)
         else:
@@ -343,6 +344,18 @@ class CompressedLayer(DynamicLayer):
             done = self.offloaded.tokens
             self.offloaded.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
 
+    def cut_pages(self, kept: Tensor, keys: Tensor, tokens: int) -> None:
+        """Note the pages of what is not kept, if steps are to choose among them.
+
+        Args:
+            kept: (B, H, K), the columns that are kept of the first tokens; negative ones are none.
+            keys: (B, Hkv, T, D), of those tokens at least.
+            tokens: how many there are.
+        """
+        if self.turns is not None and self.turns.pages is not None:
+            pages = self.turns.pages.cut(kept, self.slots.pads, keys, tokens)
+            self.notes = replace(self.notes, **pages)
+
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""
         if self.offloaded is None:
@@ -369,6 +382,7 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.is_due = False
         if self.slots.kept is None and self.store.hands_over:
             return
+        self.notes = replace(self.notes, pages=None, page_least=None, page_highest=None)
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
         if not self.store.hands_over:
             self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by

@@ -7,6 +7,7 @@ from typing import Literal
 
 from snapkv.cache.identity import TurnRule
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.paging import PageRecall, Recall
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.base import ALL_QUERIES
@@ -27,7 +28,7 @@ class TurnOptions:
     """
 
     turns: Turns | None = None
-    recall: str | Path | None = None
+    recall: Recall | None = None
     recall_bytes: int | None = None
     refresh_every: int | None = None
 
@@ -50,6 +51,16 @@ class TurnOptions:
                     f"pass recall, or leave {name} out"
                 )
 
+    @property
+    def pages(self) -> PageRecall | None:
+        """Which pages of evicted tokens each step attends to; None where it attends to none."""
+        return self.recall if isinstance(self.recall, PageRecall) else None
+
+    @property
+    def where(self) -> str | Path | None:
+        """Where evicted tokens lie; None where they are dropped."""
+        return self.recall.where if isinstance(self.recall, PageRecall) else self.recall
+
     def apply(self, layers: Sequence[CompressedLayer], policy: Policy) -> None:
         """Prepare the compressed layers of a cache.
 
@@ -59,15 +70,20 @@ class TurnOptions:
         if self.recall is None and self.turns != "compress":
             return
         self._require_suitable(policy)
-        pool = None if self.recall is None else pool_for(self.recall, self.recall_bytes)
+        pool = None if self.where is None else pool_for(self.where, self.recall_bytes)
         for layer in layers:
+            if layer.is_compileable and self.pages is not None:
+                raise InvalidArgumentError(
+                    "storage: expected 'dynamic' with recall=PageRecall(...), since a compiled "
+                    "step cannot fetch what its query chooses, got 'static'; leave one out"
+                )
             if layer.is_compileable and (pool is None or self.refresh_every):
                 raise InvalidArgumentError(
                     "storage: expected 'dynamic' where a cache chooses again out of what it stores "
                     "(turns='compress' without recall, refresh_every), got 'static', whose buffer "
                     "stays as it is; leave one out"
                 )
-            layer.turns = TurnRule(refresh_every=self.refresh_every)
+            layer.turns = TurnRule(refresh_every=self.refresh_every, pages=self.pages)
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
 
     def _require_suitable(self, policy: Policy) -> None:

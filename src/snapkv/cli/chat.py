@@ -19,6 +19,7 @@ from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
 
 if TYPE_CHECKING:
     from snapkv.app.conversation import Conversation
+    from snapkv.cache.paging import Recall
 
 
 @with_options(RunOptions)
@@ -35,6 +36,13 @@ def chat(
             "or chunked prefill",
         ),
     ] = None,
+    recall_pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Pages of 16 evicted tokens that every step attends to, chosen by its query",
+            show_default="none",
+        ),
+    ] = None,
     *,
     options: RunOptions,
 ) -> None:
@@ -44,17 +52,8 @@ def chat(
     FILE writes the conversation, /save --force FILE also where a file is there, /load FILE goes on
     with a saved one, /quit ends.
     """
-    for name in ("compare", "check", "answer_start"):
-        if getattr(options, name):
-            raise InvalidArgumentError(
-                f"{name}: expected it with ask, got it with chat; leave it out"
-            )
+    _require_sense(options, files or [], recall, recall_pages)
     settings = options.settings()
-    if files and text_files.STDIN in files:
-        raise InvalidArgumentError(
-            "files: expected files or folders, since the questions come from standard input, got "
-            "-; pass a file"
-        )
     read, warnings = text_files.read_noting(files) if files else ([], [])
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
@@ -72,7 +71,7 @@ def chat(
             policy,
             settings,
             document=text_files.join(read),
-            recall=recall,
+            recall=_recall_of(recall, recall_pages),
             protection=protection_of(options, system=None),
             prefill=reading,
         ),
@@ -81,6 +80,40 @@ def chat(
         as_json=options.json,
         warnings=warnings,
     ).run()
+
+
+def _require_sense(
+    options: RunOptions, files: Sequence[str], recall: str | None, recall_pages: int | None
+) -> None:
+    """Refuse what a conversation has no use for.
+
+    Raises:
+        InvalidArgumentError: such an option or file.
+    """
+    for name in ("compare", "check", "answer_start"):
+        if getattr(options, name):
+            raise InvalidArgumentError(
+                f"{name}: expected it with ask, got it with chat; leave it out"
+            )
+    if recall_pages is not None and recall == "none":
+        raise InvalidArgumentError(
+            "recall_pages: expected --recall host or a folder beside it, got none; leave one out"
+        )
+    if text_files.STDIN in files:
+        raise InvalidArgumentError(
+            "files: expected files or folders, since the questions come from standard input, got "
+            "-; pass a file"
+        )
+
+
+def _recall_of(recall: str | None, pages: int | None) -> "Recall | None":
+    """Where evicted tokens wait, and how many of their pages every step attends to."""
+    if pages is None:
+        return recall
+
+    from snapkv.cache.paging import PageRecall
+
+    return PageRecall(pages, where=recall or "host")
 
 
 def _with_number(options: RunOptions, recall: str | None) -> RunOptions:

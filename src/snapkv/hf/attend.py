@@ -124,10 +124,11 @@ def attend_stored(
     padding mask does, needs its own. The last `drafts` stored tokens come behind the queries'.
     """
     store, slots = layer.store, layer.slots
+    if layer.notes.pages is not None:
+        return _attend_with_pages(call, layer), None
     if isinstance(store, RaggedStore):
-        if slots.gaps is not None:
-            return _attend_ragged_rows(call, layer, store), None
-        return _attend_ragged(call, store.states), None
+        real = None if slots.gaps is None else slots.visible_columns(store, store.tail_tokens)
+        return _attend_ragged_rows(call, store.states, real), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and slots.hides_slots
@@ -167,14 +168,18 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
     return output.transpose(1, 2).contiguous()
 
 
-def _attend_ragged_rows(call: AttentionCall, layer: CompressedLayer, store: RaggedStore) -> Tensor:
+def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor | None) -> Tensor:
     """`_attend_ragged` where pads stand in the tail: each row by itself, without them.
 
     What comes out of the pads' own queries is zero, as nothing looks at it.
+
+    Args:
+        call: whose keys and values are the tail.
+        states: what the heads hold before it.
+        real: (B, S) bool, which tokens of the tail are no pads; None for all.
     """
-    real = layer.slots.visible_columns(store, store.tail_tokens)
-    if bool(real.all()):
-        return _attend_ragged(call, store.states)
+    if real is None or bool(real.all()):
+        return _attend_ragged(call, states)
     B, Hq, Q, _ = call.query.shape
     output = call.value.new_zeros(B, Q, Hq, call.value.shape[-1])
     for row, tail in enumerate(real):
@@ -187,8 +192,48 @@ def _attend_ragged_rows(call: AttentionCall, layer: CompressedLayer, store: Ragg
                 value=call.value[row : row + 1, :, tail],
             )
             rows = torch.tensor([row], device=own.device)
-            output[row, own] = _attend_ragged(alone, store.states.select_rows(rows))[0]
+            output[row, own] = _attend_ragged(alone, states.select_rows(rows))[0]
     return output
+
+
+def _attend_with_pages(call: AttentionCall, layer: CompressedLayer) -> Tensor:
+    """Attend to what is stored and to pages of what is not; each query chooses its own.
+
+    Drafts see of each other what the text, or their tree, says. So verifying them gives the tokens
+    of plain decoding.
+    """
+    store, Q, S = layer.store, call.query.shape[2], call.key.shape[2]
+    own = torch.ones(Q, Q, dtype=torch.bool, device=call.query.device).tril()
+    if call.candidates is not None:
+        own = call.candidates.visible
+    real = None
+    if layer.slots.hides_slots and not isinstance(store, RaggedStore):
+        real = layer.slots.visible(store, S)
+    outputs = []
+    for place in range(Q):
+        alone = replace(call, query=call.query[:, :, place : place + 1], candidates=None)
+        seen: Tensor | slice = slice(None)
+        if Q > 1:
+            seen = torch.nn.functional.pad(own[place], (S - Q, 0), value=True)
+            alone = replace(alone, key=call.key[:, :, seen], value=call.value[:, :, seen])
+        states = _chosen_pages(alone.query, layer)
+        if isinstance(store, RaggedStore):
+            states = store.states.joined(states)
+        outputs.append(_attend_ragged_rows(alone, states, None if real is None else real[:, seen]))
+    return torch.cat(outputs, dim=1)
+
+
+def _chosen_pages(query: Tensor, layer: CompressedLayer) -> RaggedStates:
+    """Keys and values of the pages that a query, (B, Hq, 1, D), chooses."""
+    rule, offloaded, notes = layer.turns, layer.offloaded, layer.notes
+    pages, least, highest = notes.pages, notes.page_least, notes.page_highest
+    assert rule is not None
+    assert rule.pages is not None
+    assert offloaded is not None
+    assert pages is not None
+    assert least is not None
+    assert highest is not None
+    return offloaded.fetch(rule.pages.choose(query[:, :, 0], pages, least, highest))
 
 
 class _Ungrouped:

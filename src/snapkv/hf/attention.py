@@ -357,7 +357,26 @@ def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
             f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "
             "different tokens would be mixed, so it cannot be compressed"
         )
+    if handed.layer.turns is not None and handed.layer.turns.pages is not None:
+        _require_pages_fit(call, handed, unchanged)
     return handed
+
+
+def _require_pages_fit(call: AttentionCall, handed: handoff.Handoff, unchanged: bool) -> None:
+    """Refuse what attention to pages, which are no columns of the model's mask, would get wrong."""
+    if not unchanged:
+        handed.take_back()
+        raise UnsupportedModelError(
+            f"recall: expected attention to the keys as they are stored with PageRecall, got "
+            f"{type(call.module).__name__}, whose heads share one stored latent; pass recall='host'"
+        )
+    if handed.has_own_mask and handed.drafts > 0 and getattr(call.mask, "ndim", 0) == 4:
+        handed.take_back()
+        raise UnsupportedModelError(
+            "attention_mask: expected a 2-D mask behind a prompt with recall=PageRecall(...), "
+            "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "
+            "and ones"
+        )
 
 
 def _same(states: Tensor, stored: Tensor) -> bool:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.padding import PaddingWatch
+from snapkv.cache.paging import Recall
 from snapkv.cache.reading import Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.spans import Fair, Protect, apply, described, span_rule
@@ -56,8 +57,9 @@ class CompressedCache(Cache):
             "compress" reads it over what was kept, lets its end vote on all of that, and brings the
             cache back to its budget. "append" by default, "compress" with `recall`.
         recall: where evicted keys and values go instead of being dropped: "host" for the memory of
-            the host, or a folder for files that are mapped into it. A later prompt is then read
-            over all that was seen, layer by layer, and its end votes on all of it again.
+            the host, a folder for files that are mapped into it, or a `PageRecall`, some of which
+            every step attends to. A later prompt is read over all that was seen, layer by layer,
+            and its end votes on all of it again.
         recall_bytes: how many bytes `recall` may take; no limit by default.
         refresh_every: with `recall`, let the last queries vote again after as many generated
             tokens.
@@ -72,11 +74,10 @@ class CompressedCache(Cache):
             Protected tokens count in their segment. Only for policies that score a prefix.
 
     Raises:
-        InvalidArgumentError: an unknown option, or one that does not go with the policy; or more is
-            protected than the budget holds beside the window. Where only the prompt can tell, its
-            end raises this, before anything is dropped.
+        InvalidArgumentError: an unknown option, or one that does not go with the policy; a policy
+            without the tokenizer it needs; or more is protected than the budget holds beside the
+            window. Where only the prompt can tell, its end raises this, before anything is dropped.
         InvalidTypeError: `model` or `policy` is not one.
-        InvalidArgumentError: `policy` has not been given the tokenizer it needs.
         UnsupportedModelError: the model cannot be compressed correctly; the message says why.
     """
 
@@ -88,7 +89,7 @@ class CompressedCache(Cache):
         storage: Literal["dynamic", "static"] = "dynamic",
         room_tokens: int = 512,
         turns: Turns | None = None,
-        recall: str | Path | None = None,
+        recall: Recall | None = None,
         recall_bytes: int | None = None,
         refresh_every: int | None = None,
         quantize: Bits | None = None,
@@ -117,7 +118,7 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._padding = PaddingWatch(compressed, recall)
+        self._padding = PaddingWatch(compressed, later.where)
         self._check = VoteCheck()
 
     # What transformers asks of a cache.
@@ -341,9 +342,8 @@ class CompressedCache(Cache):
         Args:
             path: the file. It is read in full and checked first; nothing in it is run.
             model: the model that filled the cache, on any device.
-            options: `policy`, where it is not one of the package's, or needs a tokenizer; `recall`
-                and `recall_bytes`, as in `CompressedCache`, for a cache that was saved with recall,
-                "host" if left out.
+            options: `policy`, where it is not one of the package's, or needs a tokenizer; `recall`,
+                "host" if left out, and `recall_bytes`, for a cache that was saved with recall.
 
         Raises:
             CacheFileError: no such file, or not one that `save` has written, whole and unchanged.
@@ -359,7 +359,7 @@ class CompressedCache(Cache):
         model: PreTrainedModel,
         *,
         policy: Policy | None = None,
-        recall: str | Path | None = None,
+        recall: Recall | None = None,
         recall_bytes: int | None = None,
     ) -> tuple[Self, dict[str, Tensor]]:
         """As `load`, with the tensors that were saved beside the cache."""

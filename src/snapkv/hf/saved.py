@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
@@ -65,6 +66,7 @@ def encoded(
         "policy": reading.policy.describe(),
         "options": {name: options[name] for name in _OPTIONS},
         "recalls": options["recall"] is not None,
+        "pages": _described(options["recall"]),
         "seen_tokens": reading.seen_tokens,
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
@@ -80,7 +82,7 @@ def read(
     path: Path,
     model: PreTrainedModel,
     policy: Policy | None,
-    recall: str | Path | None,
+    recall: Recall | None,
     recall_bytes: int | None,
 ) -> tuple[Kind, dict[str, Tensor]]:
     """A cache of that class out of a file, and the tensors that were saved beside it."""
@@ -131,13 +133,13 @@ def _rebuilt(
     notes: dict[str, Any],
     model: PreTrainedModel,
     policy: Policy | None,
-    recall: str | Path | None,
+    recall: Recall | None,
     recall_bytes: int | None,
 ) -> Any:
     """A cache out of what a file holds."""
     require_identity(identity_of(model), notes["model"])
     if notes["recalls"]:
-        recall = "host" if recall is None else recall
+        recall = _recalled(notes.get("pages"), "host" if recall is None else recall)
     elif recall is not None:
         raise CacheMismatchError(
             f"recall: expected none for a cache that was saved without, whose dropped tokens "
@@ -150,6 +152,20 @@ def _rebuilt(
     cache.reading.prompt_end = notes["prompt_end"]
     cache.reading.turn_start = notes["turn_start"]
     return cache
+
+
+def _described(recall: Any) -> dict[str, int] | None:
+    """How steps choose pages, as JSON; where they lie is the loading process's business."""
+    if not isinstance(recall, PageRecall):
+        return None
+    return {"pages": recall.pages, "page_tokens": recall.page_tokens}
+
+
+def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
+    """The recall to go on with: the saved one at that place, or another one that was passed."""
+    if pages is None or isinstance(recall, PageRecall):
+        return recall
+    return PageRecall(**pages, where=recall)
 
 
 def _require_one_device(model: PreTrainedModel) -> None:

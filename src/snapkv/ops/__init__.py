@@ -1,5 +1,6 @@
-"""Window votes, redundancy, pooling, group reduce, top-k, gather; attention to ragged heads."""
+"""Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
+from snapkv.ops.pages import page_bounds, page_scores
 from snapkv.ops.ragged.api import ragged_attention
 from snapkv.ops.ragged.layout import RaggedLayout
 from snapkv.ops.redundancy import redundancy
@@ -32,6 +33,8 @@ __all__ = [
     "gather_tokens",
     "keep_best",
     "kept_indices",
+    "page_bounds",
+    "page_scores",
     "pool_votes",
     "ragged_attention",
     "reduce_group",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from snapkv.storage.base import RowChange
 from snapkv.storage.offload_pool import OffloadPool, Room
+from snapkv.storage.ragged import RaggedStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,29 @@ class OffloadedTokens:
             whole[row, :, :pads] = 0.0
         whole[:, :, self.tokens :] = tail
         return whole
+
+    def fetch(self, columns: Tensor) -> RaggedStates:
+        """Copies of some offloaded tokens, on the device of the columns, which is waited for.
+
+        Args:
+            columns: (B, H, K) int64, those of each head; -1 is none. H is Hkv or a multiple of it.
+        """
+        wait_for_copies()
+        wanted = columns.cpu()
+        there = wanted >= 0
+        counts = tuple(tuple(row) for row in there.sum(dim=-1).tolist())
+        rows, heads, _ = there.nonzero().unbind(dim=1)
+        wanted, first = wanted[there], self.pieces[0]
+        heads = heads // (columns.shape[1] // first.keys.shape[1])
+        keys = first.keys.new_empty(len(wanted), first.keys.shape[-1])
+        values = first.values.new_empty(len(wanted), first.values.shape[-1])
+        for piece in self.pieces:
+            begin = piece.start + piece.shift[rows]
+            here = (wanted >= begin) & (wanted < (begin + piece.keys.shape[2]).clamp(max=piece.end))
+            where = piece.rows[rows[here]], heads[here], (wanted - begin)[here]
+            keys[here], values[here] = piece.keys[where], piece.values[where]
+        device = columns.device
+        return RaggedStates(keys=keys.to(device), values=values.to(device), head_tokens=counts)
 
     def crop(self, tokens: int) -> None:
         """Keep no more than that many of the first tokens."""

@@ -67,6 +67,23 @@ class RaggedStates:
         """Where each head's tokens stand, as attention asks for it."""
         return RaggedLayout(self.head_tokens, self.keys.device)
 
+    def joined(self, other: "RaggedStates") -> "RaggedStates":
+        """Every head's tokens, and behind them those that the other has of the same head."""
+        pairs = [
+            pair
+            for own, others in zip(self.segments(), other.segments(), strict=True)
+            for both in zip(own, others, strict=True)
+            for pair in both
+        ]
+        return RaggedStates(
+            keys=torch.cat([keys for keys, _ in pairs]),
+            values=torch.cat([values for _, values in pairs]),
+            head_tokens=tuple(
+                tuple(count + more for count, more in zip(own, others, strict=True))
+                for own, others in zip(self.head_tokens, other.head_tokens, strict=True)
+            ),
+        )
+
     def with_tail(self, keys: Tensor, values: Tensor, real: Tensor | None) -> "RaggedStates":
         """Every head's tokens, and behind them its part of what came behind the prompt.
 

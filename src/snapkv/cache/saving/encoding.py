@@ -68,14 +68,18 @@ def decode_layer(
     if not isinstance(layer, CompressedLayer):
         _fill_other(layer, on_device(saved["state"]), device)
         return
-    if "offloaded" in saved and layer.offloaded is not None:
-        layer.offloaded.append(*decode(saved["offloaded"], tensors.__getitem__), on=device)
+    offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
+    if offloaded is not None and layer.offloaded is not None:
+        layer.offloaded.append(*offloaded, on=device)
     if layer.offloaded is not None:
         layer.offloaded.is_due = saved["recall_due"]
     layer.store = layer.storage.restored(saved["store_kind"], on_device(saved["store"]))
     layer.slots = _record(SlotMap, on_device(saved["slots"]))
     layer.notes = _record(type(layer.notes), on_device(saved["notes"]))
     _require_fitting(layer)
+    if offloaded is not None and layer.slots.kept is not None and not layer.recall_due:
+        start = layer.slots.start
+        layer.cut_pages(layer.slots.columns(layer.store), offloaded[0], start)
 
 
 def _record(kind: type[Record], state: dict[str, Any]) -> Record:

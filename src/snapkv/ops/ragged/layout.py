@@ -32,7 +32,7 @@ class Pieces:
         whole = len(self.heads) - len(self.edge_rows)
         blocks = states[: whole * BLOCK_TOKENS].view(whole, BLOCK_TOKENS, states.shape[1])
         edges = states.index_select(0, self.edge_rows.flatten())
-        return blocks, edges.view(-1, BLOCK_TOKENS, states.shape[1])
+        return blocks, edges.view(len(self.edge_rows), BLOCK_TOKENS, states.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
