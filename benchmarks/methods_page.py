@@ -158,7 +158,7 @@ def _timing(rows: list[Row]) -> str:
         f"in turn, one token each, {first['tokens']} rounds in one process: medians, and the "
         "median over rounds of the ratio to the full cache, with the 20th and 80th percentile. "
         "Held beside keys and values are the kept positions, and what a method that evicts while "
-        f"generating notes.\n\n{environment_line(rows)}.\n\n{table}"
+        f"generating notes.\n\n{environment_line(rows)}.\n\n{table}\n\n{_SLOW_STEPS}"
     )
 
 
@@ -212,3 +212,19 @@ is the only method that votes ahead of Random, and not by much. There are two re
 question vote; or read the text twice: what the model needs to repeat it holds the number, too.
 KVzip whose heads share a layer's budget answers every document from a quarter of the tokens, and
 with half of them is as sure as the full cache. From a sixteenth it answers none."""
+
+_SLOW_STEPS = """\
+What keeps two of them from the time of a cache of the same size that is left alone:
+
+- Scissorhands rebuilds its counts whenever it drops something, and here it drops with every token.
+  The scores of the last 400 queries with the 513 tokens held, in the demo model's 30 layers of 9
+  heads of 64 numbers, take 400 * 513 * 64 * 9 * 30 = 3.5 billion multiplications; the model's own
+  weights take 135 million for a token. And the
+  counts cannot be carried over: every token that goes raises what the queries pay the others, so
+  each weight has to be compared again. Holding the scores instead would take 222 MB beside 24 MB of
+  keys and values. `drop=n` rebuilds them with every n-th token only; by default, as in the paper,
+  n is half of the budget.
+- FastGen ranks again all that a head holds for every token, and its heads differ in length. So a
+  step attends a second time, in a padded copy of the keys, to know what every token received, and
+  stores each layer anew, without gaps. No part of that is large; it is many small operations in
+  every layer, where a cache that is left alone has none."""

@@ -202,10 +202,10 @@ class FastGen(EvictingPolicy):
     def _frequent(self, received: Tensor, candidates: Tensor, tokens: Tensor) -> Tensor:
         """Which candidates received most attention, as many as `frequent_ratio` says."""
         wanted = _part_of(tokens, self.frequent_ratio)[:, None].minimum(candidates.sum(dim=-1))
-        best = ops.keep_best(received.masked_fill(~candidates, float("-inf")), wanted)
-        slots = received.shape[-1]
-        chosen = torch.zeros_like(candidates[..., :1]).repeat(1, 1, slots + 1)
-        return chosen.scatter(-1, best.masked_fill(best < 0, slots), True)[..., :slots]
+        ranked = received.masked_fill(~candidates, float("-inf"))
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices  # of equals the first
+        ranks = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        return torch.zeros_like(candidates).scatter(-1, order, ranks < wanted[..., None])
 
     def _kept(
         self, scores: Tensor, columns: Tensor, seen_tokens: int, tokens: Tensor, notes: Tensor

@@ -30,9 +30,10 @@ class Scissorhands(EvictingPolicy):
 
     Choices where the paper leaves one. The printed Alg. 2 contradicts itself; this is the reading
     in which pivotal tokens stay. The counts are rebuilt where something is dropped, by the last
-    queries over the tokens that are left, so the layer holds on to `history` queries. Heads that
-    share a KV head add their counts. The authors' code hides tokens inside the prompt instead and
-    has no budget.
+    queries over the tokens that are left, so the layer holds on to `history` queries. A small
+    `drop` is slow: every drop compares all of them with all tokens again. Heads that share a KV
+    head add their counts. The authors' code hides tokens inside the prompt instead and has no
+    budget.
 
     Args:
         budget: tokens kept per KV head and layer, at most, on average over the layers.

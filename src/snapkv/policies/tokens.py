@@ -66,8 +66,9 @@ def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
         token_ids: (B, N) int64.
         wanted: what to look for.
     """
-    matches = torch.isin(token_ids, _singles(wanted, token_ids.device))
-    for marker in (entry for entry in wanted if isinstance(entry, tuple)):
+    singles, markers = _split(wanted, token_ids.device)
+    matches = torch.isin(token_ids, singles)
+    for marker in markers:
         starts = token_ids.shape[1] - len(marker) + 1
         if starts < 1:
             continue
@@ -78,7 +79,8 @@ def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _singles(wanted: TokenIds, device: torch.device) -> Tensor:
-    """The wanted tokens that are no markers of several: (N,) int64."""
+def _split(wanted: TokenIds, device: torch.device) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """The wanted tokens that are no markers of several, (N,) int64, and the markers."""
     singles = [entry for entry in wanted if isinstance(entry, int)]
-    return torch.tensor(singles, dtype=torch.int64, device=device)
+    markers = [entry for entry in wanted if isinstance(entry, tuple)]
+    return torch.tensor(singles, dtype=torch.int64, device=device), markers

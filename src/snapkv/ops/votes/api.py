@@ -7,9 +7,9 @@ from torch import Tensor
 
 from snapkv.ops.choice import implementation, triton_obstacle
 from snapkv.ops.scores import ScoreOptions
-from snapkv.ops.votes import blocked, by_head, reference, scan
+from snapkv.ops.votes import blocked, by_head, by_token, reference, scan
 
-Implementation = Literal["auto", "reference", "blocked", "by_head", "scan", "triton"]
+Implementation = Literal["auto", "reference", "blocked", "by_head", "by_token", "scan", "triton"]
 
 MOST_HEAD_DIM = 256
 """Wider rows of keys do not fit beside the queries into the memory of a multiprocessor."""
@@ -21,7 +21,7 @@ _VOTES = {
 }
 _POOLING = {"reference": reference.pool_votes}
 _FADING = {"reference": reference.fade_votes, "scan": scan.fade_votes}
-_GATHERING = {"reference": reference.gather_tokens}
+_GATHERING = {"reference": reference.gather_tokens, "by_token": by_token.gather_tokens}
 
 
 def window_votes(
@@ -90,10 +90,16 @@ def fade_votes(votes: Tensor, decay: float, *, impl: Implementation = "auto") ->
 def gather_tokens(states: Tensor, keep_indices: Tensor, *, impl: Implementation = "auto") -> Tensor:
     """Copy the kept rows of keys or values, as `snapkv.ops.votes.reference.gather_tokens` says.
 
+    Args:
+        states: (B, Hs, T, D), any dtype.
+        keep_indices: (B, H, K), -1 for any row.
+        impl: "reference", number by number; "by_token", one copy per token; "triton", a kernel.
+            "auto" takes the kernel where it can run, else "by_token".
+
     Raises:
         InvalidArgumentError: an unknown implementation, or one that cannot run here.
     """
-    gather = _implementation("gather_tokens", impl, states, _GATHERING)
+    gather = _implementation("gather_tokens", impl, states, _GATHERING, "by_token")
     return gather(states, keep_indices)
 
 

@@ -243,7 +243,8 @@ def times_above(
         queries, keys, score_options, columns, seen_tokens, pad_tokens, block_tokens
     )
     for weights in blocks:
-        counts += (weights > threshold.view(-1, 1, 1, 1)).sum(dim=-2)  # NaN, a pad's, is not above
+        # In place, as numbers: NaN, a pad's, is not above.
+        counts += weights.gt_(threshold.view(-1, 1, 1, 1)).sum(dim=-2)
     return counts
 
 
@@ -264,13 +265,12 @@ def _stored_weight_blocks(
     Hq, N = queries.shape[1], queries.shape[2]
     first = 0 if pad_tokens is None else pad_tokens[:, None, None]
     columns = columns.masked_fill(columns < first, seen_tokens)  # in nobody's past
-    if columns.shape[1] > 1:
-        columns = columns.repeat_interleave(Hq // columns.shape[1], dim=1)
+    shared = Hq // columns.shape[1] if columns.shape[1] > 1 else 1
     for start in range(0, N, block_tokens):
         block = queries[:, :, start : start + block_tokens]
         own = torch.arange(block.shape[2], device=keys.device) + (seen_tokens - N + start)
         visible = columns[:, :, None, :] <= own[:, None]
-        yield _weights(block, keys, visible, score_options)
+        yield _weights(block, keys, visible.repeat_interleave(shared, dim=1), score_options)
 
 
 def window_visibility(
