@@ -112,6 +112,17 @@ def test_no_cluster_is_said(equipment, address):
         OnRay(address, equipment)
 
 
+def test_a_cluster_that_does_not_start_is_said(equipment, monkeypatch):
+    import ray
+
+    def late(**_):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(InvalidArgumentError, match="got 'local': The current node timed out"):
+        OnRay("local", equipment)
+
+
 NODES = [{"CPU": 4.0, "node:a": 1.0}, {"node:head": 1.0}, {"CPU": 2.0}]
 WITH_GPUS = [*NODES, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
 
