@@ -60,7 +60,7 @@ class PageRecall:
             return dict.fromkeys(("pages", "page_least", "page_highest"))
         short = -columns.shape[2] % self.page_tokens
         columns = torch.nn.functional.pad(columns, (0, short), value=-1)
-        pages = columns.unflatten(2, (-1, self.page_tokens))
+        pages = columns.reshape(*columns.shape[:2], -1, self.page_tokens)
         least, highest = ops.page_bounds(keys, pages.to(keys.device))
         bounds = {"page_least": least.to(kept.device), "page_highest": highest.to(kept.device)}
         return {"pages": pages.to(torch.int32), **bounds}
