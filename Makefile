@@ -69,7 +69,7 @@ test-serving-second: $(SERVING)
 test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' tests/serving/vllm
 	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
-	    -m 'vllm and slow' tests/serving/vllm/test_bounded.py tests/serving/vllm/test_parallel.py
+	    -m 'vllm and slow' $(addprefix tests/serving/vllm/test_,bounded.py parallel.py documents_generated.py)
 
 test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its answers, on the oldest supported vLLM
 	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)

@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 OF_THE_DEMO = {"folder", "text_ids"}
-OF_FRONT_ENDS = {"test_documents_restart.py", "test_documents_http.py"}
+OF_FRONT_ENDS = {"test_documents_restart.py", "test_documents_http.py", "test_production.py"}
 SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
 
 

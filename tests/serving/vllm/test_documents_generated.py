@@ -9,7 +9,7 @@ import pytest
 from snapkv import AdaKV, SnapKV
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
-from tests.serving.vllm.conftest import SECOND_RUNNER
+from tests.serving.vllm.conftest import SECOND_RUNNER, SLOW_ON_SECOND
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
 from tests.serving.vllm.test_documents import INSTRUCTION_IDS, Library
@@ -77,7 +77,11 @@ def method(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=SLOW_ON_SECOND), True],
+    ids=["plain", "prefix-caching"],
+)
 def engine(small, method, request):
     """Of few blocks and short steps, so that requests are preempted and pieces are cut."""
     with small_engine(
