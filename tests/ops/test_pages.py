@@ -43,6 +43,19 @@ def test_a_worked_example():
     assert chosen.tolist() == [[[0, 1, 2, 3]]]
 
 
+def test_under_autocast_bounds_are_no_less_exact():
+    """1 + 2**-10 is 1 in bfloat16, where both pages would be equal and the first one win."""
+    keys = torch.tensor([1.0, 1 + 2**-10]).view(1, 1, 2, 1)
+    pages, query = torch.tensor([[[[0], [1]]]]), torch.ones(1, 1, 1)
+    least, highest = page_bounds(keys, pages)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = page_scores(query, least, highest)
+        chosen = PageRecall(1).choose(query, pages, least, highest)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[[1, 1 + 2**-10]]]
+    assert chosen.tolist() == [[[1]]]
+
+
 def test_of_equal_bounds_the_earlier_page_wins_and_a_head_without_tokens_chooses_none():
     pages = torch.tensor([[[[4, 5], [6, -1]], [[-1, -1], [-1, -1]]]])
     least = highest = torch.zeros(1, 2, 2, 3)

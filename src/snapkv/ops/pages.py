@@ -53,5 +53,6 @@ def page_scores(queries: Tensor, least: Tensor, highest: Tensor) -> Tensor:
     heads = least.shape[1]
     grouped = queries.float().view(B, heads, Hq // heads, D)
     # Where q_i is positive the highest key gives the larger product, elsewhere the least one.
-    bounds = grouped.clamp(min=0) @ highest.float().mT + grouped.clamp(max=0) @ least.float().mT
+    with torch.autocast(queries.device.type, enabled=False):  # which would round the bounds
+        bounds = grouped.clamp(min=0) @ highest.float().mT + grouped.clamp(max=0) @ least.float().mT
     return bounds.mean(dim=2)
