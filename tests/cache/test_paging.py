@@ -315,6 +315,17 @@ def test_a_prompt_read_in_pieces_has_the_same_pages():
     )
 
 
+def test_a_prompt_read_in_inference_mode_goes_on_with_gradients():
+    model = tiny_model("llama")
+    expected = step_logits(model, paged(model, RULE, prompt()), continuation(tokens=2))
+    with torch.inference_mode():
+        cache = paged(model, RULE, prompt())
+        call(model, cache, continuation(tokens=2)[:, :1])
+    logits = model(continuation(tokens=2)[:, 1:], past_key_values=cache).logits
+    assert logits.requires_grad
+    torch.testing.assert_close(logits, expected[:, 1:], **CLOSE)
+
+
 def test_a_document_answers_with_pages():
     model, asked = tiny_model("llama"), [random_ids(1, n, seed=n)[0].tolist() for n in (9, 14)]
     document = Document(model, prompt(), POLICY, recall=RULE)

@@ -65,6 +65,7 @@ class PageRecall:
         bounds = {"page_least": least.to(kept.device), "page_highest": highest.to(kept.device)}
         return {"pages": pages.to(torch.int32), **bounds}
 
+    @torch.no_grad()  # numbers of pages have no gradient, bounds may be inference tensors
     def choose(self, query: Tensor, pages: Tensor, least: Tensor, highest: Tensor) -> Tensor:
         """(B, H, K) int64: the columns of the pages that a query chooses; -1 is none.
 
