@@ -51,15 +51,16 @@ def telling_of_prompt_end(
         return
     told = False
 
-    def look(module: Any, given: Any, output: Any) -> None:
+    def look(module: Any, given: Any, named: dict[str, Any], output: Any) -> None:
         nonlocal told
         del module, given
-        if not told and cache.get_seq_length() == prompt_tokens:
+        own = named.get("past_key_values") is cache  # another thread may use the model, too
+        if own and not told and cache.get_seq_length() == prompt_tokens:
             told = True
             logits = output.logits[:, -1:].clone()
             on_prompt_end(PromptEnd(cache=cache, logits=logits).branch())
 
-    hook = model.register_forward_hook(look)
+    hook = model.register_forward_hook(look, with_kwargs=True)
     try:
         yield
     finally:

@@ -24,10 +24,12 @@ from snapkv import (
 from snapkv.app.answering import _read_context, answer_ids
 from snapkv.app.conversation import behind
 from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
+from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
+from snapkv.lab.evaluate import reference as reference_module
 from snapkv.lab.evaluate.asking import Answerer, Asked, Method
 from snapkv.lab.evaluate.conversing import LATER
 from snapkv.lab.evaluate.reference import References
@@ -262,7 +264,7 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
             ids = prompt.token_ids(tiny.tokenizer)
             if said is not None:
                 text = later_turn(earlier, tiny.tokenizer, "none")
-                ids = behind(tiny, said, text, earlier.settings)
+                ids = behind(tiny, said, text, earlier.settings, is_chat=False)
             if earlier is not turn:
                 _, said = answer_ids(tiny, ids, cache, earlier.settings)
         own = tiny.tokenizer(f" {turn.references[0]}")["input_ids"]
@@ -304,6 +306,44 @@ def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stay
     assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
     assert {(row["loss"], row["loss_interval"]) for row in results.rows} == {(None, None)}
     assert [row["loss_difference"] for row in results.rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "references", [(REFERENCE, "the blue stone"), ("the blue stone", REFERENCE)]
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad, references):
+    """As of a model whose logits overflow; a smallest loss beside it would go by the order."""
+    real = reference_module._loss
+
+    def loss(loaded, end, token_ids):
+        found = real(loaded, end, token_ids)
+        return bad if len(token_ids) > 5 else found
+
+    monkeypatch.setattr(reference_module, "_loss", loss)
+    task = TwoReferences(references=references)
+    results = Run(loaded=tiny, task=task, methods=[FULL], reference_loss=True).into(tmp_path)
+    assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
+    assert {row["loss"] for row in results.rows} == {None}
+
+
+def test_a_reference_that_has_no_token_has_no_loss_and_the_answer_stays(tiny, tmp_path):
+    """As a tokenizer without bytes gives of signs that it does not know."""
+
+    def dropping(text, **options):
+        return tiny.tokenizer(text.replace("\N{SNOWMAN}", ""), **options)
+
+    dropping.decode = tiny.tokenizer.decode
+    prompt = Prompt(text="Where is it?\n")
+    loaded = replace(tiny, tokenizer=dropping)
+    found = References.behind(prompt, ["\N{SNOWMAN}", "under it"], loaded)
+    assert list(map(len, found.token_ids)) == [0, 2]
+    cache = CompressedCache(tiny.model, SnapKV(40))
+    with torch.no_grad():
+        logits = tiny.model(prompt.token_ids(tiny.tokenizer), past_key_values=cache).logits[:, -1:]
+    assert found.loss(tiny, PromptEnd(cache=cache, logits=logits)) is None
+    one = References.behind(prompt, ["under it"], loaded)
+    assert one.loss(tiny, PromptEnd(cache=cache, logits=logits)) > 0
 
 
 def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, monkeypatch):

@@ -5,6 +5,7 @@ of the right answer has one. It is taken in the cache that the answer was genera
 when the prompt had been read.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class References:
     """The right answers to a prompt, as tokens.
 
     Attributes:
-        token_ids: of each that is not empty.
+        token_ids: of each; none where the tokenizer drops all of it.
     """
 
     token_ids: Sequence[Sequence[int]]
@@ -53,7 +54,8 @@ class References:
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
         """Mean negative log-likelihood of the likeliest, in nats per token.
 
-        None where the model has no positions for one of them behind the prompt.
+        None where the model has no positions for one of them behind the prompt, the tokenizer no
+        token for one, or where one's loss is not a finite number.
 
         Args:
             loaded: the model.
@@ -63,10 +65,13 @@ class References:
             OutOfMemoryError: the device is full.
         """
         longest = end.cache.get_seq_length() + max(map(len, self.token_ids))
+        if not all(self.token_ids):
+            return None
         if loaded.max_tokens is not None and longest > loaded.max_tokens:
             return None
         with out_of_memory_explained(lambda: ""), torch.inference_mode():
-            return min(_loss(loaded, end.branch(), ids) for ids in self.token_ids)
+            losses = [_loss(loaded, end.branch(), ids) for ids in self.token_ids]
+        return min(losses) if all(map(math.isfinite, losses)) else None
 
 
 def _loss(loaded: LoadedModel, end: PromptEnd, token_ids: Sequence[int]) -> float:
