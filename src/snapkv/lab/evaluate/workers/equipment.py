@@ -1,5 +1,6 @@
 """What a worker has, wherever it is."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,15 @@ class Equipment:
     threads: int | None = None
 
     def answerer(self, device: str) -> Answerer:
-        """Load the model there."""
+        """Load the model there, quietly: the process that asks has said what there is to say."""
         import torch
+        import transformers
 
         from snapkv.app.models import load
 
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()  # its lock is left behind by a killed process
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return Answerer(loaded=load(**self.load, device=device))
