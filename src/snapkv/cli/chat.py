@@ -14,6 +14,7 @@ from snapkv.cache.saving.writing import replacing
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
 from snapkv.cli.standard_output import write, write_json
+from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, SnapKVError
 from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest
 
@@ -42,6 +43,7 @@ def chat(
             help="Pages of 16 evicted tokens that every step attends to, chosen by its query",
             show_default="none",
         ),
+        WholeNumber(1),
     ] = None,
     *,
     options: RunOptions,
