@@ -1,6 +1,6 @@
 """What two workers take for an evaluation that one has answered: processes of one thread each.
 
-    python -m benchmarks.workers            measure, write the rows, render the page (ten minutes)
+    python -m benchmarks.workers            measure, write the rows, render the page (five minutes)
     python -m benchmarks.workers --render   only render the page from the rows
 
 Rows: `docs/results/workers.jsonl`. Page: `docs/results/workers.md`.
@@ -36,8 +36,8 @@ from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 ROWS = RESULTS / "workers.jsonl"
 PAGE = RESULTS / "workers.md"
 
-LENGTHS = (1024, 2048, 4096)
-DEPTHS = 4
+LENGTHS = (1024, 2048)
+DEPTHS = 6
 BUDGET = 256
 ROUNDS = 3
 
