@@ -19,6 +19,7 @@ from benchmarks import (
     sharing,
     speed,
     studies,
+    workers,
 )
 from benchmarks.records import read_rows
 
@@ -38,6 +39,7 @@ PAGES = {
     "selective": selective,
     "serving": serving,
     "sharing": sharing,
+    "workers": workers,
 }
 
 
