@@ -5,6 +5,8 @@ the highest value of every channel of its keys. B batch, H heads that hold keys,
 pages, P tokens of a page, D head_dim.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,13 @@ def page_scores(queries: Tensor, least: Tensor, highest: Tensor) -> Tensor:
     heads = least.shape[1]
     grouped = queries.float().view(B, heads, Hq // heads, D)
     # Where q_i is positive the highest key gives the larger product, elsewhere the least one.
-    with torch.autocast(queries.device.type, enabled=False):  # which would round the bounds
+    with _without_autocast(queries.device.type):  # which would round the bounds
         bounds = grouped.clamp(min=0) @ highest.float().mT + grouped.clamp(max=0) @ least.float().mT
     return bounds.mean(dim=2)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast turned off where it is on; some devices have none."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

@@ -66,6 +66,8 @@ class _Step:
 class SharedReading:
     """A prompt that was read once, for any number of caches of the model.
 
+    As in::
+
         reading = SharedReading(model, ids)
         for policy in policies:
             with reading.given():
