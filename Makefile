@@ -110,6 +110,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.auto_budget
 	$(BIN)/python -m benchmarks.sharing
 	$(BIN)/python -m benchmarks.workers
+	$(BIN)/python -m benchmarks.leaderboard
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

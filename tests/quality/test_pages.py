@@ -8,6 +8,7 @@ from benchmarks import (
     evaluation,
     first_day,
     flat,
+    leaderboard,
     medusa,
     methods,
     pooling,
@@ -72,7 +73,9 @@ def test_the_page_of_the_experiments_is_what_their_answers_make():
 def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it(name):
     results = evaluation.measured()[name]
     answers = read_rows(results.folder / "samples.jsonl")
-    assert len(answers) == results.run["samples"] * len(evaluation.EXPERIMENTS[name].methods)
+    turns = len({row["cell"].get("turn") for row in answers})
+    methods = evaluation.EXPERIMENTS[name].methods
+    assert len(answers) == results.run["samples"] * turns * len(methods)
     assert {row["status"] for row in answers} == {"ok"}
     means = {row["method"]: [] for row in results.rows}
     for row in answers:
@@ -81,6 +84,10 @@ def test_every_answer_of_an_experiment_is_there_and_scored_as_the_task_scores_it
         rows = [row for row in results.rows if row["method"] == method]
         total = sum(row["score"] * row["samples"] for row in rows)
         assert total == pytest.approx(sum(scores))
+
+
+def test_the_leaderboards_page_is_what_its_rows_make():
+    assert leaderboard.PAGE.read_text("utf-8") == leaderboard.render(leaderboard.measured())
 
 
 def test_wide_pooling_finds_the_needle_wherever_the_readme_says_it_does():
