@@ -38,6 +38,7 @@ def main() -> int:
     if not parser.parse_args().render and (status := run(list(COMMAND))):
         return status
     write_board(measured(), FOLDER)
+    (FOLDER / "leaderboard.md").unlink()  # that is the page, one level up
     PAGE.write_text(render(measured()), encoding="utf-8")
     return 0
 
