@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.records import markdown_table
+from benchmarks.records import between, markdown_table
 from snapkv.plan import Plan, Request, footprint_of, shapes
 from snapkv.validation import format_bytes
 
@@ -45,9 +45,7 @@ def table() -> str:
 
 def filled(page: str) -> str:
     """The page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return between(page, BEGIN, END, table())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from benchmarks import auto_budget, quality, speed
 from benchmarks.auto_budget_page import MOST_TOKENS, mean, right
-from benchmarks.records import Row, environment_line, markdown_table, read_rows
+from benchmarks.records import Row, between, environment_line, markdown_table, read_rows
 from snapkv.validation import format_bytes
 
 README = Path(__file__).parent.parent / "README.md"
@@ -102,11 +102,9 @@ def _times(rows: list[Row]) -> dict[str, str]:
 
 def rendered(readme: str) -> str:
     """The README with its table made anew."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
     measured = table(read_rows(quality.ROWS), read_rows(speed.ROWS))
     small = small_budgets(read_rows(auto_budget.ROWS))
-    return f"{before}{BEGIN}\n{measured}\n{small}\n{END}{after}"
+    return between(readme, BEGIN, END, f"\n{measured}\n{small}\n")
 
 
 def main() -> None:

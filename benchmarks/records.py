@@ -52,6 +52,13 @@ def write_page(render: Callable[[list[Row]], str], *, rows: Path, page: Path) ->
     print(page.read_text(encoding="utf-8"))
 
 
+def between(page: str, begin: str, end: str, content: str) -> str:
+    """The page with this content between two marks, which stay."""
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + content + end + after
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; the first column is left-aligned, numbers stand on the right."""
     rule = ["---", *["---:"] * (len(header) - 1)]

@@ -5,10 +5,19 @@ import snapkv
 project = "snapkv"
 author = "the snapkv contributors"
 release = snapkv.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
 html_theme = "furo"
 html_title = f"snapkv {release}"
 html_copy_source = False
+html_extra_path = ["../LICENSE"]  # the footer links to it
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
+templates_path = ["_templates"]
 exclude_patterns = ["results/*.jsonl"]
 default_role = "code"  # docstrings write `names` with single quotes, as Markdown does
 myst_heading_anchors = 3
