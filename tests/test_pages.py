@@ -1,5 +1,6 @@
 """What the repository's pages say is run, and is true."""
 
+import importlib
 import re
 import shlex
 import shutil
@@ -86,11 +87,94 @@ def test_commands_and_options_that_pages_show_exist():
     assert seen > 15
 
 
-def test_the_table_of_plans_is_the_planners():
-    from benchmarks import plans
+@pytest.mark.parametrize("name", ["plans", "choosing"])
+def test_a_table_in_a_page_is_what_its_script_makes(name):
+    script = importlib.import_module(f"benchmarks.{name}")
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.BEGIN in page
+    assert script.filled(page) == page
 
-    page = plans.PAGE.read_text(encoding="utf-8")
-    assert plans.filled(page) == page
+
+def test_a_number_of_the_choice_comes_from_the_one_cell_that_is_named():
+    from benchmarks.choosing import Cell, cell
+
+    row = ("SnapKV with recall", "128")
+    section = "Ten questions about one document"
+    assert cell("recall", Cell(section, row, "right answers")) == "90%"
+    for wrong in (
+        Cell("50 turns in one cache", row, "right answers"),
+        Cell(section, row[:1], "right answers"),  # two budgets
+        Cell(section, row, "wrong answers"),
+    ):
+        with pytest.raises(ValueError, match="expected one cell"):
+            cell("recall", wrong)
+
+
+def test_the_picture_of_the_first_page_shows_its_rows():
+    from benchmarks import overview, speed
+    from benchmarks.records import read_rows
+
+    from snapkv.lab import drawing
+
+    def words(svg):
+        return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+    drawn = drawing.encoded(overview.drawn(read_rows(speed.ROWS)), ".svg", overview.STYLE)
+    shown = words(overview.FIGURE.read_text(encoding="utf-8"))
+    assert shown == words(drawn.decode())
+    assert {"270", "22.5", "full cache"} <= set(shown)
+
+
+OPENINGS = ("After reading this page you can ", "After reading this page you know ")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in ROOT.glob("docs/*.md") if page.name != "index.md"],
+    ids=lambda page: page.name,
+)
+def test_a_page_opens_with_what_its_reader_can_do_then(page):
+    title, opening, *_ = page.read_text(encoding="utf-8").split("\n\n")
+    assert title.startswith("# ")
+    assert opening.startswith(OPENINGS)
+    assert len(opening) < 250
+
+
+def test_the_glossary_is_in_order():
+    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^## (.*)$", page, flags=re.MULTILINE)
+    assert words == sorted(words, key=str.lower)
+
+
+def migrations():
+    """Every line of "Press by press" in docs/migrating.md: kvpress's code and ours."""
+    page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
+    table = page.partition("### Press by press")[2].partition("### ")[0]
+    return re.findall(r"^\| `(.*)` \| `(.*)` \|$", table, flags=re.MULTILINE)
+
+
+_MIGRATED = """
+from snapkv import *
+from snapkv.app.models import load
+from snapkv.kvzip import read_context
+
+model = load("demo").model
+ids = load("demo").tokenizer("One two three. " * 60, return_tensors="pt").input_ids
+for made in [{made}]:
+    cache = made if isinstance(made, CompressedCache) else CompressedCache(model, made)
+    if cache is not made:
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+    report = cache.report()
+    assert report.kept_tokens < report.seen_tokens, made
+"""
+
+
+@pytest.mark.docs
+def test_what_replaces_a_press_runs_and_compresses():
+    code = _MIGRATED.format(made=", ".join(ours for _, ours in migrations()))
+    assert code.count("keep_ratio=0.25") > 10
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_no_plan_that_a_page_shows_is_one_that_would_be_refused(capsys):

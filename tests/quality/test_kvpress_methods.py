@@ -14,6 +14,7 @@ from snapkv import Compactor, LagKV
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import most_attention
 from tests.ops.states import output_weight, random_layer
+from tests.test_pages import migrations
 
 pytestmark = pytest.mark.kvpress
 
@@ -44,6 +45,13 @@ def test_the_page_says_of_every_press_where_it_is():
     assert sorted(first.replace("`", "").replace(",", "").split()) == sorted(
         name for name in names if name.endswith("Press")
     )
+
+
+def test_the_presses_that_the_page_replaces_can_be_made():
+    theirs = [press for press, _ in migrations()]
+    assert len(theirs) > 10
+    code = "from kvpress import *\n" + "\n".join(theirs)
+    subprocess.run([benchmark.PYTHON, "-I", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("tokens", [300, 288, 47])
