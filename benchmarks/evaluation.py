@@ -257,8 +257,8 @@ def render(found: dict[str, Results]) -> str:
 _HEAD = (
     "# The paper's experiments and later ones on the demo model\n\n"
     "Scores are times 100. The model has 135 million parameters: look at how methods compare, not "
-    "at how much it knows. The question is visible to the vote unless a section says that it is not. "
-    "The intervals, of the mean and of "
+    "at how much it knows. The question is visible to the vote unless a section says that it is "
+    "not. The intervals, of the mean and of "
     f"its difference from the full cache: 95 %, {METHOD}. Every answer is in "
     f"`docs/results/evaluation`; `{README_LINE}` makes them again."
 )
