@@ -67,6 +67,15 @@ def without_loss(records):
     return [{k: v for k, v in one.items() if k != "loss"} for one in untimed(records)]
 
 
+def records_with_loss(folder, **given):
+    """Of a run that takes the losses; its answers are those of one that does not."""
+    Run(**given).into(folder / "plain")
+    Run(**given, reference_loss=True).into(folder / "loss")
+    found = lines(folder / "loss")
+    assert without_loss(found) == untimed(lines(folder / "plain"))
+    return found
+
+
 def plain_loss(model, ids, own):
     """Without any cache: one pass over all of it."""
     whole = torch.tensor([[*ids, *own]])
@@ -193,16 +202,13 @@ def test_the_loss_is_what_generation_gives_and_the_answer_stays(
     own = Method(label="own", policy=policy, prefill=way)
     task = TwoReferences(sentences=(14,), each=1, references=(REFERENCE,))
     given = {"loaded": tiny, "task": task, "methods": [own], "questions": (question,)}
-    Run(**given).into(tmp_path / "plain")
-    run = Run(**given, reference_loss=True)
-    run.into(tmp_path / "loss")
-    ((record,), plain) = lines(tmp_path / "loss"), lines(tmp_path / "plain")
-    assert without_loss([record]) == untimed(plain)
+    (record,) = records_with_loss(tmp_path, **given)
     (sample,) = task.samples(tiny.tokenizer)
     prompt = sample.prompt(tiny.tokenizer, "tokenizer", question)
     ids, context = prompt.token_ids(tiny.tokenizer), prompt.context_tokens(tiny.tokenizer)
     own = tiny.tokenizer(REFERENCE)["input_ids"]
-    cache = CompressedCache(tiny.model, tiny.completed(run.methods[0].policy))
+    (method,) = Run(**given).methods
+    cache = CompressedCache(tiny.model, tiny.completed(method.policy))
     expected = generated_loss(tiny, ids, own, cache, context, way)
     assert record["loss"] == pytest.approx(expected, abs=2e-5)
     keeps_all = isinstance(policy, FullCache) and way in (Exact(), LayerByLayer(chunk_tokens=32))
@@ -215,10 +221,7 @@ def test_layers_that_slide_take_part(demo, tmp_path):
     sliding = tiny_loaded(demo.tokenizer, family="cohere2")
     task = TwoReferences(sentences=(14,), each=1, references=(REFERENCE,))
     given = {"loaded": sliding, "task": task, "methods": METHODS}
-    Run(**given).into(tmp_path / "plain")
-    Run(**given, reference_loss=True).into(tmp_path / "loss")
-    found = lines(tmp_path / "loss")
-    assert without_loss(found) == untimed(lines(tmp_path / "plain"))
+    found = records_with_loss(tmp_path, **given)
     (sample,) = task.samples(demo.tokenizer)
     prompt = sample.prompt(demo.tokenizer, "tokenizer", "visible")
     own = demo.tokenizer(REFERENCE)["input_ids"]
@@ -252,10 +255,7 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
     task = Turns(cloze=True, lengths=(200,), questions=3, samples_each=1)
     method = Method(label="own", policy=policy, later=later)
     given = {"loaded": tiny, "task": task, "methods": [method], "template": "none"}
-    Run(**given).into(tmp_path / "plain")
-    Run(**given, reference_loss=True).into(tmp_path / "loss")
-    found = lines(tmp_path / "loss")
-    assert without_loss(found) == untimed(lines(tmp_path / "plain"))
+    found = records_with_loss(tmp_path, **given)
     (sample,) = task.samples(tiny.tokenizer)
     prompt = sample.prompt(tiny.tokenizer, "none", "visible")
     for number, (turn, record) in enumerate(zip(sample.turns, found, strict=True)):
