@@ -71,11 +71,11 @@ def render(rows: list[Row]) -> str:
     first = rows[0]
     parts = [
         "# Appending in place",
-        "A token behind a compressed prompt, and behind as many tokens in transformers' own cache, "
-        "which copies all of them to append one. Here a layer keeps room for 64 tokens behind what "
-        f"it stores. The prompt has {first['prompt_tokens']:,} tokens; caches are filled directly "
-        f"and decode in turn, {first['tokens']} tokens each: medians, and the median ratio of "
-        "pairs.",
+        "The time of a token after a compressed prompt, and after the same number of tokens in "
+        "transformers' own cache, which copies all of them to append one. Here a layer keeps room "
+        f"for 64 tokens after what it stores. The prompt has {first['prompt_tokens']:,} tokens. "
+        f"Caches are filled directly and decode in turn, {first['tokens']} tokens each: medians, "
+        "and the median ratio of pairs.",
         environment_line(rows) + ".",
         markdown_table(
             ["batch", "stored tokens", "in place, ms", "copying, ms", "ratio"],

@@ -15,18 +15,22 @@ MOST_TOKENS = 2000
 """Of the shorter prompts."""
 
 _HEAD = """\
-# A budget that chooses itself, and how often its words were right
+# The budget that the votes choose, and how often its words were right
 
-Texts of about 1,040 tokens, some of 2,570, and questions of nine kinds (needles of digits, words
-and uuids, two-part answers, lines, quotations, documents of a rag task), the loss of prose and
-code, all as in [the study of pooling](pooling.md), but other texts than those that pooling, window
-and bound were chosen by. Every text is read once with the full cache; each policy compresses a copy
-of it and the right answer is fed to the model. An answer counts where the full cache has it right.
+Texts of about 1,040 tokens, some of 2,570, with questions of nine kinds (needles of digits, words
+and uuids, two-part answers, lines, quotations, documents of a rag task), and the loss on prose and
+code. The kinds are those of [the study of pooling](pooling.md); the texts differ from those by
+which pooling, window and bound were chosen. Every text is read once with the full cache; each
+policy compresses a copy of it, and the right answer is fed to the model. Only answers that the full
+cache has right count.
 
-"fading N" is `default_policy(N)`; "auto B" is `default_policy(AutoBudget(lost_vote=B))`, where
-every layer keeps all positions that got a pooled vote of more than B of the window's attention in
-any head; "by head" gives it to `AdaKV`, where heads keep their own number; "mass M" keeps in every
-layer what it takes to lose no more than M of any head's pooled votes, "paper's N" is `SnapKV(N)`.
+- "fading N" is `default_policy(N)`.
+- "auto B" is `default_policy(AutoBudget(lost_vote=B))`: every layer keeps all positions with a
+  pooled vote of more than B of the window's attention in any head. "By head" puts `AdaKV` around
+  it, where each head keeps its own number.
+- "mass M" keeps in every layer as much as is needed to lose no more than M of any head's pooled
+  votes.
+- "paper's N" is `SnapKV(N)`.
 
 Rendered from `auto_budget.jsonl` by `python -m benchmarks.auto_budget`."""
 
@@ -120,11 +124,11 @@ def _words(rows: Sequence[Row], names: Sequence[str]) -> str:
     masses = table("mass", lambda found: _bin(found["lost"], MASSES), _bins(MASSES))
     return (
         "## Lost votes, and whether the answer was right\n\n"
-        "`cache.report()` has two numbers: `lost_vote_peak`, the highest vote of a dropped "
-        "position after fading, a share of the window's attention, mean over heads and layers; and "
-        "`lost_votes`, the mass of all votes that were dropped. The word goes by the first: safe "
-        f"below {SAFE_BELOW:g}, doubtful below {DOUBTFUL_BELOW:g}.\n\n"
-        f"{by_word}\n\nBy the peak:\n\n{peaks}\n\nBy the mass, which tells less about a pooling "
+        "`cache.report()` has two numbers. `lost_vote_peak` is the highest vote of a dropped "
+        "position after fading, as a share of the window's attention, averaged over heads and "
+        "layers. `lost_votes` is the sum of all dropped votes, the mass. The word depends on the "
+        f"first: safe below {SAFE_BELOW:g}, doubtful below {DOUBTFUL_BELOW:g}.\n\n"
+        f"{by_word}\n\nBy the peak:\n\n{peaks}\n\nBy the mass, which says less about a pooling "
         f"that keeps strong votes without what follows them:\n\n{masses}"
     )
 

@@ -87,10 +87,11 @@ def render(rows: list[Row]) -> str:
     parts = [
         "# Few bits for what is kept",
         f"{first['documents']} documents of {first['prompt_tokens']:,} tokens with one magic "
-        f"number each; SnapKV keeps {budget}. `quantize` holds what is kept of the prompt in codes "
-        "and spreads out one layer at a time at every step. In brackets the negative "
-        f"log-likelihood of the answer in nats. All caches decode in turn, {first['tokens']} "
-        "tokens each: medians, and the median ratio to the same cache in the model's own dtype.",
+        f"number each; SnapKV keeps {budget}. `quantize` stores the kept part of the prompt as "
+        "codes and decodes one layer at a time at every step. The number in brackets is the "
+        "negative log-likelihood of the answer in nats. All caches decode in turn, "
+        f"{first['tokens']} tokens each: medians, and the median ratio to the same cache in the "
+        "model's own dtype.",
         environment_line(rows) + ".",
         markdown_table(
             ["cache", "held", "right answers", "ms per token", "against its own dtype"],

@@ -198,13 +198,13 @@ def render(rows: list[Row]) -> str:
 
 
 _HEAD = """\
-# First day: ten files and questions, no flag at all
+# First day: ten files and questions, without any option
 
-What a newcomer may ask on the first day: of a readme, a licence, descriptions of data, modules of
-Python's standard library and logs. The files are those of installed packages, the logs are written
-by `benchmarks/first_day_logs.py`. The questions are such that the demo model answers them right
-from its full cache, without a start of the answer. An answer is right if the expected words are in
-it.
+What a newcomer may ask on the first day about a readme, a licence, descriptions of data, modules of
+Python's standard library and logs. The files come from installed packages;
+`benchmarks/first_day_logs.py` writes the logs. The questions were chosen so that the demo model
+answers them right from its full cache, without a begun answer. An answer is right if it contains
+the expected words.
 
 Rendered from `first_day.jsonl` by `python -m benchmarks.first_day`; each row has both answers."""
 
@@ -215,8 +215,8 @@ def _sums(rows: list[Row]) -> str:
     share = sum(row["held_bytes"] for row in rows) / sum(row["full_bytes"] for row in rows)
     most = max(row["held_bytes"] / row["full_bytes"] for row in rows)
     return (
-        f"The full cache is right {full} times of {len(rows)}, `ask` by default {both} times where "
-        f"the full cache is, from {share:.0%} of its bytes (at most {most:.0%})."
+        f"The full cache is right {full} times out of {len(rows)}. Of these `ask` is right {both} "
+        f"times with its defaults, from {share:.0%} of the bytes (at most {most:.0%})."
     )
 
 

@@ -89,13 +89,13 @@ def section(rows: list[Row]) -> str:
         f"## First tokens\n\n"
         f"{first['haystack']}: {first['texts']} texts of {first['prompt_tokens']} tokens are "
         f"compressed, and the {first['following_tokens']} tokens that follow are read from what "
-        f"was kept. A cell is their loss, in nats per token after the first, the mean over texts; "
-        f"from the full cache it is {first['loss']:.3f}. The sinks are part of the budget."
+        "was kept. A cell is the mean over texts of their loss, in nats per token after the "
+        f"first; with the full cache it is {first['loss']:.3f}. The sinks are part of the budget."
         f"\n\n{environment_line(rows)}.\n\n{table}\n\n{_EXPLAINED}"
     )
 
 
 _EXPLAINED = """\
-With the first four tokens kept in every head KVzip's loss is lower at every budget, alone and
-inside AdaKV. KeyDiff's hardly changes: what it drops of them is not missed. Random, which drops
-them as it drops anything else, gains most."""
+With the first four tokens kept in every head, KVzip's loss is lower at every budget, alone and
+inside AdaKV. KeyDiff's hardly changes: the first tokens that it drops are not missed. Random, which
+drops them like any other token, gains most."""

@@ -135,12 +135,12 @@ def render(rows: list[Row]) -> str:
     budget, peak = of["flat"][0]["budget"], of["peak memory"]
     parts = [
         "# Flat after the prompt",
-        "What is promised of a machine with two cores. All runs of a table take turns; a ratio is "
+        "What is promised for a machine with two cores. All runs of a table take turns; a ratio is "
         "the median over pairs of the same round, with the 20th and 80th percentile in brackets.",
         environment_line(rows) + ".",
         "## Time per token, by length of the prompt",
-        f"Budget {budget}, {of['flat'][0]['tokens']} tokens behind each prompt; promised: at most "
-        "1.05 times the time behind the shortest.",
+        f"Budget {budget}, {of['flat'][0]['tokens']} tokens after each prompt. Promised: at most "
+        "1.05 times the time after the shortest.",
         markdown_table(
             ["prompt tokens", "ms per token", "against the shortest"],
             [
@@ -153,8 +153,8 @@ def render(rows: list[Row]) -> str:
             ],
         ),
         "## Against the full cache, in a batch",
-        f"{of['batch'][0]['batch']} requests of {of['batch'][0]['length']:,} tokens each; "
-        "promised: full caches take at least 2 times as long.",
+        f"{of['batch'][0]['batch']} requests of {of['batch'][0]['length']:,} tokens each. "
+        "Promised: full caches take at least 2 times as long.",
         markdown_table(
             ["cache", "ms per token", "against snapkv", "bytes held"],
             [
@@ -168,8 +168,8 @@ def render(rows: list[Row]) -> str:
             ],
         ),
         "## Vote, selection and gather",
-        "Of all layers, against reading the prompt with transformers' own cache; promised: at most "
-        "2 % at 4,096 tokens and 1 % at 8,192.",
+        "For all layers, against reading the prompt with transformers' own cache. Promised: at "
+        "most 2 % at 4,096 tokens and 1 % at 8,192.",
         markdown_table(
             ["prompt tokens", "reading, s", "compressing, ms", "share"],
             [
@@ -183,9 +183,9 @@ def render(rows: list[Row]) -> str:
             ],
         ),
         "## Memory",
-        f"Of reading {peak[0]['prompt_tokens']:,} tokens, each cache in a process of its own; "
-        "promised: the peak is no higher than transformers' own, and the keys and values held "
-        "afterwards are fewer by prompt over budget.",
+        f"For reading {peak[0]['prompt_tokens']:,} tokens, each cache in a separate process. "
+        "Promised: the peak is no higher than with transformers' own cache, and the keys and "
+        "values held afterwards are smaller by the ratio of prompt to budget.",
         markdown_table(
             ["cache", "peak", "held after it"],
             [

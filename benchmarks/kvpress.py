@@ -149,12 +149,12 @@ def render(rows: list[Row]) -> str:
     peer, policy = rows[0]["peer"], rows[0]["policy"]
     parts = [
         "# Beside kvpress",
-        f"SnapKV as kvpress {peer['kvpress']} does it (transformers {peer['transformers']}, in an "
-        f"environment of its own) and as it is done here: the same weights and prompt, budget "
+        f"SnapKV in kvpress {peer['kvpress']} (transformers {peer['transformers']}, in a separate "
+        f"environment) and in this library: the same weights and prompt, budget "
         f"{policy['budget']}, window {policy['window_size']}, kernel {policy['kernel_size']}, "
         f"{policy['pooling']} pooling. Processes take turns; a ratio is the median over pairs of "
-        "the same round. The versions of transformers differ, so a difference is not of the method "
-        "alone: the last column is against the full cache on the same transformers.",
+        "the same round. The versions of transformers differ, so a difference is not due to the "
+        "method alone; the last column compares with the full cache on the same transformers.",
         environment_line(rows) + ".",
         markdown_table(
             ["work", "cache", "prompt tokens", "ms", "against kvpress", "against its full cache"],

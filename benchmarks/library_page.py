@@ -8,21 +8,21 @@ from benchmarks.records import Row, environment_line, markdown_table
 _HEAD = """\
 # Documents that were read once
 
-Ten docstrings of Python's standard library, and questions whose answers stand in them, each over
-four of the documents in drawn order; and questions of SQuAD, each over four paragraphs of one
-article. Every document was read by itself and saved. For a question the files of its four documents
-are loaded, their keys moved to where they stand together, and a fraction of the tokens, those that
-change most, is read again; 0 is reuse alone. "read in full" reads documents and question together.
+Questions about ten docstrings of Python's standard library, each over four of the documents in
+random order; and questions of SQuAD, each over four paragraphs of one article. Every document was
+read by itself and saved. For a question, the files of its four documents are loaded, their keys are
+rotated to their places in the joint prompt, and a fraction of the tokens, those that change most,
+is read again; 0 means reuse only. "read in full" reads documents and question together.
 
-"to the first token" is the median time from opening the files to the logits behind the question,
-and its share of reading in full, question by question, also the median; every question is asked by
-all methods, one after the other, in an order that turns.
+"to the first token" is the median time from opening the files to the logits after the question. The
+next column is the median of its share of reading in full, question by question. All methods answer
+every question one after the other, in rotating order.
 
-The questions about Python are sentences to complete, written close to the text and chosen so that
-this small model completes most of them where it reads everything: "right in full" says nothing
-about the model, only differences between the rows count, and copying a phrase is easier than
-answering. A right answer has all of its tokens the likeliest when it is fed to the model; the loss
-is the mean over the answers' tokens, in nats.
+The questions about Python are sentences to complete. They follow the text closely and were chosen
+so that this small model completes most of them when it reads everything. So "right in full" says
+nothing about the model; only differences between the rows count, and copying a phrase is easier
+than answering. An answer is right if each of its tokens is the most likely one when it is fed to
+the model. The loss is the mean over the answers' tokens, in nats.
 
 Rendered from `library.jsonl` by `python -m benchmarks.library`."""
 

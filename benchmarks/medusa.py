@@ -298,10 +298,10 @@ def render(rows: list[Row]) -> str:
         "# Drafts on compressed caches",
         f"The paper's case study (Fig. 9). The demo model summarizes essays in {first['tokens']} "
         f"tokens; SnapKV keeps {first['budget']}. Contenders take turns; times are medians of "
-        f"{len(first['samples_ms'])} rounds, per token behind the first step. In float32 every "
-        "text is checked to be that of plain decoding on the same cache, token for token; for "
-        "self-speculation, on the full cache. In bfloat16 a pass of several tokens rounds "
-        "otherwise than one of one token, so a text may part where two tokens are nearly as "
+        f"{len(first['samples_ms'])} rounds, per token after the first step. In float32 every "
+        "text is checked, token for token, against plain decoding on the same cache, or on the "
+        "full cache for self-speculation. In bfloat16 a pass of several tokens rounds differently "
+        "from a pass of one token, so texts may diverge where two tokens are almost equally "
         "likely.",
     ]
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
@@ -337,7 +337,7 @@ def _tables(rows: list[Row]) -> list[str]:
         table(lambda row: _faster(row, BASELINES[1])),
         "Tokens per verifying pass:",
         table(lambda row: f"{row['acceptance_length']:.2f}"),
-        f"Of {rows[0]['tokens']} tokens those of the text it should give:",
+        f"Tokens, out of {rows[0]['tokens']}, that agree with the expected text:",
         table(lambda row: f"{row['same_tokens']}"),
     ]
 
@@ -350,8 +350,9 @@ def _pass_table(rows: list[Row]) -> str:
         cells.setdefault((row["dtype"], row["cache"]), []).append(cell)
     length = rows[0]["prompt_tokens"]
     return (
-        f"A chain of tokens read behind {length:,}, in turns: the median, and the median ratio to "
-        "a pass of one token. A draft pays where the tokens per pass are more than that ratio.\n\n"
+        f"A chain of tokens read after {length:,}, in turns: the median, and the median ratio to "
+        "a pass of one token. A draft pays off if it gives more tokens per pass than that ratio."
+        "\n\n"
         + markdown_table(
             ["dtype, cache", *(f"{count} tokens" for count in counts)],
             [[f"{dtype}, {cache}", *texts] for (dtype, cache), texts in cells.items()],

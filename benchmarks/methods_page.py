@@ -154,11 +154,12 @@ def _timing(rows: list[Row]) -> str:
     budget = next(row["budget"] for row in rows if row["budget"])
     return (
         f"## Bytes and time per token\n\n"
-        f"Behind a prompt of {first['prompt_tokens']:,} tokens, budget {budget}. All caches decode "
-        f"in turn, one token each, {first['tokens']} rounds in one process: medians, and the "
-        "median over rounds of the ratio to the full cache, with the 20th and 80th percentile. "
-        "Held beside keys and values are the kept positions, and what a method that evicts while "
-        f"generating notes.\n\n{environment_line(rows)}.\n\n{table}\n\n{_SLOW_STEPS}"
+        f"After a prompt of {first['prompt_tokens']:,} tokens, budget {budget}. All caches decode "
+        f"in turn, one token each, {first['tokens']} rounds in one process. Times are medians; the "
+        "last column is the median over rounds of the ratio to the full cache, with the 20th and "
+        "80th percentile. Beside keys and values, a cache holds the kept positions and the notes "
+        "of a method that evicts while generating.\n\n"
+        f"{environment_line(rows)}.\n\n{table}\n\n{_SLOW_STEPS}"
     )
 
 
@@ -167,64 +168,64 @@ _HEAD = """\
 
 The task is that of [quality.md](quality.md): one magic number in a long text. "Visible": the prompt
 ends in the question and the start of the answer, and is compressed as a whole. "Hidden": the text
-is compressed before the question is asked, which is then read from the compressed cache in one
-pass, as `generate` reads what follows a conversation. The right answer is fed token by token, and
-methods that evict while generating evict after each of these passes; the others store the question
-and the answer beside their budget.
+is compressed before the question is asked; the question is then read from the compressed cache in
+one pass, as `generate` does in a conversation. The right answer is fed token by token. Methods that
+evict while generating evict after each of these passes; the others store question and answer in
+addition to their budget.
 
-A budget counts tokens per layer and KV head, on average over both, the window included. So all
-methods of a column hold the same bytes after what they compress (a run with a method that does not
-stops), with one exception: StreamingLLM holds the keys of its 4 sinks twice, as they were and as
-they were moved, the room of 2 tokens; with original positions it does not. Windows are of 16
-tokens. Methods around SnapKV are around the one with kernel 7. Scissorhands and R-KV drop one token
-at a time. KVzip reads the text twice before the question, so it has hidden columns only.
+A budget counts tokens per layer and KV head, on average over both, window included. So all methods
+of a column hold the same bytes after compression; a run stops if one does not. The one exception is
+StreamingLLM, which holds the keys of its 4 sinks twice, original and moved, the bytes of 2 tokens
+more; with original positions it does not. Windows have 16 tokens. Methods around SnapKV use kernel
+7. Scissorhands and R-KV drop one token at a time. KVzip reads the text twice before the question,
+so it has only hidden columns.
 
-A cell is the fraction of documents whose answer was right in every token, and in brackets the
-negative log-likelihood of the answer after its first token, in nats, the mean over documents. With
-n documents one document is 1/n: small differences between cells mean nothing.
+A cell is the fraction of documents whose answer was right in every token, and in brackets the mean
+over documents of the negative log-likelihood of the answer after its first token, in nats. With n
+documents one document is 1/n: small differences between cells mean nothing.
 
 Rendered from `methods.jsonl` by `python -m benchmarks.methods`; each row has all settings."""
 
 _EXPLAINED = """\
-With the question visible the order is the literature's at the top: the methods in which the last
-queries vote lead, TOVA, which asks only the very last one, follows, and H2O and StreamingLLM lose
-the number. Where it differs, or seems to:
+With the question visible, the top of the order agrees with the literature: the methods in which the
+last queries vote lead, TOVA, which uses only the very last one, follows, and H2O and StreamingLLM
+lose the number. It differs, or seems to, in these places:
 
-- PyramidKV, AdaKV and CriticalKV are not ahead of SnapKV, as their papers have them. A number is
-  five tokens of one digit, and with kernel 7 its last digits are what is lost first; a method that
-  gives some heads or layers less than the budget loses them earlier. With kernel 13 all of them are
-  right, and at 128 tokens the three are ahead in NLL, if by little: see the table below.
-- H2O and Scissorhands are behind Random. They weigh all queries of the prompt, or hundreds of them,
-  alike, and the few that ask for the number count for little among those that do not; so every head
-  drops it. Random keeps it in some heads at half the tokens, which is enough for some answers.
-- ExpectedAttention, good with larger models in the comparisons of kvpress, does not find the number
-  in either setting. It averages over what queries look for, and here one question asks for one
-  sentence.
-- FastGen is last. Its paper asks for a recovery of 0.91 to 0.98 of the attention; to hold a
-  sixteenth to a half of the tokens it has to be asked for 0.001 to 0.82, and most heads then keep
-  little but special tokens.
+- PyramidKV, AdaKV and CriticalKV are not ahead of SnapKV, as they are in their papers. A number is
+  five tokens of one digit, and with kernel 7 its last digits are lost first. A method that gives
+  some heads or layers less than the budget loses them earlier. With kernel 13 all are right, and at
+  128 tokens the three are slightly ahead in NLL: see the table below.
+- H2O and Scissorhands are behind Random. They give all queries of the prompt, or hundreds of them,
+  the same weight, and the few that ask for the number count for little; so every head drops it.
+  Random keeps it in some heads at half the tokens, which is enough for some answers.
+- ExpectedAttention does well with larger models in the comparisons of kvpress, but does not find
+  the number in either setting. It averages over what queries look for, and here one question asks
+  for one sentence.
+- FastGen is last. Its paper uses a recovery of 0.91 to 0.98 of the attention. To hold a sixteenth
+  to a half of the tokens it must be set to 0.001 to 0.82, and most heads then keep little but
+  special tokens.
 
 With the question hidden every method that votes loses: the end of an essay does not ask for the
-number. KeyDiff needs no queries, and tokens of a number among essays have keys unlike the others;
-of the methods that read the text once it alone is well ahead of Random. The comparisons of kvpress,
-which hide the question, say the same of SnapKV. R-KV, of whose score redundancy needs no question,
-is the only method that votes ahead of Random, and not by much. There are two remedies. Let the
-question vote; or read the text twice: what the model needs to repeat it holds the number, too.
-KVzip whose heads share a layer's budget answers every document from a quarter of the tokens, and
-with half of them is as sure as the full cache. From a sixteenth it answers none."""
+number. The comparisons of kvpress, which hide the question, find the same for SnapKV. Of the
+methods that read the text once, Compactor, LagKV with a lag of 32 and KeyDiff are well ahead of
+Random. They need no question, and the keys of a number stand out among those of essays. R-KV, whose
+redundancy score needs no question either, is the only method that votes ahead of Random, and not by
+much. There are two remedies. Let the question vote; or read the text twice, since what the model
+needs to repeat the text includes the number. KVzip whose heads share a layer's budget answers every
+document from a quarter of the tokens, and with half of them is as sure as the full cache. From a
+sixteenth it answers none."""
 
 _SLOW_STEPS = """\
-What keeps two of them from the time of a cache of the same size that is left alone:
+Two methods are much slower than a static cache of the same size:
 
 - Scissorhands rebuilds its counts whenever it drops something, and here it drops with every token.
   The scores of the last 400 queries with the 513 tokens held, in the demo model's 30 layers of 9
   heads of 64 numbers, take 400 * 513 * 64 * 9 * 30 = 3.5 billion multiplications; the model's own
-  weights take 135 million for a token. And the
-  counts cannot be carried over: every token that goes raises what the queries pay the others, so
-  each weight has to be compared again. Holding the scores instead would take 222 MB beside 24 MB of
-  keys and values. `drop=n` rebuilds them with every n-th token only; by default, as in the paper,
-  n is half of the budget.
-- FastGen ranks again all that a head holds for every token, and its heads differ in length. So a
+  weights take 135 million for a token. The counts cannot be carried over: every dropped token
+  raises the attention to the others, so each weight has to be compared again. Holding the scores
+  instead would take 222 MB beside 24 MB of keys and values. `drop=n` rebuilds them only with every
+  n-th token; by default, as in the paper, n is half of the budget.
+- FastGen ranks all tokens of a head again with every token, and its heads differ in length. So a
   step attends a second time, in a padded copy of the keys, to know what every token received, and
-  stores each layer anew, without gaps. No part of that is large; it is many small operations in
-  every layer, where a cache that is left alone has none."""
+  stores each layer again without gaps. No single part is expensive; it is many small operations in
+  every layer, where a static cache has none."""

@@ -76,27 +76,27 @@ def _compared(rows: list[Row]) -> list[Answer]:
 _HEAD = """\
 # Which pooling, which window
 
-A prompt is read once with the full cache. Each setting then keeps what its policy keeps of that
-reading, and the right answer is fed to the model token by token. A budget is a part of the prompt,
-in tokens per KV head and layer, the window included; "no room" is a budget no larger than the
-window, in some of the prompts at least.
+A prompt is read once with the full cache. Each setting then keeps what its policy chooses from that
+reading, and the right answer is fed to the model token by token. A budget is a fraction of the
+prompt, in tokens per KV head and layer, window included. "No room" marks a budget that is no larger
+than the window in at least some of the prompts.
 
 - "Centred 7" is the paper's pooling: the maximum over seven neighbours. "0+12" is the maximum over
-  a position and the twelve before it: a vote lifts the twelve tokens behind it.
-- "Fading 0.90": a vote lifts all that stands behind it, by that factor less for every token. "Back
-  0.5": and what stands before it, by that one. "20 far": no further than 20 tokens.
-- "Sinks still": the votes for the first 4 tokens lift nothing but these tokens themselves. "4
-  sinks" and "1 sink": the same of so many first tokens, and each head keeps them, whatever their
-  votes; "fading 0.935, 4 sinks" is what `SnapKV(pooling="fading")` does.
+  a position and the twelve before it, so a vote lifts the twelve tokens behind it.
+- "Fading 0.90": a vote lifts all tokens behind it, shrinking by that factor for every token. "Back
+  0.5": it also lifts the tokens before it, shrinking by this factor. "20 far": at most 20 tokens.
+- "Sinks still": votes for the first 4 tokens lift only these tokens themselves. "4 sinks" and "1
+  sink": the same for that number of first tokens, and each head keeps them, whatever their votes;
+  "fading 0.935, 4 sinks" is what `SnapKV(pooling="fading")` does.
 
-Cells say how many answers are right **of those that the full cache has right**, with Wilson's
-interval at 95 percent in brackets; behind it the negative log-likelihood of the answer per token
-after its first, in nats, above that of the full cache, the mean over questions. An answer is right
-if every token of it behind the first is the most likely one. The first is predicted while the
-prompt is read, before anything is dropped; it counts only where the question is asked of the
-compressed cache. Where the full cache has nothing right, no setting was asked. Several questions
-are asked about one text, each of a cache of its own, so they are not independent of each other.
-All settings answer the same questions: where two intervals overlap, the pairs below say more.
+A cell shows the share of right answers **among those that the full cache has right**, with Wilson's
+interval at 95 percent in brackets. The number after it is the mean over questions of the negative
+log-likelihood of the answer per token after its first, in nats, above that of the full cache. An
+answer is right if each of its tokens after the first is the most likely one. The first token is
+predicted while the prompt is read, before anything is dropped; it counts only where the question is
+asked of the compressed cache. Where the full cache has nothing right, no setting was asked. Several
+questions are asked about one text, each of a separate cache, so they are not independent. All
+settings answer the same questions: where two intervals overlap, the pairs below say more.
 
 Rendered from `pooling.jsonl` by `python -m benchmarks.pooling`."""
 
@@ -128,15 +128,16 @@ def _summary(answers: Sequence[Answer]) -> str:
             count(at(variables, setting, share)) for setting in (CHOSEN, (16, "centred 7"))
         )
         lines.append(
-            f"- It is not better everywhere. Of the names of RULER's vt it has {own.right} of "
-            f"{own.of} right at 1/{share}, centred 7 with its window {paper.right}: see below."
+            "- The default is not better everywhere. Of the names of RULER's vt it has "
+            f"{own.right} of {own.of} right at 1/{share}, centred 7 with its window {paper.right}: "
+            "see below."
         )
     told = "\n".join(lines)
     return (
         fill(
             f"At budgets of {shares} of the prompt, the default of `snapkv.policies.default`, "
             f"{named(CHOSEN)}, has {default} answers right of those that the full cache has right. "
-            "Beside it:",
+            "The others have:",
             100,
         )
         + f"\n\n{told}"
@@ -148,10 +149,10 @@ _TOLD: dict[Setting, str] = {
     (16, "centred 7"): ", the same with the smaller window",
     (16, "centred 13"): ", as wide as 0+12, and centred",
     (8, "fading 0.935, sinks still"): "; windows were compared on prompts without a chat template, "
-    "whose end would fill a small one",
-    (16, "0+12, sinks still"): ": forward too, by a fixed reach",
-    (16, "fading 0.90"): ": where the first tokens' votes fade too, they fill a small budget with "
-    "the beginning of the text",
+    "the end of which would fill a small window",
+    (16, "0+12, sinks still"): ", which also lifts forward, by a fixed reach",
+    (16, "fading 0.90"): "; if the votes for the first tokens fade too, they fill a small budget "
+    "with the beginning of the text",
 }
 """What the page's beginning says of which settings."""
 
@@ -172,8 +173,8 @@ def _overall(answers: list[Answer]) -> str:
     )
     return (
         f"## All groups together\n\n{_questions(answers)} questions:\n\n{table(answers)}\n\n"
-        f"The mean over the {len(groups)} groups of which the full cache has {LEAST} or more "
-        f"right, each counted once, however many answers it has:\n\n{macro}"
+        f"The mean over the {len(groups)} groups in which the full cache has {LEAST} or more "
+        f"answers right; each group counts once, however many answers it has:\n\n{macro}"
     )
 
 
@@ -207,14 +208,14 @@ _MEANT = {
     "Needles": "Six kinds of needles in an essay, each asked for: numbers of 4, 7 and 12 digits, "
     "four words, uuids, a number and a word.",
     "Questions that did not vote": "Needles again, asked of a cache that was compressed before the "
-    "question, or behind another question and its answer.",
+    "question, or after another question and its answer.",
     "Lines": "LongEval's lines, with three examples and a begun answer.",
-    "Quotations": "Sentences of essays and of Python's manual, begun and to be continued by eight "
-    "tokens.",
-    "Documents": "SQuAD's questions about six paragraphs of one article, the longest of the "
+    "Quotations": "The beginnings of sentences from essays and from Python's manual; the answer is "
+    "the next eight tokens.",
+    "Documents": "SQuAD's questions about six paragraphs of one article, with the longest of the "
     "accepted answers.",
-    "RULER": "Its tasks at 1,024 tokens, as far as the full cache has something right. Of several "
-    "values each counts, from its second token on.",
+    "RULER": "Its tasks at 1,024 tokens, where the full cache has something right. If there are "
+    "several values, each counts, from its second token on.",
     "Natural text and code": "The next 32 tokens of essays, Python's manual, and its standard "
     "library.",
 }
@@ -228,8 +229,8 @@ def _variations(main: Sequence[Answer], more: Sequence[Answer]) -> str:
     own = [*beside, *(answer for answer in more if answer.question in both)]
     return (
         f"## Variations\n\nOther runs, factors and windows, on {_questions(own)} of the questions. "
-        '"0+12 then 0.90": the twelve tokens behind a vote are lifted as high as itself, and those '
-        f"behind them fade.\n\n{table(own)}"
+        '"0+12 then 0.90": the twelve tokens behind a vote are lifted to its full height, and the '
+        f"votes of those behind them fade.\n\n{table(own)}"
     )
 
 
@@ -250,9 +251,9 @@ def _traced(rows: list[Row], compared: list[Answer]) -> str:
     others = [answer for answer in asked if answer.group != "RULER vt"]
     return (
         "## Variables, and poolings to both sides\n\nRULER's vt asks for five names that are "
-        "assigned to each other: from places all over the text, and what stands before a vote is "
-        "wanted too. A vote that lifts more tokens leaves room for fewer places: what is ahead "
-        "here are the shortest runs. Fading to both sides does not mend it. "
+        "assigned to each other. They are spread over the text, and what stands before a vote is "
+        "needed too. A vote that lifts more tokens leaves room for fewer places, so the shortest "
+        "runs are best here. Fading to both sides does not help. "
         f"{_questions(variables)} samples:\n\n{table(variables)}\n\nThe same settings on "
         f"{_questions(others)} questions about needles, lines and quotations:\n\n{table(others)}"
     )
@@ -276,8 +277,8 @@ def _pairs(answers: list[Answer]) -> str:
         ],
     )
     return (
-        f"## Pairs\n\nAnswers that only {named(CHOSEN)} has right, and answers that only the "
-        f"other has right, of those that the full cache has right:\n\n{shown}"
+        f"## Pairs\n\nThe number of answers that only {named(CHOSEN)} has right, and the number "
+        f"that only the other has right, among those that the full cache has right:\n\n{shown}"
     )
 
 
@@ -290,9 +291,9 @@ def _worse(answers: list[Answer]) -> str:
             lines += worse_in(own, f"{group}, 1/{share}")
     shown = "\n".join(f"- {line}" for line in lines) or "Nowhere."
     return (
-        f"## Where {named(CHOSEN)} is not the best\n\nThe best other setting of a group, where "
-        "it has more than one right answer more; in groups without answers, a loss lower by more "
-        f"than 0.02 nats a token. Of few answers, differences are within chance.\n\n{shown}"
+        f"## Where {named(CHOSEN)} is not the best\n\nThe best other setting of a group, if it has "
+        "at least two more right answers or, in groups without answers, a loss lower by more than "
+        f"0.02 nats a token. With few answers, such differences are within chance.\n\n{shown}"
     )
 
 
@@ -307,7 +308,7 @@ def _without_signal(rows: list[Row]) -> str:
         if rights and sum(rights) < LEAST
     ]
     return (
-        "## What says nothing here\n\nGroups of which the full cache has fewer than "
+        "## Groups with too few right answers\n\nGroups in which the full cache has fewer than "
         f"{LEAST} answers or parts of answers right: {', '.join(lines) or 'none'}."
     )
 
@@ -351,22 +352,22 @@ def _lost(answers: list[Answer]) -> str:
     )
     return (
         "## How much of the votes is lost, and whether the answer is right\n\nThe lost mass is the "
-        "part of the window's votes on the prefix, before pooling, that falls on positions which "
-        f"are not kept. All answers of {named(CHOSEN)}, at all budgets: the share of right "
-        "answers of those that the full cache has right, and how many there are. Mean: over all "
-        "layers and KV heads; highest layer: the layer with the highest mean over its heads. "
-        '"Told apart" is how often, of a right and a wrong answer, the wrong one has lost more: '
-        f"0.5 is chance.\n\n{shown}"
+        "part of the window's votes on the prefix, before pooling, that falls on dropped "
+        f"positions. The table covers all answers of {named(CHOSEN)} at all budgets. A cell is the "
+        "share of right answers among those that the full cache has right, and their number. "
+        '"Mean" is over all layers and KV heads; "highest layer" is the layer with the highest '
+        'mean over its heads. "Told apart" is how often, in a pair of a right and a wrong answer, '
+        f"the wrong one has lost more: 0.5 is chance.\n\n{shown}"
     )
 
 
 def _first_look(sinks: list[Answer], screened: list[Answer]) -> str:
     """The two tables from which the settings of the others were chosen."""
     return (
-        "## The first look: more settings, few texts\n\nThe settings above were chosen from "
+        "## The first comparison: more settings, few texts\n\nThe settings above were chosen from "
         "these, on other texts. Here the first token of an answer counts too, and all questions "
-        f"were asked. {_questions(sinks)} questions:\n\n{table(sinks)}\n\nThe poolings without "
-        f"still sinks, {_questions(screened)} questions:\n\n{table(screened)}"
+        f"were asked. {_questions(sinks)} questions:\n\n{table(sinks)}\n\nPoolings without still "
+        f"sinks, {_questions(screened)} questions:\n\n{table(screened)}"
     )
 
 
@@ -377,14 +378,15 @@ def _questions(answers: Iterable[Answer]) -> int:
 _NOT_MEASURED = """\
 ## What was not measured
 
-- Budgets of a half, the rag tasks over HotpotQA (RULER's qa_2 asks it), prompts over 2,100 tokens:
-  there was no time for them.
-- Windows of 64 tokens and factors beside 0.90 and 0.935 in the large tables: the first look did not
-  speak for them. Fading to both sides is in the first look, and on few questions above.
+- Budgets of a half, the rag tasks over HotpotQA (RULER's qa_2 covers it) and prompts over 2,100
+  tokens, for lack of time.
+- Windows of 64 tokens and factors other than 0.90 and 0.935 in the large tables: the first
+  comparison did not favour them. Fading to both sides is in the first comparison, and on few
+  questions above.
 - LongBench: no installed package carries its rows.
 - Other models than the demo model, and prompts in a chat template.
-- Answers that the model generates by itself: one that is fed cannot go astray behind a wrong token,
-  so a part of several values may be right here that `generate` would not reach."""
+- Answers that the model generates by itself. A fed answer cannot go astray after a wrong token, so
+  one of several values may be right here that `generate` would not reach."""
 
 
 def figure(rows: list[Row]) -> Any:

@@ -96,10 +96,10 @@ prompt ends in "Answer: The special magic number for CITY is". Every document is
 the full cache; each method then compresses a copy of it, and the right answer is fed to the model
 token by token.
 
-A cell is the fraction of documents whose answer was right in every token, and in brackets the
-negative log-likelihood of the answer after its first token, in nats, the mean over documents: it
-moves smoothly where the fraction jumps. With n documents one document is 1/n: small differences
-between cells mean nothing. A budget counts tokens per KV head and layer, the window included.
+A cell is the fraction of documents whose answer was right in every token, and in brackets the mean
+over documents of the negative log-likelihood of the answer after its first token, in nats, which
+changes smoothly where the fraction jumps. With n documents one document is 1/n: small differences
+between cells mean nothing. A budget counts tokens per KV head and layer, window included.
 "Sinks and recent" keeps the first 4 tokens and the last ones, as StreamingLLM does.
 
 Rendered from `quality.jsonl` by `python -m benchmarks.quality`; each row has all settings."""

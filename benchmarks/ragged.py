@@ -192,11 +192,11 @@ def render(rows: list[Row]) -> str:
     decoded = [row for row in rows if row["benchmark"] == "decode"]
     parts = [
         "# Heads that keep different numbers of tokens",
-        "What uneven heads cost against a uniform cache that holds as many tokens in all. The two "
-        "of a line take turns in one process, one token each, so that noise hits them alike; a "
-        "ratio is the median over pairs from the same round, with the 20th and 80th percentile in "
-        "brackets. Processor time is that of all threads, without waiting for processors that "
-        "other programs use.",
+        "The cost of uneven heads compared with a uniform cache that holds the same total number "
+        "of tokens. The two caches of a line take turns in one process, one token each, so that "
+        "noise affects both; a ratio is the median over pairs from the same round, with the 20th "
+        "and 80th percentile in brackets. Processor time is that of all threads; it does not count "
+        "waiting for processors that other programs use.",
         environment_line(rows) + ".",
         "## Decoding with the whole model",
         f"SnapKV against AdaKV around it, after a prompt of {PROMPT_TOKENS:,} tokens; "
@@ -204,11 +204,11 @@ def render(rows: list[Row]) -> str:
         _table(decoded, ["budget"], 1),
         "## One layer: store the token and attend",
         "float32. Uniform is transformers' own cache and sdpa attention, which copies all it holds "
-        "to append a token; uneven heads copy only what came behind the prompt. Random budgets, "
-        "of which a fifth is every head's.",
+        "to append a token; uneven heads copy only what came after the prompt. Budgets are random, "
+        "and every head has at least a fifth.",
         _table([row for row in rows if row["benchmark"] == "layer"], ["shape", "batch", "budget"]),
         "## One layer: attention only",
-        "The same without storing. In the smallest layers calls into torch are most of the time, "
+        "The same without storing. In the smallest layers calls into torch take most of the time, "
         "and uneven heads need more of them.",
         _table(
             [row for row in rows if row["benchmark"] == "attention"], ["shape", "batch", "budget"]

@@ -291,9 +291,9 @@ def _questions_part(rows: list[Row]) -> str:
     table = markdown_table([*header, "s to read before", "device", "host"], lines)
     setting = (
         f"{rows[0]['text']}, {len(documents)} times {rows[0]['document_tokens']:,} tokens, "
-        "ten questions about each, at ten depths: the first words of a sentence, and the next four "
-        "tokens of it must be right. Each question is asked of a cache as it was before the other "
-        "nine. SnapKV has window 16, kernel 13. Seconds are means."
+        "ten questions about each, at ten depths. A question is the first words of a sentence, and "
+        "the next four tokens of it must be right. Each question is asked of a cache in the state "
+        "before the other nine. SnapKV has window 16, kernel 13. Seconds are means."
     )
     return f"## Ten questions about one document\n\n{setting} {environment_line(rows)}.\n\n{table}"
 
@@ -316,8 +316,8 @@ def _turns_part(rows: list[Row]) -> str:
     )
     setting = (
         f"Budget {rows[0]['budget']}, {rows[0]['new_tokens']} new tokens a turn, recall on the "
-        "host. While a turn is read, the device holds one layer of all that was seen beside the "
-        "budget: that is the cap. The host holds every token up to the end of the turn's prompt."
+        "host. While a turn is read, the device holds the budget and one layer of everything seen: "
+        "that is the cap. The host holds every token up to the end of the turn's prompt."
     )
     return f"## {len(rows)} turns in one cache\n\n{setting}\n\n{table}"
 

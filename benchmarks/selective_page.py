@@ -20,12 +20,12 @@ def render(rows: list[Row]) -> str:
 
 
 _HEAD = """\
-# Reading with fewer tokens from the middle of the model on
+# Reading fewer tokens in the upper half of the model
 
-From some layer on only a share of the prompt's tokens goes on: those that the prompt's last 16
+From some layer on, only a share of the prompt's tokens goes on: those that the prompt's last 16
 tokens vote for at that layer, and these 16 (`snapkv.prefill.selective`). GemFilter reads the chosen
-tokens again from the first layer. "15, 15%" is: 15 layers read every token, then 15% of them go on,
-however few that are. What is compared is reading into a compressed cache of the same budget.
+tokens again from the first layer. "15, 15%" means that 15 layers read every token and then 15% of
+the tokens go on, however few. All ways read into a compressed cache of the same budget.
 
 Rendered from `selective.jsonl` by `python -m benchmarks.selective`; each row has all settings."""
 
@@ -44,8 +44,8 @@ def _shape(rows: list[Row]) -> str:
     return _timed(
         "Time at a longer prompt",
         rows,
-        f"The model has the shape of {rows[0]['model']['name'].split()[-1]}, with {layers} layers "
-        f"only and random weights, which take as long as trained ones. With {_label(rows[1])} "
+        f"The model has the shape of {rows[0]['model']['name'].split()[-1]}, but only {layers} "
+        f"layers, and random weights, which take as long as trained ones. With {_label(rows[1])} "
         "reading "
         f"takes {_ratio(rows[1])} of the exact time.",
     )
@@ -59,8 +59,8 @@ def _timed(title: str, rows: list[Row], said: str) -> str:
     )
     about = (
         f"{first['prompt_tokens']:,} tokens, budget {first['policy']['budget']}; medians of "
-        f"{first['rounds']} rounds in which all take turns, ratios of pairs of one round with the "
-        f"lowest and the highest. {said}"
+        f"{first['rounds']} rounds in which all take turns; ratios are medians over pairs of one "
+        f"round, with the lowest and the highest in brackets. {said}"
     )
     return _section(title, about, table, rows)
 
@@ -70,7 +70,7 @@ def _quality(rows: list[Row]) -> str:
     labels = list(dict.fromkeys(_label(row) for row in rows))
     cells = {(_label(row), row["task"]): _cell(row) for row in rows}
     counts = ", ".join(
-        f"{row['prompts']} of {task} ({row['prompt_tokens']:,} tokens, the mean)"
+        f"{row['prompts']} of {task} ({row['prompt_tokens']:,} tokens on average)"
         for task in tasks
         for row in rows
         if row["task"] == task and _label(row) == "exact"
@@ -83,9 +83,9 @@ def _quality(rows: list[Row]) -> str:
         ],
     )
     about = (
-        f"Prompts: {counts}. Every answer is begun for the model, and its right tokens are fed one "
-        "behind the other. A cell is the share of answers whose tokens were all the likeliest, "
-        "and in brackets the loss, nats per token. The magic numbers are those of "
+        f"Prompts: {counts}. Every prompt begins the answer, and the right tokens are fed one "
+        "after the other. A cell is the share of answers whose tokens were all the most likely ones, and "
+        "in brackets the loss in nats per token. The magic numbers are those of "
         f"[quality](quality.md), needle and lines those of [evaluation](evaluation.md); budget "
         f"{rows[0]['policy']['budget']}.\n\n{_verdict(rows, labels)}"
     )

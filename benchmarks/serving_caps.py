@@ -139,8 +139,8 @@ Made by `python -m benchmarks.serving_caps`; rows in `serving_caps.jsonl`.
 
 The documents of [chunked.md](chunked.md): {first["documents"]} of {first["prompt_tokens"]:,} tokens
 with one magic number each, budget {policy["budget"]}, window {policy["window_size"]}, kernel
-{policy["kernel_size"]}, chunks of {first["chunk_tokens"]} tokens. vLLM answers all of them at once,
-`snapkv serve --cap`; the library one after the other, under the same cap.
+{policy["kernel_size"]}, chunks of {first["chunk_tokens"]} tokens. vLLM answers all of them at once
+(`snapkv serve --cap`); the library answers one after the other, under the same cap.
 
 {markdown_table(header, lines)}
 """

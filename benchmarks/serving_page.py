@@ -39,22 +39,22 @@ def render(rows: Sequence[Row]) -> str:
 Made by `python -m benchmarks.serving`; rows in `serving.jsonl`.
 
 With a budget of the prompt's length, {equal["same_answers"]} of {equal["prompts"]} greedy answers
-of {ANSWER_TOKENS} tokens are stock vLLM's (float32).
+of {ANSWER_TOKENS} tokens equal stock vLLM's (float32).
 
-At budget {library["budget"]}, {library["same_sets"]} of {library["sets"]} kept sets (one a prompt,
-layer and KV head) are those of `CompressedCache`, and {library["same_answers"]} of
-{library["prompts"]} answers. Of stock vLLM's answers {library["stock_like_transformers"]} are those
-of transformers.
+At budget {library["budget"]}, {library["same_sets"]} of {library["sets"]} kept sets (one for each
+prompt, layer and KV head) equal those of `CompressedCache`, and so do {library["same_answers"]} of
+{library["prompts"]} answers. Of stock vLLM's answers, {library["stock_like_transformers"]} equal
+those of transformers.
 
-{first["requests"]} requests of {first["prompt_tokens"]:,} prompt and {first["new_tokens"]} new
-tokens at once, in pools of so many blocks of {BLOCK_TOKENS} tokens, bfloat16; kernel
-{first["votes"]["kernel_size"]}, max pooling. Either engine in turns, median of the rounds. "Found"
-are the magic numbers in the answers.
+{first["requests"]} requests at once, each with {first["prompt_tokens"]:,} prompt tokens and
+{first["new_tokens"]} new ones, in pools of the given number of blocks of {BLOCK_TOKENS} tokens,
+bfloat16; kernel {first["votes"]["kernel_size"]}, max pooling. The engines take turns; median of the
+rounds. "Found" counts the magic numbers in the answers.
 
 {markdown_table(header, table)}
 
-Reading prompts up to their first tokens, nothing else running; a pair is a run of either engine,
-right after one another, and which begins is turned every pair:
+Reading prompts up to their first tokens, with nothing else running. A pair is one run of each
+engine in direct succession; the order alternates from pair to pair:
 
 {chr(10).join(read)}
 

@@ -275,18 +275,18 @@ def render(rows: Sequence[Row]) -> str:
 {environment_line(asked)}, vLLM {rows[0]["environment"]["vllm"]}.
 Made by `python -m benchmarks.shared_documents`; rows in `shared_documents.jsonl`.
 
-A document of {tokens:,} tokens: prose, between whose sentences {len(PLACES)} lines stand of the
-kind "Special magic number for Oslo is 4821." Every question asks for one of them, in one of
-{len(ASKED)} ways, and begins the answer. The demo model answers in bfloat16, every question in
-every way, in turns: behind the whole document as stock vLLM caches it for all requests with the
-same beginning; reading it anew ({READ_WHOLE} questions); and from the document, registered once
-with so many tokens. One engine has heads that keep as many tokens each, another one
-(`--policy adakv`) heads of different length. First token: the median time of a request for one
-token, with nothing else in the engine. Blocks are of {BLOCK_TOKENS} tokens.
+A document of {tokens:,} tokens: prose with {len(PLACES)} lines between its sentences, such as
+"Special magic number for Oslo is 4821." Every question asks for one of them, in one of
+{len(ASKED)} ways, and begins the answer. The demo model answers every question in bfloat16 in three
+ways, in turns: after the whole document, which stock vLLM caches for all requests with the same
+beginning; reading it again ({READ_WHOLE} questions); and from the document registered once with the
+given number of tokens. In one engine all heads keep the same number of tokens; in the other
+(`--policy adakv`) the heads differ in length. First token: the median time of a request for one
+token, with nothing else in the engine. A block has {BLOCK_TOKENS} tokens.
 
 {markdown_table(header, lines)}
 
-Registering, read twice:
+Registering a document, which reads it twice:
 
 {reading}
 """

@@ -95,11 +95,11 @@ def render(rows: list[Row]) -> str:
     names = ", ".join(f"`{policy['name']}`" for policy in rows[0]["methods"])
     parts = [
         "# Ten methods for little more than one",
-        "What a method keeps of a prompt it chooses when all of it has been read, so `snapkv eval` "
-        "reads a prompt once for all methods that read it exactly. Here a needle is searched by "
-        f"{names}, each with a budget of a quarter of the prompt: by the first of them alone, "
-        "and by all ten in one run. The answers are those of ten runs. Each time is the processor "
-        f"time of all threads, the median of {rows[0]['rounds']} rounds in turn.",
+        "A method chooses what to keep after the whole prompt has been read, so `snapkv eval` "
+        "reads a prompt once for all methods that read it exactly. Here a needle is searched with "
+        f"{names}, each with a budget of a quarter of the prompt: with the first of them alone, "
+        "and with all ten in one run. The answers are those of ten separate runs. Each time is the "
+        f"processor time of all threads, the median of {rows[0]['rounds']} rounds in turn.",
         environment_line(rows) + ".",
         markdown_table(
             ["prompt", "one method, s", "ten methods, s", "ratio"],
@@ -113,8 +113,8 @@ def render(rows: list[Row]) -> str:
                 for row in rows
             ],
         ),
-        "What is left of every method is its choice and its answer: methods that score by the "
-        "attention of all queries (`h2o`) or choose after every token take more of it.",
+        "Each method still makes its own choice and generates its own answer. Methods that score "
+        "by the attention of all queries (`h2o`), or choose after every token, take longer for it.",
         "Rendered from `sharing.jsonl` by `python -m benchmarks.sharing`; each row has all "
         "settings.",
     ]

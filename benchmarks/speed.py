@@ -48,7 +48,7 @@ def render(rows: list[Row]) -> str:
     """The page that these rows make."""
     parts = [
         "# Speed and memory",
-        "All contenders of a table take turns in one process, so that noise hits them alike; a "
+        "All caches of a table take turns in one process, so that noise affects all of them; a "
         "ratio is the median over pairs from the same round, with the 20th and 80th percentile "
         "in brackets. The prompt is the document of the quality benchmark.",
         environment_line(rows) + ".",
@@ -58,8 +58,8 @@ def render(rows: list[Row]) -> str:
         _decode_table([row for row in rows if row["benchmark"] == "decode"]),
         "## Peak memory of reading",
         "How far the resident memory of a process rises above the loaded model while it reads "
-        "the prompt, and how much of that stays when it has been read. The allocator hands freed "
-        "memory back at once.",
+        "the prompt, and how much of that remains afterwards. The allocator returns freed memory "
+        "at once.",
         _peak_table([row for row in rows if row["benchmark"] == "peak memory"]),
         "Rendered from `speed.jsonl` by `python -m benchmarks.speed`; each row has all settings.",
     ]
@@ -91,7 +91,8 @@ def _prefill_tables(rows: list[Row]) -> str:
     return (
         f"{first['prompt_tokens']:,} tokens, budget {first['budget']}, "
         f"{len(first['samples_ms'])} rounds; medians. Processor time is that of all threads, "
-        f"without waiting for processors that other programs use.\n\n{medians}\n\n{pairs}"
+        "and does not count waiting for processors that other programs use.\n\n"
+        f"{medians}\n\n{pairs}"
     )
 
 

@@ -128,8 +128,8 @@ _HEAD = """\
 
 One long text goes through the model in chunks, each method with a cache of its own. A chunk is
 read, then the cache is cut to its budget. With "cache positions" tokens are numbered by their place
-in the cache, with "original positions" the sinks stay where they were read, at a distance that
-grows without end. "No sinks" is the plain sliding window of the same budget.
+in the cache; with "original positions" the sinks stay where they were read, at an ever growing
+distance. "No sinks" is the plain sliding window of the same budget.
 
 Rendered from `streaming.jsonl` by `python -m benchmarks.streaming`; each row has all settings."""
 
@@ -148,7 +148,7 @@ def _setting(rows: list[Row], starts: list[int]) -> str:
         else f" Not run here: four times the trained length, `--tokens {4 * trained}`."
     )
     return (
-        f"{first['text']}, budget {budget}, of which 4 sinks where there are any, chunks of "
+        f"{first['text']}, budget {budget} (including 4 sinks, where there are any), chunks of "
         f"{first['chunk_tokens']} tokens (the full cache drops nothing, so its chunks do not "
         f"matter). {reach}{missing} {environment_line(rows)}."
     )
@@ -165,8 +165,8 @@ def _means(rows: list[Row]) -> str:
     if beyond:
         lines.append(_mean_line(rows, [m for m in methods if beyond <= starts[m]], beyond))
     lines.append(
-        "The text itself gets easier and harder from bucket to bucket, so methods compare along a "
-        "line of the table."
+        "The text is easier in some buckets than in others, so compare methods within a line of "
+        "the table."
     )
     return "\n\n".join(lines)
 

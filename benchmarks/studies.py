@@ -82,11 +82,11 @@ def findings_of(rows: list[Row], name: str) -> list[Row]:
 _HEAD = """\
 # The paper's observations, on the demo model
 
-What the paper saw on Mistral-7B-Instruct-v0.2 with prompts of 3,000 to 19,000 tokens, looked at on
-a model of 135 million parameters with essays of 3,072 tokens. Answers are drawn at temperature 0.7
-and have the same number of tokens whether or not the model would have ended them. Numbers are means
-over documents; "0.90 (0.50 to 1.00)" is the mean over the 30 layers with the lowest and the
-highest.
+The paper's observations on Mistral-7B-Instruct-v0.2 with prompts of 3,000 to 19,000 tokens,
+repeated on a model of 135 million parameters with essays of 3,072 tokens. Answers are sampled at
+temperature 0.7 and have a fixed number of tokens, whether or not the model would have ended them.
+Numbers are means over documents; "0.90 (0.50 to 1.00)" is the mean over the 30 layers, with the
+lowest and the highest.
 
 Rendered from `studies.jsonl` by `python -m benchmarks.studies`. `snapkv study NAME` makes the same
 rows of any model and document."""
@@ -115,15 +115,15 @@ def _hit_rate(rows: list[Row]) -> str:
     return f"""
 It holds. The last 32 tokens of the prompt have voted for {_rate(_where(vote, window=1))} of what
 the first 128 tokens of the answer attend to with more than 0.05, and for
-{_rate(_where(vote, window=4))} of what the last 128 do (weighted). As many positions at the
-beginning and the end of the prefix hold {_rate(recent)}.
+{_rate(_where(vote, window=4))} of what the last 128 attend to (weighted). The same number of
+positions at the beginning and the end of the prefix covers {_rate(recent)}.
 
-It says less than it seems. From layer {LATE} on, {1 - beyond / _sum(late, "important"):.0%} of what
-is attended to so strongly are the first four tokens, whatever the question. Without them
-{beyond / len(late):.2f} positions per head and token are left, of which the vote has
-{_rate(late, beyond=True)}; where a layer has next to none, its rate is chance. Before layer {LATE}
+This says less than it seems to. From layer {LATE} on, {1 - beyond / _sum(late, "important"):.0%} of
+the positions attended to this strongly are the first four tokens, whatever the question. Without
+them {beyond / len(late):.2f} positions per head and token are left, of which the vote has
+{_rate(late, beyond=True)}; where a layer has almost none, its rate is chance. Before layer {LATE}
 there are {_sum(early, "important") / len(early):.1f} per head and token,
-{_sum(early, "important_beyond_sinks") / _sum(early, "important"):.0%} of them behind the first four
+{_sum(early, "important_beyond_sinks") / _sum(early, "important"):.0%} of them after the first four
 tokens, and the vote has {_rate(early)}: the prompt's last tokens attend to the same ones."""
 
 
@@ -137,14 +137,14 @@ def _overlap(rows: list[Row]) -> str:
 
     oldest, common = min(row["window"] for row in rows), "overlap_of_common"
     return f"""
-Both figures are seen. The last window of the prompt shares {mean("prompt", -1, "overlap")} of its
-positions with the answer, the one before it {mean("prompt", -2, "overlap")}, the oldest
+Both figures are confirmed. The last window of the prompt shares {mean("prompt", -1, "overlap")} of
+its positions with the answer, the one before it {mean("prompt", -2, "overlap")}, the oldest
 {mean("prompt", oldest, "overlap")}; 0.05 is chance. Along the answer, the agreement with the
 prompt's last window falls from {mean("answer", 1, "overlap")} to {mean("answer", 4, "overlap")}.
 
-Most of the rise towards the prompt's end is that a window cannot attend to what comes after it. Of
-the positions before the first window, which all windows see, the oldest window shares
-{mean("prompt", oldest, common)} of its choice with the answer, the last one
+Most of the rise towards the prompt's end has a simple reason: a window cannot attend to what comes
+after it. Among the positions before the first window, which all windows see, the oldest window
+shares {mean("prompt", oldest, common)} of its choice with the answer, the last one
 {mean("prompt", -1, common)}."""
 
 
@@ -154,12 +154,12 @@ def _instructions(rows: list[Row]) -> str:
     early = [_mean([row for row in of if row["layer"] < LATE], halves) for of in (other, same)]
     return f"""
 It holds in the later layers. Different questions share {_mean(other, "overlap"):.2f} of the
-positions that they choose. How much of the rest is the question's doing is told by halves: there
-the same question agrees with itself by {_mean(same, halves):.2f}. Before layer {LATE} other
-questions agree as well as that, {early[0]:.2f} against {early[1]:.2f}; from there on they agree
-less, {_mean(_late(other), halves):.2f} against {_mean(_late(same), halves):.2f}. A choice made
-without knowing the question would be right about most positions here, and wrong about some in the
-later layers."""
+positions that they choose. To see how much of the rest is due to the question, votes are split into
+halves: the halves of the same question agree by {_mean(same, halves):.2f}. Before layer {LATE}
+different questions agree just as well, {early[0]:.2f} against {early[1]:.2f}; from there on they
+agree less, {_mean(_late(other), halves):.2f} against {_mean(_late(same), halves):.2f}. A choice
+made without knowing the question would be right about most positions here, and wrong about some in
+the later layers."""
 
 
 def _position(rows: list[Row]) -> str:
@@ -168,8 +168,8 @@ def _position(rows: list[Row]) -> str:
     return f"""
 It holds: the hit rate is {_rate(last)} with the question last and {_rate(first)} with the question
 first (weighted); from layer {LATE} on, without the first four tokens,
-{_rate(_late(last), beyond=True)} and {_rate(_late(first), beyond=True)}. A high hit rate says that
-the vote foresees what is attended to, not that the answer is right."""
+{_rate(_late(last), beyond=True)} and {_rate(_late(first), beyond=True)}. A high hit rate means that
+the vote predicts what is attended to, not that the answer is right."""
 
 
 def _sensitivity(rows: list[Row]) -> str:
@@ -185,10 +185,10 @@ def _sensitivity(rows: list[Row]) -> str:
     }
     windows = ", ".join(f"{score:.2f} at {window}" for window, score in by_window.items())
     return f"""
-The kernel decides: the mean over windows and kinds of pooling is {means}. A number of
-{SENSITIVITY.digits} digits is as many tokens for this model, and pooling keeps its last ones. Over
-kernels and kinds of pooling, the window has {windows}. The full cache has {full["score"]:.2f}; one
-sample is {1 / full["samples"]:.2f}."""
+The kernel matters most: the mean over windows and kinds of pooling is {means}. A number of
+{SENSITIVITY.digits} digits is {SENSITIVITY.digits} tokens for this model, and pooling keeps the
+last ones. By window, the mean over kernels and kinds of pooling is {windows}. The full cache has
+{full["score"]:.2f}; one sample is {1 / full["samples"]:.2f}."""
 
 
 def _induction(rows: list[Row]) -> str:
@@ -201,19 +201,19 @@ def _induction(rows: list[Row]) -> str:
     sides = ", ".join(f"{line[1]} of them with {line[0]}" for line in lines)
     medians = " and ".join(sorted({line[5].lstrip("-") for line in lines}))
     return f"""
-This is no figure of the paper's; it is what its clusters are made for. A copy of something begins
-at the end of the prompt, and most of the window's votes near it stand before the token that is
-copied next, on the words that it began with ({sides}); by the median {medians} tokens before it.
-What is needed after it stands further behind.
+This is not a figure of the paper; it shows what the paper's clusters are for. The end of the prompt
+begins to copy something. Most of the window's votes near the original fall before the token that is
+copied next, on the words that the copy began with ({sides}); the median is {medians} tokens before
+it. What is needed next comes after it.
 
-{len(needing)} of {len(heads)} heads need a token of the copy or more per prompt, that is, pay it
-more than {INDUCTION.threshold} of their attention while it is said. Of what they need,
-{derived["needed_near_votes"]:.0%} stands within 32 tokens of one of the head's
-{INDUCTION.best_votes} best votes, and {derived["reached"]:.0%} of that no further than {before}
-before and {behind} behind one. At a budget of {INDUCTION.budget} the centred pooling of 7 keeps
-{derived["kept_centred"]:.0%} of what is needed, fading by 0.5 {decays[0.5]:.0%}, by
-{derived["decay"]} {derived["kept"]:.0%}, by 0.98 {decays[0.98]:.0%}. The pair depends on how much
-is copied, {INDUCTION.items} digits, words or tokens here."""
+{len(needing)} of {len(heads)} heads need at least one token of the copy per prompt, that is, pay it
+more than {INDUCTION.threshold} of their attention while the copy is generated. Of what they need,
+{derived["needed_near_votes"]:.0%} is within 32 tokens of one of the head's {INDUCTION.best_votes}
+best votes, and {derived["reached"]:.0%} of that is at most {before} before and {behind} after one.
+At a budget of {INDUCTION.budget} the centred pooling of 7 keeps {derived["kept_centred"]:.0%} of
+what is needed, fading by 0.5 {decays[0.5]:.0%}, by {derived["decay"]} {derived["kept"]:.0%}, by
+0.98 {decays[0.98]:.0%}. The pair depends on how much is copied: {INDUCTION.items} digits, words or
+tokens here."""
 
 
 SEEN = {

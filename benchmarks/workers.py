@@ -148,12 +148,12 @@ def _explained(row: Row) -> str:
     names = " and ".join(f"`{policy['name']}`" for policy in row["methods"])
     low, high = row["speedup"]["p20"], row["speedup"]["p80"]
     return (
-        f"A needle is searched in {row['prompts']} prompts by {names}, as `snapkv eval --devices "
-        f"cpu` and `--devices cpu,cpu` do it: by one process, and by two that share the prompts, "
-        f"the longest first, of {row['threads_each']} thread each on {row['processors']} "
-        f"processors. Both had loaded the model. Time on the clock, the median of {row['rounds']} "
-        f"rounds in turn; the 20th and 80th percentile of the last column are {low:.2f} and "
-        f"{high:.2f}. The answers were the same in every round."
+        f"A needle is searched in {row['prompts']} prompts with {names}, by `snapkv eval --devices "
+        f"cpu` and by `--devices cpu,cpu`: one process, and two that share the prompts, longest "
+        f"first, with {row['threads_each']} thread each on {row['processors']} processors. Both "
+        f"had already loaded the model. Elapsed time, the median of {row['rounds']} rounds in "
+        f"turn; the 20th and 80th percentile of the last column are {low:.2f} and {high:.2f}. The "
+        "answers were the same in every round."
     )
 
 
