@@ -84,8 +84,8 @@ def _quality(rows: list[Row]) -> str:
     )
     about = (
         f"Prompts: {counts}. Every prompt begins the answer, and the right tokens are fed one "
-        "after the other. A cell is the share of answers whose tokens were all the most likely ones, and "
-        "in brackets the loss in nats per token. The magic numbers are those of "
+        "after the other. A cell is the share of answers whose tokens were all the most likely "
+        "ones, and in brackets the loss in nats per token. The magic numbers are those of "
         f"[quality](quality.md), needle and lines those of [evaluation](evaluation.md); budget "
         f"{rows[0]['policy']['budget']}.\n\n{_verdict(rows, labels)}"
     )
