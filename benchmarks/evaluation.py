@@ -192,10 +192,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "tracking": Experiment(
         title="Long answers",
         about="A record written again, and 32 names gone through again and again, over about 1,024 "
-        "and 2,048 generated tokens; the score is the share of the lines before the first mistake. "
-        "What is kept, 512, holds a round of the names and not the record with its copy.",
+        "generated tokens; the score is the share of the lines before the first mistake. What is "
+        "kept, 512, holds a round of the names and not the record with its copy.",
         task=lambda: Tracking(
-            answer_tokens=(1024, 2048), kinds=("copy", "cycle"), samples_each=2, cloze=True
+            answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
         ),
         methods=_evicting(512),
     ),
