@@ -67,17 +67,20 @@ def chat(
     from snapkv.cli.protection import protection_of
 
     loaded, reading = load_model(options), options.reading
+    wanted = _recall_of(recall, recall_pages)
     Chat(
         conversation=Conversation(
             loaded,
             policy,
             settings,
             document=text_files.join(read),
-            recall=_recall_of(recall, recall_pages),
+            recall=wanted,
             protection=protection_of(options, system=None),
             prefill=reading,
         ),
-        load=lambda path: Conversation.load(path, loaded, settings, policy, prefill=reading),
+        load=lambda path: Conversation.load(
+            path, loaded, settings, policy, recall=wanted, prefill=reading
+        ),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
         warnings=warnings,
