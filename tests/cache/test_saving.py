@@ -33,6 +33,7 @@ from snapkv import (
     PromptThenDecode,
     Random,
     Scissorhands,
+    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -51,6 +52,7 @@ KINDS = {
     "static": (POLICY, {"storage": "static", "room_tokens": 32}),
     "per query head": (SnapKV(40, window_size=8, group_reduce="none"), {}),
     "ragged": (AdaKV(POLICY), {}),
+    "threshold": (ScoreThreshold(POLICY, at_least=0.016), {}),
     "whole": (FullCache(), {}),
     "recall": (POLICY, {"recall": "host"}),
     "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
