@@ -60,14 +60,13 @@ def chat(
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
-    policy = build_policy(_with_number(options, recall))
+    policy, wanted = build_policy(_with_number(options, recall)), _recall_of(recall, recall_pages)
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
     from snapkv.cli.protection import protection_of
 
     loaded, reading = load_model(options), options.reading
-    wanted = _recall_of(recall, recall_pages)
     Chat(
         conversation=Conversation(
             loaded,
