@@ -385,7 +385,7 @@ class PrefixPolicy(Policy):
     def rated(self, layer: PromptLayer) -> Tensor:
         """(B, H, P) float32: scores per attention weight that they are the sum of.
 
-        Votes are shares of the window's attention then. What must stay has infinity, pads minus infinity.
+        Votes are shares of the window's attention then. What must stay is inf, pads are -inf.
         """
         rated, must_stay = self.score(layer) / self.summed_weights(layer), self.must_stay(layer)
         slots = rated.shape[-1]
