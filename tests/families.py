@@ -114,3 +114,13 @@ def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 ModelFactory = Callable[[str, str], PreTrainedModel]
+
+
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+"""Logits that differ by the order of float32 sums only."""
+
+
+@torch.no_grad()
+def call(model, cache, ids, **options) -> torch.Tensor:
+    """(B, N, V): the logits of one forward pass over a cache."""
+    return model(ids, past_key_values=cache, **options).logits

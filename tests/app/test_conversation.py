@@ -1,14 +1,18 @@
 """Conversations: the second question finds what the first one did not need."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from snapkv import (
     H2O,
     CacheFileError,
+    CacheMismatchError,
     FullCache,
     InvalidArgumentError,
     KVzip,
+    PageRecall,
     PromptTooLongError,
     SnapKV,
 )
@@ -66,6 +70,29 @@ def test_a_saved_conversation_goes_on_as_the_other(demo, tmp_path):
     conversation.cache.save(tmp_path / "cache")
     with pytest.raises(CacheFileError, match="path: expected a conversation"):
         Conversation.load(tmp_path / "cache", demo, SHORT, POLICY)
+
+
+@pytest.mark.parametrize("saved", ["host", PageRecall(2)], ids=["host", "pages"])
+def test_a_loaded_conversation_recalls_from_where_it_is_told_to(demo, saved, tmp_path):
+    conversation, _ = said(demo, POLICY, recall=saved)
+    conversation.save(tmp_path / "talk")
+    pages = replace(saved, where=tmp_path / "parked") if saved != "host" else tmp_path / "parked"
+    for recall, told in ((None, saved), (tmp_path / "parked", pages), (PageRecall(3),) * 2):
+        loaded = Conversation.load(tmp_path / "talk", demo, SHORT, POLICY, recall=recall)
+        assert loaded.cache.options["recall"] == told
+        loaded.ask("Who came that day?")
+    with pytest.raises(CacheMismatchError, match="recall: expected 'host', a folder or nothing"):
+        Conversation.load(tmp_path / "talk", demo, SHORT, POLICY, recall="none")
+
+
+def test_a_conversation_that_forgot_is_loaded_without_recall(demo, tmp_path):
+    conversation, _ = said(demo, POLICY, recall="none")
+    conversation.save(tmp_path / "talk")
+    for recall in (None, "none"):
+        loaded = Conversation.load(tmp_path / "talk", demo, SHORT, POLICY, recall=recall)
+        assert loaded.cache.options["recall"] is None
+    with pytest.raises(CacheMismatchError, match="recall: expected none for a cache that was"):
+        Conversation.load(tmp_path / "talk", demo, SHORT, POLICY, recall="host")
 
 
 def test_an_interrupted_turn_does_not_count(demo):

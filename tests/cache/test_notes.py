@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass, fields, replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.cache.notes import DecodeNotes
+from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.cache.slots import SlotMap
 from tests.families import random_ids, tiny_model
@@ -24,9 +26,11 @@ class MoreNotes(DecodeNotes):
     of_slots: Tensor | None = per_row(slot_axis=1)
     of_tokens: Tensor | None = per_row(token_axis=2)
     unsaved: Tensor | None = per_row(saved=False)
+    record: PageTable | None = per_row(saved=False)
 
 
-NAMES = ("of_rows", "of_slots", "of_tokens", "unsaved")
+NAMES = ("of_rows", "of_slots", "of_tokens", "unsaved", "record.columns", "record.bounds")
+FIELDS = {name.partition(".")[0] for name in NAMES}
 
 
 def noted(cache, rows=2):
@@ -40,6 +44,7 @@ def noted(cache, rows=2):
             of_slots=row[:, None] + torch.arange(slots),
             of_tokens=row[:, None, None] + torch.arange(layer.seen_tokens),
             unsaved=row,
+            record=PageTable(columns=row[:, None] + 1, bounds=row[:, None] + 2, chosen_pages=7),
         )
     return cache
 
@@ -55,7 +60,7 @@ def cache():
 
 
 def values(cache):
-    return [{name: getattr(layer.notes, name) for name in NAMES} for layer in cache.layers]
+    return [{name: layer.notes.tensors.get(name) for name in NAMES} for layer in cache.layers]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +87,15 @@ def test_they_are_cropped_with_the_tokens(cache):
         assert torch.equal(new["of_slots"], old["of_slots"][:, :-3])
         assert torch.equal(new["of_tokens"], old["of_tokens"][..., :-3])
         assert torch.equal(new["of_rows"], old["of_rows"])
-        assert torch.equal(new["unsaved"], old["unsaved"])
+        for name in ("unsaved", "record.columns", "record.bounds"):
+            assert torch.equal(new[name], old[name])
 
 
 def test_their_bytes_are_reported(cache):
     with_them = cache.report()["index_bytes"]
     added = sum(part.nbytes for each in values(cache) for part in each.values())
     for layer in cache.layers:
-        layer.notes = replace(layer.notes, **dict.fromkeys(NAMES))
+        layer.notes = replace(layer.notes, **dict.fromkeys(FIELDS))
     assert with_them - cache.report()["index_bytes"] == added > 0
 
 
@@ -112,13 +118,17 @@ def test_they_are_saved_where_they_say_so(cache, tmp_path, monkeypatch):
     monkeypatch.setattr("snapkv.cache.layer.DecodeNotes", MoreNotes)
     loaded = CompressedCache.load(tmp_path / "cache", cache.model)
     for old, new in zip(values(cache), values(loaded), strict=True):
-        assert new["unsaved"] is None
+        assert new["unsaved"] is new["record.columns"] is new["record.bounds"] is None
         assert all(torch.equal(new[name], old[name]) for name in NAMES[:3])
 
 
-@pytest.mark.parametrize("record", [DecodeNotes, SlotMap])
+@pytest.mark.parametrize("record", [DecodeNotes, SlotMap, PageTable])
 def test_every_tensor_of_a_record_declares_its_axes(record):
-    """A tensor that did not would stay behind when rows change."""
+    """A tensor that did not would stay behind when rows change; so would a record of some."""
+    hints = get_type_hints(record)
     for field in fields(record):
-        assert ("per_row" in field.metadata) is ("Tensor" in str(field.type)), field.name
+        kinds = {hints[field.name], *get_args(hints[field.name])}
+        classes = (kind for kind in kinds if isinstance(kind, type))
+        follows = any(issubclass(kind, Tensor | RowRecord) for kind in classes)
+        assert ("per_row" in field.metadata) is follows, field.name
     assert issubclass(record, RowRecord)

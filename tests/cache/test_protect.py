@@ -29,6 +29,7 @@ from snapkv.policies import (
     PyramidKV,
     Random,
     Scissorhands,
+    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -51,6 +52,7 @@ METHODS = {
     "adakv of expected-attention": AdaKV(ExpectedAttention(**BOTH)),
     "criticalkv": CriticalKV(SnapKV(**BOTH)),
     "adakv of criticalkv": AdaKV(CriticalKV(SnapKV(**BOTH))),
+    "score-threshold": ScoreThreshold(SnapKV(**BOTH), at_least=0.016),
     "expected-attention": ExpectedAttention(**BOTH),
     "full": FullCache(),
     "h2o": H2O(budget=40),
@@ -72,7 +74,7 @@ METHODS = {
 }
 
 
-NO_BUDGET = ("fastgen", "duo-attention", "snapkv by itself", "adakv by itself")
+NO_BUDGET = ("fastgen", "duo-attention", "snapkv by itself", "adakv by itself", "score-threshold")
 
 
 def test_every_method_is_here():
@@ -243,6 +245,7 @@ def test_a_span_past_the_end_protects_what_is_there():
 ROOM = {
     "snapkv": (SnapKV(budget=40, window_size=8), 32),
     "adakv": (AdaKV(CriticalKV(SnapKV(budget=40, window_size=8))), 32),
+    "threshold": (ScoreThreshold(SnapKV(budget=40, window_size=8)), 32),
     "h2o": (H2O(budget=40), 20),
     "tova": (TOVA(budget=40), 39),
     "streaming": (StreamingLLM(budget=40, positions="original"), 35),

@@ -20,17 +20,11 @@ from snapkv import (
 )
 from snapkv.cache.last_queries import look_back
 from snapkv.hf import attention
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import CASES, CLOSE, call, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@torch.no_grad()
-def call(model, cache, ids, **options):
-    return model(ids, past_key_values=cache, **options).logits
 
 
 def read(model, *turns, policy=POLICY, recall="host", **options):

@@ -29,9 +29,11 @@ from snapkv import (
     FullCache,
     KeyDiff,
     KVzip,
+    PageRecall,
     PromptThenDecode,
     Random,
     Scissorhands,
+    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -50,6 +52,7 @@ KINDS = {
     "static": (POLICY, {"storage": "static", "room_tokens": 32}),
     "per query head": (SnapKV(40, window_size=8, group_reduce="none"), {}),
     "ragged": (AdaKV(POLICY), {}),
+    "threshold": (ScoreThreshold(POLICY, at_least=0.016), {}),
     "whole": (FullCache(), {}),
     "recall": (POLICY, {"recall": "host"}),
     "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
@@ -327,6 +330,31 @@ def test_sealed_nonsense_is_refused(tmp_path, change):
     write_sealed(tmp_path / "forged", tensors, forged(notes, change))
     with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
         CompressedCache.load(tmp_path / "forged", model)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        {"pages": 2},
+        {"page_tokens": 16},
+        {"pages": 0, "page_tokens": 16},
+        {"pages": 2, "page_tokens": 1.5},
+        {"pages": 2, "page_tokens": 16, "where": "host"},
+        ["pages", "page_tokens"],
+        3,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recall", [None, PageRecall(5)], ids=["saved", "given"])
+def test_a_file_that_does_not_say_how_pages_are_chosen_is_refused(tmp_path, pages, recall):
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY, recall=PageRecall(2))
+    cache.save(tmp_path / "cache")
+    tensors, notes, *_ = read_sealed(tmp_path / "cache")
+    assert notes["pages"] == {"pages": 2, "page_tokens": 16}
+    write_sealed(tmp_path / "forged", tensors, notes | {"pages": pages})
+    with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
+        CompressedCache.load(tmp_path / "forged", model, recall=recall)
 
 
 @pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])

@@ -12,17 +12,11 @@ from snapkv import (
     PyramidKV,
     SnapKV,
 )
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import CASES, CLOSE, call, random_ids, tiny_model
 from tests.oracle import hidden_columns, masked_decode_logits, stepwise_logits
 
 DOCUMENT, QUESTION, BUDGET, WINDOW = 90, 20, 40, 8
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-
-
-@torch.no_grad()
-def call(model, cache, ids, **options):
-    return model(ids, past_key_values=cache, **options).logits
 
 
 def turn(model, cache, ids):

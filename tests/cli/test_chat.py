@@ -51,6 +51,20 @@ def test_every_step_may_attend_to_pages_of_what_was_evicted(chat):
     )
 
 
+def test_a_loaded_conversation_attends_to_the_pages_that_are_asked_for_now(chat, tmp_path):
+    """With pages for everything it goes on as with a budget for everything."""
+    first, talk, full = "Where is the key?", tmp_path / "talk", (*SMALL[2:], "--budget", 100_000)
+    later = "When does the gate open?"
+    expected = chat(first, later, options=full).out.splitlines()[1]
+    paged = (*SMALL, "--recall-pages", 9999)
+    chat(first, f"/save {talk}", options=paged)
+    assert chat(f"/load {talk}", later, options=paged).out.splitlines() == [expected]
+    chat(first, f"/save --force {talk}", options=(*SMALL, "--recall-pages", 1))
+    assert chat(f"/load {talk}", later, options=paged).out.splitlines() == [expected]
+    refused = chat(f"/load {talk}", options=(*SMALL, "--recall", "none"))
+    assert "recall: expected 'host', a folder or nothing" in refused.err
+
+
 def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
     lines = ("/sav x", "/save", f"/load {tmp_path / 'nothing'}", "/help", "Where is the key?")
     done = chat(*lines)

@@ -20,6 +20,7 @@ from snapkv import (
     PromptThenDecode,
     PyramidKV,
     Random,
+    ScoreThreshold,
     SnapKV,
 )
 from snapkv.cli.options import RunOptions
@@ -236,6 +237,7 @@ def test_a_wrapper_hands_on_what_it_does_not_have_itself():
     for name, policy in (
         ("adakv", AdaKV(fading)),
         ("criticalkv", CriticalKV(fading)),
+        ("score-threshold", ScoreThreshold(fading)),
         ("pyramidkv", PyramidKV(64, pooling="fading", decay=0.8)),
         ("prompt-then-decode", PromptThenDecode(prompt=fading, decode=TOVA(64))),
     ):
@@ -247,6 +249,12 @@ def test_a_wrapper_hands_on_what_it_does_not_have_itself():
     assert build_policy(options) == AdaKV(SnapKV(64, kernel_size=5), safeguard=0.5)
     options = RunOptions(policy="criticalkv", budget=64, set_=["first_share=0.25"])
     assert build_policy(options) == CriticalKV(SnapKV(64), first_share=0.25)
+    options = RunOptions(policy="score-threshold", keep_ratio=1.0, set_=["at-least=0.001"])
+    assert build_policy(options) == ScoreThreshold(SnapKV(keep_ratio=1.0), at_least=0.001)
+    options = RunOptions(
+        policy="score-threshold", budget=64, set_=["policy=keydiff", "at_least=-0.5"]
+    )
+    assert build_policy(options) == ScoreThreshold(KeyDiff(64), at_least=-0.5)
     options = RunOptions(policy="adakv", budget=64, set_=["policy=criticalkv"])
     assert build_policy(options) == AdaKV(CriticalKV(SnapKV(64)))
     options = RunOptions(policy="adakv", budget=64, set_=["policy=keydiff"])

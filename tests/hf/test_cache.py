@@ -18,7 +18,7 @@ from snapkv import (
 )
 from snapkv.prefill import selective
 from snapkv.storage.append_buffer import ROOM_TOKENS
-from tests.families import VOCABULARY, random_ids, tiny_config, tiny_model
+from tests.families import VOCABULARY, call, random_ids, tiny_config, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
@@ -37,11 +37,6 @@ def filled(model):
     call(model, cache, random_ids(2, PROMPT))
     call(model, cache, random_ids(2, 4, seed=1))
     return cache
-
-
-@torch.no_grad()
-def call(model, cache, ids, **options):
-    return model(ids, past_key_values=cache, **options).logits
 
 
 # Plain calls.

@@ -21,6 +21,7 @@ from snapkv import (
     InvalidTypeError,
     PyramidKV,
     Scissorhands,
+    ScoreThreshold,
     SnapKV,
     StreamingLLM,
     UnsupportedModelError,
@@ -50,6 +51,7 @@ POLICIES = {
     "scissorhands": Scissorhands(24, history=16, recent=6),
     "r-kv": RKV(24, evict_every=2),
     "criticalkv": CriticalKV(SnapKV(24, window_size=8)),
+    "threshold": ScoreThreshold(SnapKV(24, window_size=8), at_least=0.02),
 }
 CASES_OF_ROWS = [(name, "append") for name in POLICIES] + [("snapkv", "compress")]
 

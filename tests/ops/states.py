@@ -43,6 +43,25 @@ def random_layer(
     )
 
 
+def layer_with_scores(scores):
+    """A layer whose prefix has, with one query and no pooling, lists of such votes per head."""
+    scores = torch.tensor(scores)
+    heads, prefix = scores.shape
+    keys = torch.zeros(1, heads, prefix + 1, prefix + 1)
+    keys[0, :, torch.arange(prefix), torch.arange(prefix)] = 1.0
+    queries = torch.zeros(1, heads, 1, prefix + 1)
+    rest = 1 - scores.sum(-1, keepdim=True)
+    queries[0, :, 0] = torch.cat([scores, rest], -1).clamp(min=1e-9).log()
+    keys[0, :, prefix, prefix] = 1.0
+    return PromptLayer(
+        queries=queries,
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+    )
+
+
 def pad_left(rows: list[PromptLayer], *, query_tokens: int, extra: int = 0) -> PromptLayer:
     """Put single-row layers of different lengths into one left-padded batch.
 

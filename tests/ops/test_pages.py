@@ -1,11 +1,12 @@
 """Bounds of pages: what no key of a page exceeds, channel by channel."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from snapkv.cache.paging import PageRecall, evicted_columns
+from snapkv.cache.paging import PageRecall, PageTable, evicted_columns
 from snapkv.ops import page_bounds, page_scores
 
 
@@ -30,27 +31,26 @@ def test_a_worked_example():
     """
     keys = torch.tensor([[[[1.0, 4], [3, -2], [-1, 0], [0, 5], [2, 2]]]])
     pages = torch.tensor([[[[0, 1], [2, 3], [4, -1]]]])
-    least, highest = page_bounds(keys, pages)
-    assert least.tolist() == [[[[1, -2], [-1, 0], [2, 2]]]]
-    assert highest.tolist() == [[[[3, 4], [0, 5], [2, 2]]]]
+    bounds = page_bounds(keys, pages)
+    assert bounds.tolist() == [[[[[1, -2], [3, 4]], [[-1, 0], [0, 5]], [[2, 2], [2, 2]]]]]
     one, other = torch.tensor([[[2.0, -1]]]), torch.tensor([[[-1.0, 1]]])
-    assert page_scores(one, least, highest).tolist() == [[[8, 0, 2]]]
-    assert page_scores(other, least, highest).tolist() == [[[3, 6, 0]]]
-    assert page_scores(torch.cat([one, other], 1), least, highest).tolist() == [[[5.5, 3, 1]]]
-    chosen = PageRecall(1).choose(torch.cat([one, other], 1), pages, least, highest)
-    assert chosen.tolist() == [[[0, 1]]]
-    chosen = PageRecall(2).choose(other, pages, least, highest)
-    assert chosen.tolist() == [[[0, 1, 2, 3]]]
+    assert page_scores(one, bounds).tolist() == [[[8, 0, 2]]]
+    assert page_scores(other, bounds).tolist() == [[[3, 6, 0]]]
+    assert page_scores(torch.cat([one, other], 1), bounds).tolist() == [[[5.5, 3, 1]]]
+    table = PageTable(columns=pages, bounds=bounds, chosen_pages=1)
+    assert table.choose(torch.cat([one, other], 1)).tolist() == [[[0, 1]]]
+    assert replace(table, chosen_pages=2).choose(other).tolist() == [[[0, 1, 2, 3]]]
 
 
 def test_under_autocast_bounds_are_no_less_exact():
     """1 + 2**-10 is 1 in bfloat16, where both pages would be equal and the first one win."""
     keys = torch.tensor([1.0, 1 + 2**-10]).view(1, 1, 2, 1)
     pages, query = torch.tensor([[[[0], [1]]]]), torch.ones(1, 1, 1)
-    least, highest = page_bounds(keys, pages)
+    bounds = page_bounds(keys, pages)
+    table = PageTable(columns=pages, bounds=bounds, chosen_pages=1)
     with torch.autocast("cpu", torch.bfloat16):
-        scores = page_scores(query, least, highest)
-        chosen = PageRecall(1).choose(query, pages, least, highest)
+        scores = page_scores(query, bounds)
+        chosen = table.choose(query)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [[[1, 1 + 2**-10]]]
     assert chosen.tolist() == [[[1]]]
@@ -58,8 +58,8 @@ def test_under_autocast_bounds_are_no_less_exact():
 
 def test_of_equal_bounds_the_earlier_page_wins_and_a_head_without_tokens_chooses_none():
     pages = torch.tensor([[[[4, 5], [6, -1]], [[-1, -1], [-1, -1]]]])
-    least = highest = torch.zeros(1, 2, 2, 3)
-    chosen = PageRecall(1).choose(torch.ones(1, 2, 3), pages, least, highest)
+    table = PageTable(columns=pages, bounds=torch.zeros(1, 2, 2, 2, 3), chosen_pages=1)
+    chosen = table.choose(torch.ones(1, 2, 3))
     assert chosen.tolist() == [[[4, 5], [-1, -1]]]
 
 
@@ -81,12 +81,13 @@ def test_pages_are_what_is_not_kept_and_bound_it(batch, group, stored, page_toke
     kept[:, :, 0] = -1
     pads = torch.arange(batch) * 4
     rule = PageRecall(2, page_tokens=page_tokens)
-    notes = rule.cut(kept, pads, keys, T)
-    chosen = rule.choose(query, *notes.values())
+    table = rule.cut(kept, pads, keys, T)
+    chosen = table.choose(query)
+    assert table.bounds.dtype == keys.dtype, 'no more memory than two keys of a page'
     for row, head in itertools.product(range(batch), range(heads)):
         evicted = [c for c in range(int(pads[row]), T) if c not in kept[row, head].tolist()]
         cut = [evicted[at : at + page_tokens] for at in range(0, len(evicted), page_tokens)]
-        found = [[c for c in page if c >= 0] for page in notes["pages"][row, head].tolist()]
+        found = [[c for c in page if c >= 0] for page in table.columns[row, head].tolist()]
         assert [page for page in found if page] == cut
         members = range(head * Hkv * group // heads, (head + 1) * Hkv * group // heads)
         own = keys[row, head * Hkv // heads].double()

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
-from snapkv.ops import ScoreOptions
 from snapkv.ops.ragged import api as ragged
 from snapkv.policies import (
     H2O,
@@ -18,14 +17,14 @@ from snapkv.policies import (
     ExpectedAttention,
     KeyDiff,
     LagKV,
-    PromptLayer,
     PyramidKV,
+    ScoreThreshold,
     SnapKV,
 )
 from snapkv.policies.allocation import largest_remainder
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
-from tests.families import random_ids, tiny_model
-from tests.ops.states import random_layer
+from tests.families import call, random_ids, tiny_model
+from tests.ops.states import layer_with_scores, random_layer
 from tests.oracle import masked_decode_logits, masked_generate, unwrapped
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
@@ -42,6 +41,10 @@ METHODS = {
     "criticalkv of pyramidkv": CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),
     "adakv of expected attention": AdaKV(ExpectedAttention(BUDGET, window_size=WINDOW)),
     "adakv of a ratio": AdaKV(SnapKV(keep_ratio=0.35, window_size=WINDOW)),
+    "threshold": ScoreThreshold(SnapKV(BUDGET, window_size=WINDOW), at_least=0.016),
+    "threshold without a limit": ScoreThreshold(
+        KeyDiff(keep_ratio=1.0, window_size=WINDOW), at_least=0
+    ),
 }
 PER_QUERY_HEAD = AdaKV(SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"))
 
@@ -50,11 +53,6 @@ families = pytest.mark.parametrize(
     ("family", "implementation"),
     [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
 )
-
-
-@torch.no_grad()
-def call(model, cache, ids, **options):
-    return model(ids, past_key_values=cache, **options).logits
 
 
 def read(model, policy, ids, **options):
@@ -110,6 +108,8 @@ def test_the_mean_is_the_budget(policy):
     wanted = 0.35 * (PROMPT - WINDOW) + WINDOW if "ratio" in str(policy) else BUDGET
     if getattr(policy, "published", False):
         assert report.kept_tokens >= wanted
+    elif policy.name == "score-threshold":
+        assert WINDOW < report.kept_tokens < (BUDGET if policy.policy.budget else PROMPT)
     elif policy is not METHODS["adakv of a ratio"]:
         assert report.kept_tokens == BUDGET
 
@@ -201,25 +201,6 @@ def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta):
     assert budgets == sorted(budgets, reverse=True)
     if beta == 1:
         assert budgets == [mean] * num_layers
-
-
-def layer_with_scores(scores):
-    """A layer whose prefix scores, with one query and no pooling, order as `scores` do."""
-    scores = torch.tensor(scores)
-    heads, prefix = scores.shape
-    keys = torch.zeros(1, heads, prefix + 1, prefix + 1)
-    keys[0, :, torch.arange(prefix), torch.arange(prefix)] = 1.0
-    queries = torch.zeros(1, heads, 1, prefix + 1)
-    rest = 1 - scores.sum(-1, keepdim=True)
-    queries[0, :, 0] = torch.cat([scores, rest], -1).clamp(min=1e-9).log()
-    keys[0, :, prefix, prefix] = 1.0
-    return PromptLayer(
-        queries=queries,
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ TIMING = [row for row in ROWS if row["part"] == "timing"]
 
 WITHOUT = ["FastGen"]
 
-BY_HEADS = {"duo-attention"}
-"""Methods whose size is set for a model's heads, not by a budget of tokens."""
+WITHOUT_SIZE = {"duo-attention", "score-threshold"}
+"""Methods whose size no budget of tokens sets, but a model's heads or a threshold."""
 
 
 def names_inside(policy):
@@ -40,8 +40,8 @@ def test_every_method_there_is_takes_part(demo):
         full_cache() | contenders_at(64) | read_twice_at(64) | rkv_at(64) | questionless_at(64)
     )
     contenders |= without_budget(768, 64, demo.tokenizer)
-    assert set().union(*map(names_inside, contenders.values())) == set(POLICIES) - BY_HEADS
-    assert not any(hasattr(POLICIES[name](), "budget") for name in BY_HEADS)
+    assert set().union(*map(names_inside, contenders.values())) == set(POLICIES) - WITHOUT_SIZE
+    assert not any(hasattr(POLICIES[name](), "budget") for name in WITHOUT_SIZE)
 
 
 def test_the_rows_are_of_the_methods_lengths_and_budgets_that_are_measured():

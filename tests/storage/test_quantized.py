@@ -5,17 +5,12 @@ import torch
 
 from snapkv import H2O, AdaKV, CompressedCache, FullCache, InvalidArgumentError, SnapKV
 from snapkv.storage.codes import quantise
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import CASES, call, random_ids, tiny_model
 
 PROMPT, BUDGET = 90, 40
 POLICY = SnapKV(BUDGET, window_size=8)
 # Half a step of the largest range in a group, and the rounding of scale and least value to fp16.
 WORST = {"int8": 0.004, "int4": 0.036, "fp8": 0.07}
-
-
-@torch.no_grad()
-def call(model, cache, ids):
-    return model(ids, past_key_values=cache).logits
 
 
 def read(model, policy=POLICY, batch=2, **options):

@@ -15,7 +15,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
 from snapkv.cache.turns import Turns
-from snapkv.errors import CacheFileError, InvalidArgumentError
+from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
@@ -146,6 +146,7 @@ class Conversation:
         settings: GenerationSettings,
         policy: Policy,
         *,
+        recall: Recall | None = None,
         prefill: Prefill | None = None,
     ) -> Self:
         """The conversation that `save` has written; it goes on with the policy it was saved with.
@@ -155,15 +156,24 @@ class Conversation:
             loaded: model and tokenizer, the same as then.
             settings: length and sampling of the answers to come.
             policy: used where it is the saved one, for methods that need a tokenizer.
+            recall: where evicted tokens lie from now on, or how steps choose among them; None for
+                the memory of the host, and the choice that was saved. A conversation that was saved
+                without takes none, or "none".
             prefill: how the turns to come are read; None for exactly, at once.
 
         Raises:
             CacheFileError: no such file, a damaged one, or a cache without a conversation.
-            CacheMismatchError: another model.
+            CacheMismatchError: another model, or another `recall` than what was saved can have.
         """
         policy = policy.with_tokenizer(loaded.tokenizer)
         own = policy if policy.needs else None
-        cache, beside = CompressedCache.load_with(path, loaded.model, policy=own)
+        wanted = None if recall == NO_RECALL else recall
+        cache, beside = CompressedCache.load_with(path, loaded.model, policy=own, recall=wanted)
+        if recall == NO_RECALL and cache.options["recall"] is not None:
+            raise CacheMismatchError(
+                f"recall: expected 'host', a folder or nothing for a conversation that was saved "
+                f"with recall, got {recall!r}; leave it out"
+            )
         if "conversation" not in beside:
             raise CacheFileError(
                 f"path: expected a conversation that was saved, got a cache without one at "

@@ -354,7 +354,7 @@ class CompressedLayer(DynamicLayer):
         """
         if self.turns is not None and self.turns.pages is not None:
             pages = self.turns.pages.cut(kept, self.slots.pads, keys, tokens)
-            self.notes = replace(self.notes, **pages)
+            self.notes = replace(self.notes, pages=pages)
 
     def set_aside(self) -> None:
         """Between two pieces of a prompt, hold nothing on the device."""
@@ -382,7 +382,7 @@ class CompressedLayer(DynamicLayer):
         self.offloaded.is_due = False
         if self.slots.kept is None and self.store.hands_over:
             return
-        self.notes = replace(self.notes, pages=None, page_least=None, page_highest=None)
+        self.notes = replace(self.notes, pages=None)
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
         if not self.store.hands_over:
             self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by

@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.policies.states import LostVotes
 
@@ -27,10 +28,8 @@ class DecodeNotes(RowRecord):
             own.
         lost_mass: (B, H) float32, see `LostVotes`; None where nothing was dropped, or nobody knows.
         lost_peak: (B, H) float32, likewise.
-        pages: (B, H, N, P) int32, columns of the evicted tokens in pages, -1 for none; where each
-            step chooses among them. A file need not have what the offloaded keys say.
-        page_least: (B, H, N, D), the least value of every channel of a page's keys.
-        page_highest: (B, H, N, D), the highest one.
+        pages: the evicted tokens in pages, where each step chooses among them. A file need not have
+            what the offloaded keys say.
     """
 
     slot_scores: Tensor | None = per_row(slot_axis=2)
@@ -41,9 +40,7 @@ class DecodeNotes(RowRecord):
     sinks_moved: Tensor | None = per_row()
     lost_mass: Tensor | None = per_row(measured=True)
     lost_peak: Tensor | None = per_row(measured=True)
-    pages: Tensor | None = per_row(saved=False)
-    page_least: Tensor | None = per_row(saved=False)
-    page_highest: Tensor | None = per_row(saved=False)
+    pages: PageTable | None = per_row(saved=False)
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
         """(B, H, S) float32: `slot_scores`, zero for the new tokens behind them."""

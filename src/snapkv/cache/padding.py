@@ -7,12 +7,12 @@ answer had ended; as long as nothing was chosen by its attention since, it can s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.paging import Recall
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies import EvictingPolicy
 
@@ -46,13 +46,13 @@ class PaddingWatch:
 
     Args:
         layers: the compressed ones.
-        recall: where the cache recalls dropped tokens from; None for nowhere.
+        recall: how the cache recalls dropped tokens; None where it does not.
 
     Attributes:
         masked_to: tokens seen by the end of the pass that the last mask was made for.
     """
 
-    def __init__(self, layers: Sequence[CompressedLayer], recall: str | Path | None) -> None:
+    def __init__(self, layers: Sequence[CompressedLayer], recall: Recall | None) -> None:
         self.layers, self.recall = layers, recall
         self.masked_to: int | None = None
         self._last: Padding | None = None
@@ -76,7 +76,7 @@ class PaddingWatch:
         found = self._last = find_padding(visible, new_tokens, self.layers)
         if found is not None and found.brings_gaps and self.recall is not None:
             raise UnsupportedModelError(
-                f"attention_mask: expected no pads between turns with recall={str(self.recall)!r}, "
+                f"attention_mask: expected no pads between turns with recall={self.recall!r}, "
                 "whose turns are read over all that was seen, got some; leave recall out, or ask "
                 "the rows one by one"
             )

@@ -1,12 +1,15 @@
 """Evicted tokens in pages, some of which every step attends to (Quest, arXiv 2406.10774)."""
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
+from snapkv.cache.rows import RowRecord, per_row
 from snapkv.validation import require_int
 
 
@@ -46,8 +49,8 @@ class PageRecall:
 
     def cut(
         self, kept: Tensor, pads: Tensor | None, keys: Tensor, tokens: int
-    ) -> dict[str, Tensor | None]:
-        """The notes of a layer's pages, see `DecodeNotes`; None where nothing was evicted.
+    ) -> "PageTable | None":
+        """The pages of what was not kept; None where nothing was evicted.
 
         Args:
             kept: (B, H, K), the columns that were kept; negative ones are none.
@@ -57,27 +60,59 @@ class PageRecall:
         """
         columns = evicted_columns(kept, pads, tokens)
         if not columns.shape[2]:
-            return dict.fromkeys(("pages", "page_least", "page_highest"))
+            return None
         short = -columns.shape[2] % self.page_tokens
         columns = torch.nn.functional.pad(columns, (0, short), value=-1)
         pages = columns.reshape(*columns.shape[:2], -1, self.page_tokens)
-        least, highest = ops.page_bounds(keys, pages.to(keys.device))
-        bounds = {"page_least": least.to(kept.device), "page_highest": highest.to(kept.device)}
-        return {"pages": pages.to(torch.int32), **bounds}
+        bounds = ops.page_bounds(keys, pages.to(keys.device)).to(kept.device)
+        return PageTable(columns=pages.to(torch.int32), bounds=bounds, chosen_pages=self.pages)
+
+    def describe(self) -> dict[str, int]:
+        """How steps choose, ready for JSON; where tokens lie is for the loading process to say."""
+        return {name: getattr(self, name) for name in self._described()}
+
+    @classmethod
+    def read(cls, description: Mapping[str, Any]) -> Self:
+        """The rule that `describe` has described, with tokens in the memory of the host.
+
+        Raises:
+            ValueError: not what `describe` gives.
+            InvalidTypeError: a number that is none.
+        """
+        if set(description) != set(cls._described()):
+            raise ValueError(f"expected {', '.join(cls._described())} of pages, got {description}")
+        return cls(**description)
+
+    @classmethod
+    def _described(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.name != "where"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageTable(RowRecord):
+    """The pages of a layer's evicted tokens, and by what each of them is known.
+
+    Attributes:
+        columns: (B, H, N, P) int32, the columns that each page holds; -1 is none.
+        bounds: (B, H, N, 2, D), see `snapkv.ops.page_bounds`.
+        chosen_pages: how many of them each head attends to at a step, all where there are fewer.
+    """
+
+    columns: Tensor = per_row()
+    bounds: Tensor = per_row()
+    chosen_pages: int
 
     @torch.no_grad()  # numbers of pages have no gradient, bounds may be inference tensors
-    def choose(self, query: Tensor, pages: Tensor, least: Tensor, highest: Tensor) -> Tensor:
+    def choose(self, query: Tensor) -> Tensor:
         """(B, H, K) int64: the columns of the pages that a query chooses; -1 is none.
 
         Args:
             query: (B, Hq, D), of one token.
-            pages: (B, H, N, P), `DecodeNotes.pages`.
-            least: (B, H, N, D), `DecodeNotes.page_least`.
-            highest: (B, H, N, D), `DecodeNotes.page_highest`.
         """
-        scores = ops.page_scores(query, least, highest)
+        pages = self.columns
+        scores = ops.page_scores(query, self.bounds)
         scores = scores.masked_fill(pages[..., 0] < 0, float("-inf"))
-        wanted = [min(self.pages, pages.shape[2])] * len(pages)
+        wanted = [min(self.chosen_pages, pages.shape[2])] * len(pages)
         best = ops.keep_best(scores, wanted)[..., None].expand(-1, -1, -1, pages.shape[-1])
         return pages.gather(2, best).flatten(2).long()
 

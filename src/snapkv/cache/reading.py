@@ -287,7 +287,8 @@ class Reading:
             InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
         """
         self.policy.require_cap(cap_tokens)
-        offloaded, fair = self.layers[0].offloaded, self.layers[0].spans.fair
+        turns, offloaded = self.layers[0].turns, self.layers[0].offloaded
+        fair = self.layers[0].spans.fair
         if fair is not None:
             raise InvalidArgumentError(
                 f"fair: expected none where a prompt is held to a cap, since what it drops on the "
@@ -295,9 +296,10 @@ class Reading:
                 "snapkv.prefill.layer_by_layer"
             )
         if offloaded is not None:
+            pages = None if turns is None else turns.pages
             raise InvalidArgumentError(
                 f"recall: expected none where a prompt is held to a cap, got "
-                f"{offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
+                f"{pages or offloaded.pool.where}; read it with snapkv.prefill.layer_by_layer"
             )
         self.end_by(self.seen_tokens + coming_tokens)
         self.cap_tokens = cap_tokens

@@ -20,6 +20,8 @@ def per_row(
 ) -> Any:
     """A field that is None, or a tensor whose first axis has the rows of the batch.
 
+    Or a record of such tensors, which declares its own axes.
+
     Args:
         slot_axis: axis with one place for every stored slot, or for the first of them.
         token_axis: axis with one place for every one of the last tokens that were seen.
@@ -59,14 +61,18 @@ class RowRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of all fields but those that are measured, counted on the tensors."""
-        return sum(
-            tensor.nbytes for tensor, axes in self._tensors().values() if not axes["measured"]
-        )
+        return sum(value.nbytes for value, axes in self._found().values() if not axes["measured"])
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are there, by name."""
-        return {name: tensor for name, (tensor, _) in self._tensors().items()}
+        """The tensors that are there, by the names of their fields; a record's behind its own."""
+        found: dict[str, Tensor] = {}
+        for name, (value, _) in self._found().items():
+            if isinstance(value, RowRecord):
+                found |= {f"{name}.{part}": tensor for part, tensor in value.tensors.items()}
+            else:
+                found[name] = value
+        return found
 
     def state(self) -> dict[str, Any]:
         """What a file has to say to make it again, by the fields' names."""
@@ -84,10 +90,14 @@ class RowRecord:
         return {name for name, axes in marks.items() if axes["saved"] and not axes["measured"]}
 
     def _each(self, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> Self:
-        changed = {name: change(*found) for name, found in self._tensors().items()}
+        changed = {
+            name: value._each(change) if isinstance(value, RowRecord) else change(value, axes)
+            for name, (value, axes) in self._found().items()
+        }
         return replace(self, **changed) if changed else self
 
-    def _tensors(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+    def _found(self) -> dict[str, tuple["Tensor | RowRecord", dict[str, Any]]]:
+        """The fields that are not None, with what they declare."""
         found = (
             (part.name, getattr(self, part.name), part.metadata["per_row"])
             for part in fields(self)

@@ -70,21 +70,27 @@ class TurnOptions:
         if self.recall is None and self.turns != "compress":
             return
         self._require_suitable(policy)
+        self._require_storage(layers)
         pool = None if self.where is None else pool_for(self.where, self.recall_bytes)
         for layer in layers:
-            if layer.is_compileable and self.pages is not None:
-                raise InvalidArgumentError(
-                    "storage: expected 'dynamic' with recall=PageRecall(...), since a compiled "
-                    "step cannot fetch what its query chooses, got 'static'; leave one out"
-                )
-            if layer.is_compileable and (pool is None or self.refresh_every):
-                raise InvalidArgumentError(
-                    "storage: expected 'dynamic' where a cache chooses again out of what it stores "
-                    "(turns='compress' without recall, refresh_every), got 'static', whose buffer "
-                    "stays as it is; leave one out"
-                )
             layer.turns = TurnRule(refresh_every=self.refresh_every, pages=self.pages)
             layer.offloaded = None if pool is None else OffloadedTokens(pool)
+
+    def _require_storage(self, layers: Sequence[CompressedLayer]) -> None:
+        """Refuse static storage where what a step attends to does not stay where it is."""
+        moving = None
+        if self.pages is not None:
+            moving = (
+                "with recall=PageRecall(...), since a compiled step cannot fetch what its query "
+                "chooses, got 'static'"
+            )
+        elif self.recall is None or self.refresh_every:
+            moving = (
+                "where a cache chooses again out of what it stores (turns='compress' without "
+                "recall, refresh_every), got 'static', whose buffer stays as it is"
+            )
+        if moving is not None and any(layer.is_compileable for layer in layers):
+            raise InvalidArgumentError(f"storage: expected 'dynamic' {moving}; leave one out")
 
     def _require_suitable(self, policy: Policy) -> None:
         """Refuse policies whose turns would not be what was asked for."""

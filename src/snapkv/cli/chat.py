@@ -60,7 +60,7 @@ def chat(
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
-    policy = build_policy(_with_number(options, recall))
+    policy, wanted = build_policy(_with_number(options, recall)), _recall_of(recall, recall_pages)
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
@@ -73,11 +73,13 @@ def chat(
             policy,
             settings,
             document=text_files.join(read),
-            recall=_recall_of(recall, recall_pages),
+            recall=wanted,
             protection=protection_of(options, system=None),
             prefill=reading,
         ),
-        load=lambda path: Conversation.load(path, loaded, settings, policy, prefill=reading),
+        load=lambda path: Conversation.load(
+            path, loaded, settings, policy, recall=wanted, prefill=reading
+        ),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
         warnings=warnings,

@@ -10,6 +10,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.paging import PageTable
 from snapkv.hf.candidates import Candidates
 from snapkv.hf.masks import stored_mask, tree_mask
 from snapkv.storage.ragged import RaggedStates, RaggedStore
@@ -125,7 +126,7 @@ def attend_stored(
     """
     store, slots = layer.store, layer.slots
     if layer.notes.pages is not None:
-        return _attend_with_pages(call, layer), None
+        return _attend_with_pages(call, layer, layer.notes.pages), None
     if isinstance(store, RaggedStore):
         real = None if slots.gaps is None else slots.visible_columns(store, store.tail_tokens)
         return _attend_ragged_rows(call, store.states, real), None
@@ -196,13 +197,14 @@ def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor 
     return output
 
 
-def _attend_with_pages(call: AttentionCall, layer: CompressedLayer) -> Tensor:
+def _attend_with_pages(call: AttentionCall, layer: CompressedLayer, pages: PageTable) -> Tensor:
     """Attend to what is stored and to pages of what is not; each query chooses its own.
 
     Drafts see of each other what the text, or their tree, says. So verifying them gives the tokens
     of plain decoding.
     """
     store, Q, S = layer.store, call.query.shape[2], call.key.shape[2]
+    assert layer.offloaded is not None  # pages are of what lies there
     own = torch.ones(Q, Q, dtype=torch.bool, device=call.query.device).tril()
     if call.candidates is not None:
         own = call.candidates.visible
@@ -216,24 +218,11 @@ def _attend_with_pages(call: AttentionCall, layer: CompressedLayer) -> Tensor:
         if Q > 1:
             seen = torch.nn.functional.pad(own[place], (S - Q, 0), value=True)
             alone = replace(alone, key=call.key[:, :, seen], value=call.value[:, :, seen])
-        states = _chosen_pages(alone.query, layer)
+        states = layer.offloaded.fetch(pages.choose(alone.query[:, :, 0]))
         if isinstance(store, RaggedStore):
             states = store.states.joined(states)
         outputs.append(_attend_ragged_rows(alone, states, None if real is None else real[:, seen]))
     return torch.cat(outputs, dim=1)
-
-
-def _chosen_pages(query: Tensor, layer: CompressedLayer) -> RaggedStates:
-    """Keys and values of the pages that a query, (B, Hq, 1, D), chooses."""
-    rule, offloaded, notes = layer.turns, layer.offloaded, layer.notes
-    pages, least, highest = notes.pages, notes.page_least, notes.page_highest
-    assert rule is not None
-    assert rule.pages is not None
-    assert offloaded is not None
-    assert pages is not None
-    assert least is not None
-    assert highest is not None
-    return offloaded.fetch(rule.pages.choose(query[:, :, 0], pages, least, highest))
 
 
 class _Ungrouped:

@@ -118,7 +118,7 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._padding = PaddingWatch(compressed, later.where)
+        self._padding = PaddingWatch(compressed, later.recall)
         self._check = VoteCheck()
 
     # What transformers asks of a cache.

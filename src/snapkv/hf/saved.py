@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,12 +61,13 @@ def encoded(
         beside: tensors to keep with it.
     """
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
+    recall = options["recall"]
     notes = {
         "model": dict(model),
         "policy": reading.policy.describe(),
         "options": {name: options[name] for name in _OPTIONS},
-        "recalls": options["recall"] is not None,
-        "pages": _described(options["recall"]),
+        "recalls": recall is not None,
+        "pages": recall.describe() if isinstance(recall, PageRecall) else None,
         "seen_tokens": reading.seen_tokens,
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
@@ -154,18 +155,19 @@ def _rebuilt(
     return cache
 
 
-def _described(recall: Any) -> dict[str, int] | None:
-    """How steps choose pages, as JSON; where they lie is the loading process's business."""
-    if not isinstance(recall, PageRecall):
-        return None
-    return {"pages": recall.pages, "page_tokens": recall.page_tokens}
-
-
 def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
-    """The recall to go on with: the saved one at that place, or another one that was passed."""
-    if pages is None or isinstance(recall, PageRecall):
+    """The recall to go on with: the saved one at that place, or another one that was passed.
+
+    Raises:
+        ValueError: the file does not say how steps choose pages.
+    """
+    if pages is None:
         return recall
-    return PageRecall(**pages, where=recall)
+    try:
+        saved = PageRecall.read(pages)
+    except SnapKVError as error:  # about the file, not about what the caller has passed
+        raise ValueError(str(error)) from error
+    return recall if isinstance(recall, PageRecall) else replace(saved, where=recall)
 
 
 def _require_one_device(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from snapkv.ops.votes.api import gather_tokens
 
 
-def page_bounds(keys: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+def page_bounds(keys: Tensor, pages: Tensor) -> Tensor:
     """The least and the highest value of every channel of every page.
 
     Args:
@@ -22,22 +22,23 @@ def page_bounds(keys: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
             multiple of it where the query heads of a group have pages of their own.
 
     Returns:
-        Two tensors (B, H, N, D) in the dtype of the keys; zeros for a page that holds nothing.
+        (B, H, N, 2, D) in the dtype of the keys, the least values first; zeros for a page that
+        holds nothing.
     """
     heads = pages.shape[1] // keys.shape[1]
-    least, highest = [], []
+    bounds = []
     for head, of_head in enumerate(pages.unbind(dim=1)):  # never a copy of all keys at once
         own = keys[:, head // heads, None]
         grouped = gather_tokens(own, of_head.flatten(1)[:, None]).view(*of_head.shape, -1)
         empty = (of_head < 0)[..., None]
-        least.append(grouped.masked_fill(empty, float("inf")).amin(dim=2))
-        highest.append(grouped.masked_fill(empty, float("-inf")).amax(dim=2))
-    nothing = (pages < 0).all(dim=-1)[..., None]
-    bounds = torch.stack(least, dim=1), torch.stack(highest, dim=1)
-    return bounds[0].masked_fill(nothing, 0.0), bounds[1].masked_fill(nothing, 0.0)
+        least = grouped.masked_fill(empty, float("inf")).amin(dim=2)
+        highest = grouped.masked_fill(empty, float("-inf")).amax(dim=2)
+        bounds.append(torch.stack([least, highest], dim=2))
+    nothing = (pages < 0).all(dim=-1)[..., None, None]
+    return torch.stack(bounds, dim=1).masked_fill(nothing, 0.0)
 
 
-def page_scores(queries: Tensor, least: Tensor, highest: Tensor) -> Tensor:
+def page_scores(queries: Tensor, bounds: Tensor) -> Tensor:
     """How high a query can score in each page, at most; a group's query heads by their mean.
 
     A query head's bound is the sum over the channels i of max(q_i * least_i, q_i * highest_i): no
@@ -45,19 +46,19 @@ def page_scores(queries: Tensor, least: Tensor, highest: Tensor) -> Tensor:
 
     Args:
         queries: (B, Hq, D), of one token.
-        least: (B, H, N, D), see `page_bounds`.
-        highest: (B, H, N, D).
+        bounds: (B, H, N, 2, D), see `page_bounds`.
 
     Returns:
         (B, H, N) float32.
     """
     B, Hq, D = queries.shape
-    heads = least.shape[1]
+    heads = bounds.shape[1]
     grouped = queries.float().view(B, heads, Hq // heads, D)
-    # Where q_i is positive the highest key gives the larger product, elsewhere the least one.
+    # Where q_i is negative the least key gives the larger product, elsewhere the highest one.
+    signed = torch.cat([grouped.clamp(max=0), grouped.clamp(min=0)], dim=-1)
+    of_group = signed.mean(dim=2)[..., None]  # the mean of the products is that with the mean
     with _without_autocast(queries.device.type):  # which would round the bounds
-        bounds = grouped.clamp(min=0) @ highest.float().mT + grouped.clamp(max=0) @ least.float().mT
-    return bounds.mean(dim=2)
+        return (bounds.flatten(3).float() @ of_group).squeeze(-1)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from snapkv.policies.pyramidkv import PyramidKV
 from snapkv.policies.random import Random
 from snapkv.policies.rkv import RKV
 from snapkv.policies.scissorhands import Scissorhands
+from snapkv.policies.score_threshold import ScoreThreshold
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
 from snapkv.policies.streaming_llm import StreamingLLM
@@ -31,6 +32,7 @@ POLICIES: dict[str, type[Policy]] = {
         PyramidKV,
         AdaKV,
         CriticalKV,
+        ScoreThreshold,
         ExpectedAttention,
         FullCache,
         H2O,
@@ -75,6 +77,7 @@ __all__ = [
     "RKV",
     "Random",
     "Scissorhands",
+    "ScoreThreshold",
     "Selection",
     "SnapKV",
     "StreamingLLM",

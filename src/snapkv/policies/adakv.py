@@ -135,7 +135,7 @@ class AdaKV(AroundScores):
         return [count * page_tokens - window for count in found]
 
     def _ragged(self, layer: PromptLayer, scores: Tensor, shares: Tensor) -> Selection:
-        """The sinks and best of each head, as many as its share, and the window; right-aligned."""
+        """The sinks and best of each head, as many as its share, and the window."""
         best = ops.keep_best(
             scores,
             shares,
@@ -143,13 +143,4 @@ class AdaKV(AroundScores):
             first_tokens=self.policy.sink_tokens,
             protected=self.policy.must_stay(layer),
         )
-        window = torch.arange(scores.shape[-1], layer.keys.shape[2], device=best.device)
-        window = window.expand(*shares.shape, -1)
-        own = layer.row_tokens.clamp(max=self.policy.window_size)[:, None]
-        if layer.pad_tokens is not None:
-            window = window.masked_fill(window < layer.pad_tokens[:, None, None], -1)
-        return Selection(
-            keep_indices=torch.cat([best, window], dim=-1),
-            prompt_tokens=layer.keys.shape[2],
-            head_tokens=shares + own,
-        )
+        return self._beside_window(layer, best, shares)

@@ -80,8 +80,8 @@ class AutoBudget:
         """How many positions of every head may not be lost: (B, H) int64.
 
         Args:
-            shares: (B, H, P) float32, pooled votes as shares of the window's attention; zero for
-                pads.
+            shares: (B, H, P) float32, pooled votes as shares of the window's attention; infinity
+                for what must stay, minus infinity for pads.
         """
         return (shares > self.lost_vote).sum(dim=-1)
 

@@ -364,7 +364,7 @@ class PrefixPolicy(Policy):
         if self.keep_ratio is not None:
             return [math.floor(self.keep_ratio * tokens) for tokens in prefixes]
         if isinstance(self.budget, AutoBudget):
-            voted = self.budget.voted(self._shares(layer)).amax(dim=-1).tolist()
+            voted = self.budget.voted(self.rated(layer)).amax(dim=-1).tolist()
             return self._within(self.budget, voted, prefixes)
         assert isinstance(self.budget, int)
         return [min(tokens, self.budget - self.window_size) for tokens in prefixes]
@@ -373,7 +373,7 @@ class PrefixPolicy(Policy):
         """B numbers: as `kept_prefix_tokens`, on average over heads that need not keep the same."""
         if not isinstance(self.budget, AutoBudget):
             return self.kept_prefix_tokens(layer)
-        voted = self.budget.voted(self._shares(layer)).float().mean(dim=-1).ceil().int().tolist()
+        voted = self.budget.voted(self.rated(layer)).float().mean(dim=-1).ceil().int().tolist()
         return self._within(self.budget, voted, self.prefix_lengths(layer))
 
     def _within(self, auto: AutoBudget, voted: list[int], prefixes: list[int]) -> list[int]:
@@ -382,18 +382,18 @@ class PrefixPolicy(Policy):
             for positions, tokens in zip(voted, prefixes, strict=True)
         ]
 
-    def _shares(self, layer: PromptLayer) -> Tensor:
-        """(B, H, P) float32: scores as shares of the window's attention.
+    def rated(self, layer: PromptLayer) -> Tensor:
+        """(B, H, P) float32: scores per attention weight that they are the sum of.
 
-        Sinks and protected positions, which are kept, have 1; pads 0.
+        Votes are shares of the window's attention then. What must stay is inf, pads are -inf.
         """
-        shares, must_stay = self.score(layer) / self.summed_weights(layer), self.must_stay(layer)
-        slots = shares.shape[-1]
+        rated, must_stay = self.score(layer) / self.summed_weights(layer), self.must_stay(layer)
+        slots = rated.shape[-1]
         if must_stay is not None:
-            heads = shares.shape[1] // must_stay.shape[1]
-            shares = shares.masked_fill(must_stay.repeat_interleave(heads, dim=1), 1.0)
-        shares = shares.masked_fill(layer.is_among_first(self.sink_tokens, slots), 1.0)
-        return shares.masked_fill(layer.is_among_first(0, slots), 0.0)
+            heads = rated.shape[1] // must_stay.shape[1]
+            rated = rated.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
+        rated = rated.masked_fill(layer.is_among_first(self.sink_tokens, slots), math.inf)
+        return rated.masked_fill(layer.is_among_first(0, slots), -math.inf)
 
     def prefix_lengths(self, layer: PromptLayer) -> list[int]:
         """B numbers: tokens of each row before the window, pads left out."""

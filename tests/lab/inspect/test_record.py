@@ -18,6 +18,7 @@ from snapkv import (
     LagKV,
     PromptThenDecode,
     PyramidKV,
+    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -42,6 +43,7 @@ POLICIES = [
     PyramidKV(96, window_size=16),
     AdaKV(SnapKV(96, window_size=16)),
     CriticalKV(SnapKV(96, window_size=16)),
+    ScoreThreshold(SnapKV(96, window_size=16)),
     KeyDiff(96),
     LagKV(96, lag_size=16),
     H2O(96),
