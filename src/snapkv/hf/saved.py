@@ -61,12 +61,13 @@ def encoded(
         beside: tensors to keep with it.
     """
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
+    pages = options["recall"]
     notes = {
         "model": dict(model),
         "policy": reading.policy.describe(),
         "options": {name: options[name] for name in _OPTIONS},
         "recalls": options["recall"] is not None,
-        "pages": _described(options["recall"]),
+        "pages": pages.describe() if isinstance(pages, PageRecall) else None,
         "seen_tokens": reading.seen_tokens,
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
@@ -152,13 +153,6 @@ def _rebuilt(
     cache.reading.prompt_end = notes["prompt_end"]
     cache.reading.turn_start = notes["turn_start"]
     return cache
-
-
-def _described(recall: Any) -> dict[str, int] | None:
-    """How steps choose pages, as JSON; where they lie is the loading process's business."""
-    if not isinstance(recall, PageRecall):
-        return None
-    return {"pages": recall.pages, "page_tokens": recall.page_tokens}
 
 
 def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
