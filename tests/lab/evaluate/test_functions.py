@@ -263,7 +263,7 @@ def test_a_run_asks_all_turns_by_every_way(demo, toolbox, tmp_path):
     results = run.into(tmp_path / "out")
     assert [row["status"] for row in results.rows] == ["ok"] * 6
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    assert {json.loads(line)["conversation"] for line in lines} == {"500/0"}
+    assert {json.loads(line)["conversation"] for line in lines} == {"500/0/1"}
 
 
 def test_a_package_that_is_not_there_or_has_too_little_is_refused(demo, toolbox):

@@ -26,6 +26,7 @@ from snapkv.policies import (
     RKV,
     TOVA,
     AdaKV,
+    FastGen,
     FullCache,
     KeyDiff,
     PyramidKV,
@@ -154,6 +155,7 @@ def stepwise_log_likelihood(model, context, continuation, policy):
     total, fed = 0.0, context
     with torch.no_grad():
         for token in continuation[0]:
+            cache.expect_tokens(fed)
             scores = model(fed, past_key_values=cache).logits[0, -1].log_softmax(dim=-1)
             total, fed = total + float(scores[token]), token.view(1, 1)
     return total
@@ -193,6 +195,7 @@ EVERY_WAY = [
     PyramidKV(40),
     AdaKV(SnapKV(40)),
     KeyDiff(40),
+    FastGen(),
     StreamingLLM(40),
     H2O(40),
     TOVA(40),
@@ -207,15 +210,16 @@ def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
 ):
     """Of different lengths, the longest in the middle; one of them is greedy's."""
     context, other = ids
+    completed = tiny.completed(policy)
     with torch.no_grad():
-        cache = CompressedCache(tiny.model, policy)
+        cache = CompressedCache(tiny.model, completed)
         own = tiny.model.generate(
             context, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
         )[:, context.shape[1] :]
     given = [own, other[:, :1], torch.cat([other, other], dim=1), own[:, :2], other]
     found = list(log_likelihoods(tiny, context, given, policy, batch_size))
     for one, (score, greedy) in zip(given, found, strict=True):
-        alone = stepwise_log_likelihood(tiny.model, context, one, policy)
+        alone = stepwise_log_likelihood(tiny.model, context, one, completed)
         assert score == pytest.approx(alone, abs=1e-4)
         assert greedy == (own[:, : one.shape[1]].equal(one))
 
@@ -281,8 +285,8 @@ def test_only_prompts_of_equal_settings_that_draw_nothing_are_answered_together(
         )
     assert sizes == [(3, 3)]
     assert len(asked) == len(given)
+    settings = GenerationSettings(temperature=1.0)
     with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers"):
-        settings = GenerationSettings(temperature=1.0)
         real(tiny, [Prompt(text="One")] * 2, FullCache(), settings)
 
 

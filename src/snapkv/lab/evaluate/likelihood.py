@@ -49,7 +49,7 @@ def log_likelihoods(
     Raises:
         OutOfMemoryError: the device is full; what was found before has been given.
     """
-    model = loaded.model
+    model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy)
     advice = functools.partial(prompt_advice, model, context.shape[1], free_bytes(model.device))
     with out_of_memory_explained(advice), torch.inference_mode():
