@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from snapkv import FullCache, PageRecall, SnapKV
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.described_functions import drawn
 from snapkv.lab.evaluate.runner import Run
@@ -267,8 +267,9 @@ def test_a_run_asks_all_turns_by_every_way(demo, toolbox, tmp_path):
 
 
 def test_a_package_that_is_not_there_or_has_too_little_is_refused(demo, toolbox):
-    with pytest.raises(MissingDependencyError, match="no_such_package"):
-        list(Functions(package="no_such_package").samples(demo.tokenizer))
+    for name in ("no_such_package", "", "os.path", "../toolbox"):
+        with pytest.raises(InvalidArgumentError, match=f"package: expected stdlib.* got '{name}'"):
+            list(Functions(package=name).samples(demo.tokenizer))
     (toolbox / "many.py").unlink()
     with pytest.raises(InvalidArgumentError, match="got toolbox with 3; name another"):
         list(Functions(package="toolbox").samples(demo.tokenizer))

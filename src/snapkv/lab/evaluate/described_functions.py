@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapkv.packages import package_file
+from snapkv.errors import InvalidArgumentError
+from snapkv.packages import find_package_file
 
 STANDARD_LIBRARY = "stdlib"
 """The name under which the modules that come with Python are one package."""
@@ -53,7 +54,7 @@ def drawn(package: str, draw: random.Random) -> Iterator[DescribedFunction]:
         draw: of the order.
 
     Raises:
-        MissingDependencyError: the package is not installed.
+        InvalidArgumentError: there is no such package.
     """
     folder, known = _folder(package), set[str]()
     files = list(_files(folder))
@@ -69,7 +70,13 @@ def drawn(package: str, draw: random.Random) -> Iterator[DescribedFunction]:
 def _folder(package: str) -> Path:
     if package == STANDARD_LIBRARY:
         return Path(sysconfig.get_path("stdlib"))
-    return package_file(package)
+    found = find_package_file(package) if package.isidentifier() else None
+    if found is None:
+        raise InvalidArgumentError(
+            f"package: expected {STANDARD_LIBRARY}, or the name by which an installed package of "
+            f"several files is imported, got {package!r}; install it, or name another"
+        )
+    return found
 
 
 @functools.cache

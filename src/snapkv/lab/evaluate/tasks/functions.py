@@ -64,8 +64,8 @@ class Functions(ConversationTask):
         """A text of up to `count` functions, and the questions about them.
 
         Raises:
-            InvalidArgumentError: the package has fewer functions than there are questions.
-            MissingDependencyError: the package is not installed.
+            InvalidArgumentError: there is no such package, or it has fewer functions than there
+                are questions.
         """
         draw = random.Random(f"{self.seed}/{name}")
         there = list(itertools.islice(drawn(self.package, draw), count))
