@@ -436,17 +436,18 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-@pytest.mark.parametrize(("stop", "batch"), [(1, 1), (9, 1), (9, 2)])
+@pytest.mark.parametrize(("stop", "batch"), [(1, 1), (9, 1), (10, 2)])
 def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop, batch):
-    _, whole, _ = evaluate(BOTH, "--json", "--output", "whole")
+    batches = ("--batch-size", str(batch))
+    _, whole, _ = evaluate(BOTH, "--json", "--output", "whole", *batches)
     assert len(asked) == len(written(folder / "whole")) == ANSWERS
     asked.clear()
     asked.fails_at = stop
-    assert evaluate(BOTH, "--output", "stopped", "--batch-size", batch)[0] == 1
+    assert evaluate(BOTH, "--output", "stopped", *batches)[0] == 1
     assert len(written(folder / "stopped")) == stop
     asked.clear()
     asked.fails_at = None
-    status, found, _ = evaluate(BOTH, "--json", "--output", "stopped")
+    status, found, _ = evaluate(BOTH, "--json", "--output", "stopped", *batches)
     assert status == 0
     assert len(asked) == ANSWERS - stop
     assert written(folder / "stopped") == written(folder / "whole")
