@@ -61,13 +61,13 @@ def encoded(
         beside: tensors to keep with it.
     """
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
-    pages = options["recall"]
+    recall = options["recall"]
     notes = {
         "model": dict(model),
         "policy": reading.policy.describe(),
         "options": {name: options[name] for name in _OPTIONS},
-        "recalls": options["recall"] is not None,
-        "pages": pages.describe() if isinstance(pages, PageRecall) else None,
+        "recalls": recall is not None,
+        "pages": recall.describe() if isinstance(recall, PageRecall) else None,
         "seen_tokens": reading.seen_tokens,
         "prompt_end": reading.prompt_end,
         "turn_start": reading.turn_start,
