@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.records import RESULTS, Row, markdown_table, read_rows, write_rows
 from snapkv.app.models import LoadedModel, load
+from snapkv.cache.paging import PageRecall
 from snapkv.lab.drawing import encoded
 from snapkv.lab.evaluate.asking import Method
 from snapkv.lab.evaluate.intervals import METHOD
@@ -112,6 +113,11 @@ def _over_turns(budget: int) -> list[Method]:
         Method(label="SnapKV", policy=wide),
         Method(label="SnapKV, compressed every turn", policy=wide, later="compress"),
         Method(label="SnapKV, recalled from the host", policy=wide, later="recall"),
+        Method(
+            label="SnapKV, recalled, 4 pages of 16 tokens every step",
+            policy=wide,
+            later=PageRecall(4),
+        ),
         Method(label="StreamingLLM", policy=StreamingLLM(budget)),
     ]
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from snapkv import InvalidArgumentError
+from snapkv.app.answering_together import until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import MedusaTraining
-from snapkv.app.training import answers, medusa
+from snapkv.app.training import medusa
 from snapkv.app.training.answers import Exchange
 from snapkv.decoding import load_heads
 from tests.decoding.heads import random_heads
@@ -141,5 +142,5 @@ def test_too_little_text_and_bad_numbers_are_refused(loaded, tmp_path):
 
 
 def test_answers_end_with_the_end_token():
-    assert answers._until_end([5, 2, 9], [2]) == (5, 2)
-    assert answers._until_end([5, 9], [2]) == (5, 9)
+    assert until_end([5, 2, 9], [2]) == (5, 2)
+    assert until_end([5, 9], [2]) == (5, 9)

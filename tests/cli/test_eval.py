@@ -198,11 +198,12 @@ def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
     snapkv, tiny_only, here
 ):
     turns = ("eval", "turns", "--lengths", 200, "--questions", 2, "--samples-each", 1, "--cloze")
-    ways = ("--turns", "append,compress", "--turns", "recall")
+    ways = ("--turns", "append,compress", "--turns", "recall,recall-pages:2")
     done = snapkv(*turns, *ways, "--budget", 64, "--json")
     assert done.status == 0, done.err
     rows = [(row["method"], row["cell"]["turn"]) for row in json.loads(done.out)["rows"]]
-    methods = ("full", "default@64", "default@64 compress", "default@64 recall")
+    later = ("", " compress", " recall", " recall-pages:2")
+    methods = ("full", *(f"default@64{way}" for way in later))
     assert sorted(rows) == sorted((method, turn) for method in methods for turn in (1, 2))
 
 
@@ -212,7 +213,13 @@ def test_every_way_of_later_questions_is_a_method_and_the_full_cache_comes_once(
         (("needle", "--turns", "recall"), "turns: expected it with a task of several questions"),
         (("turns", "--turns", "forget"), "turns: expected one of append, compress, recall"),
         (("turns", "--turns", "recall,recall"), "turns: expected some of append"),
-        (("turns", "--turns", ","), "turns: expected some of append, compress, recall, each once"),
+        (("turns", "--turns", "recall-pages"), "recall-pages: expected a whole number"),
+        (("turns", "--turns", "recall-pages:0"), "pages: expected at least 1, got 0"),
+        (("turns", "--policy", "h2o", "--turns", "recall-pages:8"), "evicts after every token"),
+        (
+            ("turns", "--turns", ","),
+            "turns: expected some of append, compress, recall, recall-",
+        ),
         (("turns", "--policy", "h2o", "--turns", "recall"), "evicts after every token"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

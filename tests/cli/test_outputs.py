@@ -32,7 +32,7 @@ NO_OUTPUT = {
     *("kernels", "poolings", "budgets", "corpora", "variants", "depths", "keep_ratios"),
     *("corpus", "methods", "kernel_sizes", "ratios", "hidden_ratios", "places"),
     *("sources", "names", "bits", "library"),  # a library is changed by what is made to change it
-    *("prefill", "layers", "turns", "answer_tokens"),
+    *("prefill", "layers", "turns", "answer_tokens", "package"),
     *("devices", "ray"),
     "recall",  # a folder for files without names, which replace none
     "share_bytes",

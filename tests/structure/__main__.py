@@ -17,7 +17,7 @@ from tests.structure.source import Source, import_circles
 MOST_ATTRIBUTES = 14
 MOST_FUNCTION_LINES = 60
 MOST_LAYER_MEMBERS = 15
-MOST_SOURCE_LINES = 49_750
+MOST_SOURCE_LINES = 52_000
 """A ratchet: what is added takes something away elsewhere, or says why it must be raised.
 
 Raised from 28,900 for pooling that fades, budgets that the votes choose, spans that stay, and what
@@ -26,7 +26,7 @@ is told behind an answer; from 32,500 for selective reading and the library of d
 from 44,700 for heads that retrieve, methods that choose without a question, what tells methods
 apart, the page that compares them, workers that share a run, and the loss of references; from
 48,800 for steps that choose pages of what was evicted; from 49,600 for a threshold in place of a
-budget.
+budget, functions that are asked for in turns, and requests of lm-eval in batches.
 """
 MOST_FILE_LINES = 400
 SHOWN = 3

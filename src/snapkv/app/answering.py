@@ -159,7 +159,7 @@ def answer_ids(
     )
     new_ids = output[0, prompt_tokens:].tolist()
     text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
-    before = _first_stop(text, settings.stop_strings)
+    before = first_stop(text, settings.stop_strings)
     cut_off = len(new_ids) == settings.max_new_tokens and before is None
     ended = new_ids[-1] in end_token_ids(loaded.model, settings)
     found = Answer(
@@ -262,7 +262,7 @@ def continue_ids(
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 streamer=streamer,
-                stopping_criteria=_stopping(loaded, settings),
+                stopping_criteria=stopping(loaded, settings),
                 **generate_options(model, settings),
                 **({} if drafts is None else drafts.options),
             )
@@ -302,7 +302,7 @@ def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]
     return limits | single | sampling
 
 
-def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
+def stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
     """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
     stops = list(settings.stop_strings)
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
@@ -315,7 +315,7 @@ def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
     return [*own, *settings.stop_token_ids]
 
 
-def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
+def first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
     """Where the first stop string of a text begins; None where it has none."""
     return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
 
@@ -371,7 +371,7 @@ class _Stopwatch(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._text += text
-        end = _first_stop(self._text, self._stop_strings)
+        end = first_stop(self._text, self._stop_strings)
         if end is None:  # what may be the beginning of a stop string waits for the rest
             longest = max(map(len, self._stop_strings), default=1)
             end = len(self._text) - (0 if stream_end else longest - 1)

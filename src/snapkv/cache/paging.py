@@ -47,6 +47,10 @@ class PageRecall:
         require_int("pages", self.pages, minimum=1)
         require_int("page_tokens", self.page_tokens, minimum=1)
 
+    def describe(self) -> dict[str, int]:
+        """How steps choose pages, ready for JSON; where the pages lie changes no token."""
+        return {"pages": self.pages, "page_tokens": self.page_tokens}
+
     def cut(
         self, kept: Tensor, pads: Tensor | None, keys: Tensor, tokens: int
     ) -> "PageTable | None":

@@ -34,7 +34,8 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
         list[str] | None,
         panels.sweep(
             help="What later questions do: append behind what was kept, compress it anew, or "
-            "recall what was dropped; again or with commas for more",
+            "recall what was dropped (recall-pages:8: and attend to 8 pages of 16 dropped tokens "
+            "at every step); again or with commas for more",
             show_default="append",
         ),
     ] = None

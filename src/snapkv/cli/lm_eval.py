@@ -30,6 +30,13 @@ class LmEvalOptions(SweepOptions):
         panels.task(help="tokenizer: the model's chat template; none: the bare text"),
     ] = "none"
     limit: Annotated[int | None, panels.task(help="Samples of every task"), WholeNumber(1)] = None
+    batch_size: Annotated[
+        int,
+        panels.task(
+            help="Prompts answered together, and continuations of one context scored together"
+        ),
+        WholeNumber(1),
+    ] = 1
     output: Annotated[
         str | None,
         panels.output(
@@ -63,6 +70,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         num_fewshot=options.num_fewshot,
         chat=options.template == "tokenizer",
         limit=options.limit,
+        batch_size=options.batch_size,
     )
     with answers_progress("lm-eval") as advance:
         folder = results_folder(options.output, "lm-eval", loaded.name, run.fingerprint())

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 from snapkv.app.prefills import Prefill
-from snapkv.cli.amounts import token_budgets
+from snapkv.cache.paging import PageRecall
+from snapkv.cli.amounts import count, token_budgets
 from snapkv.cli.options import SweepOptions
 from snapkv.cli.policy import accepted, make_policy, typed_assignments
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.asking import Method
-from snapkv.lab.evaluate.conversing import LATER, Later
+from snapkv.lab.evaluate.conversing import LATER, Later, LaterWord
 from snapkv.policies import FullCache
 from snapkv.validation import AUTO, DEFAULT, require_choice
 
@@ -44,27 +45,40 @@ def with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[
 
     Args:
         compared: what answers; the full cache comes once, since nothing of it is dropped.
-        texts: "append", "compress" and "recall", also with commas between them; None for the first.
+        texts: "append", "compress", "recall" and "recall-pages:N", also with commas between them;
+            None for the first.
 
     Raises:
-        InvalidArgumentError: another word, or one of them twice.
+        InvalidArgumentError: another word, one of them twice, or no number of pages.
     """
-    ways = [way.strip() for text in texts or ["append"] for way in text.split(",") if way.strip()]
-    for way in ways:
-        require_choice("turns", way, tuple(LATER))
-    if not ways or len(set(ways)) < len(ways):
+    words = [word.strip() for text in texts or ["append"] for word in text.split(",")]
+    ways = {word: _later(word) for word in words if word}
+    if not ways or len(words) - words.count("") > len(ways):
         raise InvalidArgumentError(
-            f"turns: expected some of {', '.join(LATER)}, each once, got "
-            f"{', '.join(ways) or 'none'}; leave the repeated one out"
+            f"turns: expected some of {', '.join(_LATER_WORDS)}, each once, got "
+            f"{', '.join(filter(None, words)) or 'none'}; leave the repeated one out"
         )
     made = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if not isinstance(method.policy, FullCache):
             label = method.label + ("" if way == "append" else f" {way}")
-            made.append(replace(method, label=label, later=cast(Later, way)))
+            made.append(replace(method, label=label, later=ways[way]))
         elif place == 0:
             made.append(method)
     return made
+
+
+def _later(word: str) -> Later:
+    """What later questions do, by its word; pages have their number behind a colon."""
+    name, _, pages = word.partition(":")
+    if name == _RECALL_PAGES:
+        return PageRecall(count(_RECALL_PAGES, pages))
+    require_choice("turns", word, _LATER_WORDS)
+    return cast(LaterWord, word)
+
+
+_RECALL_PAGES = "recall-pages"
+_LATER_WORDS = (*LATER, f"{_RECALL_PAGES}:8")
 
 
 def methods(

@@ -9,14 +9,30 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from snapkv import default_policy
+from snapkv.app.answering import answer
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate import harness
 from snapkv.lab.evaluate.asking import Method
-from snapkv.lab.evaluate.harness import CompressedLM, HarnessRun, log_likelihood
+from snapkv.lab.evaluate.harness import CompressedLM, HarnessRun
+from snapkv.lab.evaluate.likelihood import log_likelihood, log_likelihoods
 from snapkv.lab.evaluate.store import Store
-from snapkv.policies import H2O, FullCache, SnapKV
+from snapkv.policies import (
+    H2O,
+    RKV,
+    TOVA,
+    AdaKV,
+    FastGen,
+    FullCache,
+    KeyDiff,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
 from tests.lab.evaluate import killed_harness
 from tests.lab.evaluate.tiny import save_tiny, tiny_loaded
 
@@ -139,6 +155,7 @@ def stepwise_log_likelihood(model, context, continuation, policy):
     total, fed = 0.0, context
     with torch.no_grad():
         for token in continuation[0]:
+            cache.expect_tokens(fed)
             scores = model(fed, past_key_values=cache).logits[0, -1].log_softmax(dim=-1)
             total, fed = total + float(scores[token]), token.view(1, 1)
     return total
@@ -169,6 +186,108 @@ def test_greedy_s_own_continuation_is_told_apart(tiny, ids):
         own = tiny.model.generate(context, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert log_likelihood(tiny, context, own[:, context.shape[1] :], FullCache())[1]
     assert not log_likelihood(tiny, context, other, FullCache())[1]
+
+
+EVERY_WAY = [
+    FullCache(),
+    SnapKV(40),
+    default_policy(40),
+    PyramidKV(40),
+    AdaKV(SnapKV(40)),
+    KeyDiff(40),
+    FastGen(),
+    StreamingLLM(40),
+    H2O(40),
+    TOVA(40),
+    RKV(40),
+]
+
+
+@pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
+    tiny, ids, policy, batch_size
+):
+    """Of different lengths, the longest in the middle; one of them is greedy's."""
+    context, other = ids
+    completed = tiny.completed(policy)
+    with torch.no_grad():
+        cache = CompressedCache(tiny.model, completed)
+        own = tiny.model.generate(
+            context, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
+        )[:, context.shape[1] :]
+    given = [own, other[:, :1], torch.cat([other, other], dim=1), own[:, :2], other]
+    found = list(log_likelihoods(tiny, context, given, policy, batch_size))
+    for one, (score, greedy) in zip(given, found, strict=True):
+        alone = stepwise_log_likelihood(tiny.model, context, one, completed)
+        assert score == pytest.approx(alone, abs=1e-4)
+        assert greedy == (own[:, : one.shape[1]].equal(one))
+
+
+def test_a_context_is_read_once_for_all_its_continuations(tiny, tmp_path, monkeypatch):
+    read = []
+    real = tiny.model.forward
+
+    def forward(input_ids, **options):
+        read.append(tuple(input_ids.shape))
+        return real(input_ids, **options)
+
+    monkeypatch.setattr(tiny.model, "forward", forward)
+    choices = [(CONTEXT, " at nine"), (CONTEXT, " under the blue stone"), (CONTEXT, " no")]
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store, batch_size=3)
+        model.loglikelihood(requests("loglikelihood", *choices, ("Another text", " at nine")))
+    (first, together, *rest) = read
+    assert first[0] == 1
+    assert first[1] > 150
+    assert together[0] == 3
+    assert together[1] < 10
+    assert all(rows == 1 for rows, _ in rest)
+
+
+TEXTS = [CONTEXT, CONTEXT[40:] * 2, "Short. " + CONTEXT[:90], CONTEXT[7:300], "The gate"]
+
+
+@pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
+def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_path, policy):
+    """Of different lengths, some shorter than the budget; some end early at a stop string."""
+    method = Method(label="own", policy=policy)
+    alone = [
+        answer(tiny, Prompt(text=text), policy, GenerationSettings(max_new_tokens=9)).text
+        for text in TEXTS
+    ]
+    stop = alone[1][4:6]
+    given = [(text, {"until": [stop], "max_gen_toks": 9}) for text in TEXTS]
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, method, store, batch_size=3)
+        found = model.generate_until(requests("generate_until", *given))
+    assert found == [text.partition(stop)[0] for text in alone]
+    assert found != alone
+
+
+def test_only_prompts_of_equal_settings_that_draw_nothing_are_answered_together(
+    tiny, tmp_path, asked, monkeypatch
+):
+    sizes = []
+    real = harness.answers_together
+
+    def together(loaded, prompts, policy, settings):
+        sizes.append((len(prompts), settings.max_new_tokens))
+        return real(loaded, prompts, policy, settings)
+
+    monkeypatch.setattr(harness, "answers_together", together)
+    drawn = {"max_gen_toks": 3, "do_sample": True, "temperature": 1.0}
+    limits = [3, 3, 3, 3, 2, 3]
+    given = [("One", {"max_gen_toks": limit}) for limit in limits] + [("One", drawn)] * 2
+    with Store(tmp_path, {}) as store:
+        CompressedLM(tiny, FULL, store, batch_size=3).generate_until(
+            requests("generate_until", *given)
+        )
+    assert sizes == [(3, 3)]
+    assert len(asked) == len(given)
+    settings = GenerationSettings(temperature=1.0)
+    with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers"):
+        real(tiny, [Prompt(text="One")] * 2, FullCache(), settings)
 
 
 def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
@@ -245,6 +364,7 @@ def test_the_demo_model_answers_in_its_template(evaluate, demo):
         ("local_gate", ("--include-path", "nowhere"), "include_path: expected a folder"),
         ("local_gate", ("--policy", "full", "--baseline", "full"), "expected every method once"),
         ("local_gate", ("--limit", "0"), "limit: expected at least 1, got 0"),
+        ("local_gate", ("--batch-size", "0"), "batch_size: expected at least 1, got 0"),
     ],
 )
 def test_bad_input_is_named_in_one_line(evaluate, tasks, options, message):
@@ -281,17 +401,30 @@ def asked(monkeypatch):
     """What the model is asked from now on."""
     given = Asked()
 
-    def counted(ask):
-        def call(loaded, *arguments):
-            if len(given) == given.fails_at:
-                raise OutOfMemoryError("prompt: about 12 tokens would fit")
-            given.append(arguments)
-            return ask(loaded, *arguments)
+    def count(*arguments):
+        if len(given) == given.fails_at:
+            raise OutOfMemoryError("prompt: about 12 tokens would fit")
+        given.append(arguments)
 
-        return call
+    def answer(loaded, prompt, *arguments):
+        count(prompt, *arguments)
+        return real["answer"](loaded, prompt, *arguments)
 
-    for name in ("answer", "log_likelihood"):
-        monkeypatch.setattr(harness, name, counted(getattr(harness, name)))
+    def answers_together(loaded, prompts, *arguments):
+        for prompt in prompts:
+            count(prompt, *arguments)
+        return real["answers_together"](loaded, prompts, *arguments)
+
+    def log_likelihoods(loaded, context, continuations, *arguments):
+        scores = real["log_likelihoods"](loaded, context, continuations, *arguments)
+        for continuation in continuations:
+            count(context, continuation, *arguments)
+            yield next(scores)
+
+    asked = (answer, answers_together, log_likelihoods)
+    real = {each.__name__: getattr(harness, each.__name__) for each in asked}
+    for each in asked:
+        monkeypatch.setattr(harness, each.__name__, each)
     return given
 
 
@@ -303,17 +436,18 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-@pytest.mark.parametrize("stop", [1, 9])
-def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop):
-    _, whole, _ = evaluate(BOTH, "--json", "--output", "whole")
+@pytest.mark.parametrize(("stop", "batch"), [(1, 1), (9, 1), (10, 2)])
+def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop, batch):
+    batches = ("--batch-size", str(batch))
+    _, whole, _ = evaluate(BOTH, "--json", "--output", "whole", *batches)
     assert len(asked) == len(written(folder / "whole")) == ANSWERS
     asked.clear()
     asked.fails_at = stop
-    assert evaluate(BOTH, "--output", "stopped")[0] == 1
+    assert evaluate(BOTH, "--output", "stopped", *batches)[0] == 1
     assert len(written(folder / "stopped")) == stop
     asked.clear()
     asked.fails_at = None
-    status, found, _ = evaluate(BOTH, "--json", "--output", "stopped")
+    status, found, _ = evaluate(BOTH, "--json", "--output", "stopped", *batches)
     assert status == 0
     assert len(asked) == ANSWERS - stop
     assert written(folder / "stopped") == written(folder / "whole")

@@ -16,6 +16,7 @@ from snapkv import (
     FastGen,
     FullCache,
     KVzip,
+    PageRecall,
     PromptThenDecode,
     PyramidKV,
     SnapKV,
@@ -31,7 +32,7 @@ from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate import reference as reference_module
 from snapkv.lab.evaluate.asking import Answerer, Asked, Method
-from snapkv.lab.evaluate.conversing import LATER
+from snapkv.lab.evaluate.conversing import LATER, cache_options
 from snapkv.lab.evaluate.reference import References
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import later_turn
@@ -194,7 +195,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("policy", "way", "question"),
     [case for case in CASES if not (case[0].reads_twice and case[2] == "visible")],
-    ids=lambda each: each if isinstance(each, str) else each.name,
+    ids=lambda each: each if isinstance(each, str) else getattr(each, "name", "pages"),
 )
 def test_the_loss_is_what_generation_gives_and_the_answer_stays(
     tiny, tmp_path, monkeypatch, policy, way, question
@@ -248,8 +249,12 @@ def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_
 
 @pytest.mark.parametrize(
     ("policy", "later"),
-    [*((SnapKV(48), later) for later in LATER), (FullCache(), "append"), (H2O(48), "append")],
-    ids=lambda each: each if isinstance(each, str) else each.name,
+    [
+        *((SnapKV(48), later) for later in (*LATER, PageRecall(2))),
+        (FullCache(), "append"),
+        (H2O(48), "append"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else getattr(each, "name", "pages"),
 )
 def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, later):
     task = Turns(cloze=True, lengths=(200,), questions=3, samples_each=1)
@@ -259,7 +264,7 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
     (sample,) = task.samples(tiny.tokenizer)
     prompt = sample.prompt(tiny.tokenizer, "none", "visible")
     for number, (turn, record) in enumerate(zip(sample.turns, found, strict=True)):
-        cache, said = CompressedCache(tiny.model, policy, **LATER[later]), None
+        cache, said = CompressedCache(tiny.model, policy, **cache_options(later)), None
         for earlier in sample.turns[: number + 1]:  # the conversation anew, up to this turn
             ids = prompt.token_ids(tiny.tokenizer)
             if said is not None:

@@ -1,16 +1,17 @@
 """Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from snapkv import H2O, AdaKV, FullCache, KVzip, SnapKV, StreamingLLM
+from snapkv import H2O, AdaKV, FullCache, KVzip, PageRecall, SnapKV, StreamingLLM
 from snapkv.app.prefills import Chunked, Exact
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.lab.evaluate import conversing
 from snapkv.lab.evaluate.asking import Method
-from snapkv.lab.evaluate.conversing import converse
+from snapkv.lab.evaluate.conversing import LATER, converse
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Conversation, later_turn
 from snapkv.lab.evaluate.tasks import Needle, Turns
@@ -120,17 +121,38 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
 
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
-    methods = [
-        Method(label=way, policy=SnapKV(48), later=way) for way in ("append", "compress", "recall")
-    ]
+    ways = {way: way for way in LATER} | {"pages": PageRecall(2, page_tokens=8)}
+    methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
     results = run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
     kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
     for turn in (2, 3):
         grown = kept["append", turn] - kept["append", turn - 1]
         assert grown > 8
-        for way in ("compress", "recall"):
+        for way in ("compress", "recall", "pages"):
             assert 48 <= kept[way, turn] <= 48 + 8
-    assert {row["policy"].get("turns") for row in results.rows} == {None, "compress", "recall"}
+    assert {row["method"]: row["policy"].get("turns") for row in results.rows} == {
+        "append": None,
+        "compress": "compress",
+        "recall": "recall",
+        "pages": {"pages": 2, "page_tokens": 8},
+    }
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_with_pages_for_everything_every_turn_is_answered_as_from_the_full_cache(
+    tiny, tmp_path, question
+):
+    """And with a few the answers are others than those of plain recall, whose steps see none."""
+    ways = {"all": PageRecall(64, page_tokens=4), "few": PageRecall(2), "recall": "recall"}
+    methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
+    methods += [Method(label="full", policy=FullCache())]
+    run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
+    said = {name: [] for name in (*ways, "full")}
+    for record in lines(tmp_path / "out"):
+        said[record["method"]].append(record["prediction"])
+    assert len(said["full"]) == 6
+    assert said["all"] == said["full"]
+    assert said["few"] != said["recall"] != said["full"]
 
 
 def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
@@ -198,8 +220,9 @@ def test_what_evicts_while_generating_answers_appended_questions(tiny, tmp_path)
     assert all(row["kept_tokens"] <= 48 for row in results.rows)
 
 
-def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path):
-    methods = [Method(label="recall", policy=SnapKV(48), later="recall")]
+@pytest.mark.parametrize("later", ["recall", PageRecall(2)], ids=["recall", "pages"])
+def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path, later):
+    methods = [Method(label="recall", policy=SnapKV(48), later=later)]
     whole = run_of(tiny, methods).into(tmp_path / "whole")
     run_of(tiny, methods).into(tmp_path / "cut")
     written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)
@@ -251,6 +274,8 @@ def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
     chunked = Method(label="r", policy=SnapKV(48), later="recall", prefill=Chunked())
     with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
         run_of(tiny, [chunked])
+    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
+        run_of(tiny, [replace(chunked, later=PageRecall(2))])
     with pytest.raises(InvalidArgumentError, match="evicts after every token"):
         run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from snapkv.app.answering import end_token_ids, generate_options
+from snapkv.app.answering_together import until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings, MedusaTraining
@@ -118,14 +119,9 @@ class AnswerWriter:
             **generate_options(model, settings),
         )
         return [
-            Exchange(prompt=prompt, answer=_until_end(row, ends))
+            Exchange(prompt=prompt, answer=until_end(row, ends))
             for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
         ]
-
-
-def _until_end(ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
-    stops = [place for place, token in enumerate(ids) if token in ends]
-    return tuple(ids[: stops[0] + 1] if stops else ids)
 
 
 def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:

@@ -13,7 +13,7 @@ from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
 from snapkv.errors import OutOfMemoryError, PromptTooLongError
-from snapkv.lab.evaluate.conversing import Later, converse
+from snapkv.lab.evaluate.conversing import Later, converse, described
 from snapkv.lab.evaluate.reference import References
 from snapkv.lab.evaluate.sample import Conversation, Sample, Setting, Template, later_turn
 from snapkv.lab.evaluate.sharing import PromptReader
@@ -34,7 +34,7 @@ class Method:
     def describe(self) -> Record:
         """The policy's name and parameters, and how it reads where that is not as usual."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        later = {} if self.later == "append" else {"turns": self.later}
+        later = {} if self.later == "append" else {"turns": described(self.later)}
         return self.policy.describe() | reading | later
 
 

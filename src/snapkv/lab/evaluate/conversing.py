@@ -10,19 +10,33 @@ from snapkv.app.conversation import behind
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Prefill
 from snapkv.app.prompt_end import PromptEnd
+from snapkv.cache.paging import PageRecall
 from snapkv.hf.cache import CompressedCache
 from snapkv.lab.evaluate.sample import Conversation, Setting, Template, later_turn
 from snapkv.policies import Policy
 
-Later = Literal["append", "compress", "recall"]
+LaterWord = Literal["append", "compress", "recall"]
 
-LATER: dict[Later, dict[str, Any]] = {
+Later = LaterWord | PageRecall
+"""What a later question does: it is stored behind what was kept, votes on what was kept, or votes
+on all that was read; with pages, every step of all answers also attends to some of the rest."""
+
+LATER: dict[LaterWord, dict[str, Any]] = {
     "append": {},
     "compress": {"turns": "compress"},
     "recall": {"recall": "host"},
 }
-"""What a later question may do, as options of `CompressedCache`: be stored behind what was kept,
-vote on what was kept, or vote on all that was read."""
+"""Those that have a word, as options of `CompressedCache`."""
+
+
+def cache_options(later: Later) -> dict[str, Any]:
+    """Options of `CompressedCache` for what later questions do."""
+    return {"recall": later} if isinstance(later, PageRecall) else LATER[later]
+
+
+def described(later: Later) -> str | dict[str, int]:
+    """What later questions do, ready for JSON."""
+    return later.describe() if isinstance(later, PageRecall) else later
 
 
 def converse(
@@ -58,7 +72,7 @@ def converse(
     policy = loaded.completed(policy)
     prompt = conversation.prompt(tokenizer, template, setting)
     spans = conversation.protection.spans(prompt, policy, tokenizer)
-    cache = CompressedCache(loaded.model, policy, protect=spans, **LATER[later])
+    cache = CompressedCache(loaded.model, policy, protect=spans, **cache_options(later))
     said: Tensor | None = None
     for turn in conversation.turns:
         if said is None:

@@ -1,14 +1,13 @@
 """lm-eval's tasks, answered from compressed caches. Only this file needs the package lm-eval.
 
 Generation goes through `snapkv.app.answering`. Where a task compares likelihoods, the context is
-read and compressed, and the continuation is scored over what was kept. Tasks that score whole texts
-have no prompt to compress and are refused. Every answer is on the disk before the next request is
-read, under a hash of the request, so that a run that was stopped can be continued.
+read and compressed once, and every continuation is scored over what was kept. Tasks that score
+whole texts have no prompt to compress and are refused. Every answer is on the disk when it is
+known, under a hash of the request, so that a run that was stopped can be continued.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,26 +20,24 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from snapkv.app.answering import answer
+from snapkv.app.answering_together import answers_together
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.lab.evaluate.asking import Method
-from snapkv.lab.evaluate.likelihood import log_likelihood
+from snapkv.lab.evaluate.likelihood import log_likelihoods
+from snapkv.lab.evaluate.responses import Request, Responses
 from snapkv.lab.evaluate.runner import fitting_methods, require_same_policies
 from snapkv.lab.evaluate.store import Progress, Record, Store, short_hash
 from snapkv.lab.measure.environment import versions
-from snapkv.validation import nearest
+from snapkv.validation import nearest, require_at_least
 
 _ANSWER_TOKENS = 256
 """Where lm-eval cuts an answer off if a task does not say."""
 
 _WITHOUT_EFFECT = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 """Settings of the sampling, which change nothing where the likeliest token is taken."""
-
-
-_QUESTION = "visible"
-"""The setting of every answer: a task's question votes, as part of its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +52,11 @@ class HarnessRun:
         num_fewshot: examples in front of every question; None for what a task says.
         chat: wrap the prompts in the tokenizer's chat template.
         limit: how many samples to take of every task; None for all.
+        batch_size: how many prompts of equal settings are answered together, and continuations of
+            one context scored together; answers are those of 1, up to rounding.
 
     Raises:
-        InvalidArgumentError: no method, or two of one label.
+        InvalidArgumentError: no method, two of one label, or a batch size below 1.
         UnsupportedModelError: a method does not work with the model.
     """
 
@@ -68,9 +67,11 @@ class HarnessRun:
     num_fewshot: int | None = None
     chat: bool = False
     limit: int | None = None
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
         """Check that every method can run before any task is read."""
+        require_at_least("batch_size", self.batch_size, 1)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
 
     def into(
@@ -96,7 +97,12 @@ class HarnessRun:
             require_same_policies(self.methods, store.records)
             for method in self.methods:
                 model = CompressedLM(
-                    self.loaded, method, store, chat=self.chat, on_progress=on_progress
+                    self.loaded,
+                    method,
+                    store,
+                    chat=self.chat,
+                    batch_size=self.batch_size,
+                    on_progress=on_progress,
                 )
                 found += _rows(self._results(model, manager), method)
             unwritten = store.summarise(found)
@@ -168,7 +174,9 @@ class CompressedLM(LM):
         method: what the cache keeps of a context.
         store: where the answers are kept; what it holds is not asked again.
         chat: whether lm-eval wraps the prompts by `apply_chat_template`.
-        on_progress: told before every request.
+        batch_size: prompts that are answered together, and continuations of one context that are
+            scored together.
+        on_progress: told of every request.
     """
 
     def __init__(
@@ -178,14 +186,15 @@ class CompressedLM(LM):
         store: Store,
         *,
         chat: bool = False,
+        batch_size: int = 1,
         on_progress: Progress | None = None,
     ) -> None:
         super().__init__()
         self._loaded = loaded
         self._method = method
-        self._store = store
         self._chat = chat
-        self._on_progress = on_progress
+        self._batch_size = batch_size
+        self._responses = Responses(method=method, store=store, on_progress=on_progress)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The answer to every context, up to the first of the task's stop strings.
@@ -201,25 +210,43 @@ class CompressedLM(LM):
         ]
         for prompt, setting in zip(prompts, settings, strict=True):
             self._require_positions(self._ids(prompt).shape[1] + setting.max_new_tokens)
-        answers: list[str] = []
-        for request, prompt, setting in zip(requests, prompts, settings, strict=True):
-            self._tell("generating", len(answers), len(prompts))
-            given = functools.partial(self._generated, prompt, setting)
-            answers.append(self._kept(request, [prompt.text, asdict(setting)], given))
-        return answers
+        asked = [
+            _request(request, [prompt.text, asdict(setting)])
+            for request, prompt, setting in zip(requests, prompts, settings, strict=True)
+        ]
+
+        def alike(place: int) -> GenerationSettings:
+            """Where the likeliest token is taken, the seed has no meaning."""
+            setting = settings[place]
+            return setting if setting.temperature else replace(setting, seed=0)
+
+        def give(places: Sequence[int]) -> Iterator[str]:
+            for start in range(0, len(places), self._batch_size):
+                part = places[start : start + self._batch_size]
+                yield from self._generated([prompts[place] for place in part], settings[part[0]])
+
+        found: list[str] = self._responses.to(asked, what="generating", alike=alike, give=give)
+        return found
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """How likely every continuation is behind its compressed context, and if it is greedy's."""
         pairs = [self._pair(*request.args) for request in requests]
         for context, continuation in pairs:
             self._require_positions(context.shape[1] + continuation.shape[1])
-        scores: list[tuple[float, bool]] = []
-        for request, pair in zip(requests, pairs, strict=True):
-            self._tell("scoring", len(scores), len(pairs))
-            given = functools.partial(log_likelihood, self._loaded, *pair, self._method.policy)
-            score, greedy = self._kept(request, list(request.args), given)
-            scores.append((score, greedy))
-        return scores
+
+        def alike(place: int) -> list[int]:
+            ids: list[int] = pairs[place][0][0].tolist()
+            return ids
+
+        def give(places: Sequence[int]) -> Iterator[tuple[float, bool]]:
+            context = pairs[places[0]][0]
+            together = [pairs[place][1] for place in places]
+            policy = self._method.policy
+            return log_likelihoods(self._loaded, context, together, policy, self._batch_size)
+
+        asked = [_request(request, list(request.args)) for request in requests]
+        found = self._responses.to(asked, what="scoring", alike=alike, give=give)
+        return [(score, greedy) for score, greedy in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Refused: whole texts are scored, and nothing of them is a prompt.
@@ -264,30 +291,11 @@ class CompressedLM(LM):
         )
         return text
 
-    def _generated(self, prompt: Prompt, settings: GenerationSettings) -> str:
-        return answer(self._loaded, prompt, self._method.policy, settings).text
-
-    def _kept(self, request: Instance, content: list[Any], given: Callable[[], Any]) -> Any:
-        """What the folder holds for a request; what it does not hold is asked and added.
-
-        Args:
-            request: of lm-eval.
-            content: all that the response depends on beside the run and the method.
-            given: asks the model.
-        """
-        asked = [request.task_name, request.doc_id, request.idx]
-        named = {"kind": request.request_type, "asked": asked, "content": content}
-        sample = "/".join(map(str, [*asked, short_hash(named, digits=16)]))
-        wanted = sample, self._method.label, _QUESTION
-        if wanted not in self._store:
-            self._store.add(
-                {
-                    **dict(zip(("sample", "method", "question"), wanted, strict=True)),
-                    "policy": self._method.policy.describe(),
-                    "response": given(),
-                }
-            )
-        return self._store[wanted]["response"]
+    def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
+        if len(prompts) > 1:
+            return answers_together(self._loaded, prompts, self._method.policy, settings)
+        (alone,) = prompts
+        return [answer(self._loaded, alone, self._method.policy, settings).text]
 
     def _prompt(self, text: str) -> Prompt:
         return Prompt(text=text, has_special_tokens=self._chat)
@@ -323,9 +331,11 @@ class CompressedLM(LM):
                 "or a model with more positions"
             )
 
-    def _tell(self, what: str, done: int, total: int) -> None:
-        if self._on_progress:
-            self._on_progress(f"{what}, {self._method.label}", done, total)
+
+def _request(request: Instance, content: list[Any]) -> Request:
+    """A request of lm-eval, and all that its response depends on beside the run and the method."""
+    asked = [request.task_name, request.doc_id, request.idx]
+    return Request(kind=request.request_type, asked=asked, content=content)
 
 
 def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:

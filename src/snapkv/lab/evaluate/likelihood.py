@@ -1,10 +1,12 @@
 """How likely a text is behind a compressed context."""
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompt_end import PromptEnd
@@ -16,7 +18,19 @@ from snapkv.policies import EvictingPolicy, Policy
 def log_likelihood(
     loaded: LoadedModel, context: Tensor, continuation: Tensor, policy: Policy
 ) -> tuple[float, bool]:
-    """Log-probability of a continuation behind a compressed context.
+    """Of one continuation, see `log_likelihoods`."""
+    (found,) = log_likelihoods(loaded, context, [continuation], policy)
+    return found
+
+
+def log_likelihoods(
+    loaded: LoadedModel,
+    context: Tensor,
+    continuations: Sequence[Tensor],
+    policy: Policy,
+    batch_size: int = 1,
+) -> Iterator[tuple[float, bool]]:
+    """Log-probability of every continuation behind a context that is read and compressed once.
 
     The first token is predicted by the whole context, as the first token of an answer is; the
     others attend to what was kept.
@@ -24,33 +38,57 @@ def log_likelihood(
     Args:
         loaded: the model.
         context: (1, T) int64, T at least 1.
-        continuation: (1, C) int64.
+        continuations: (1, C) int64 each, C at least 1.
         policy: what the cache keeps of the context.
+        batch_size: how many are read in one pass, each behind a copy of what was kept; where the
+            policy evicts while generating, each is read by itself, token by token.
 
     Returns:
-        The sum of the tokens' log-probabilities, and whether each is the likeliest.
+        For each the sum of the tokens' log-probabilities, and whether all are the likeliest.
+
+    Raises:
+        OutOfMemoryError: the device is full; what was found before has been given.
     """
-    model = loaded.model
+    model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy)
     advice = functools.partial(prompt_advice, model, context.shape[1], free_bytes(model.device))
     with out_of_memory_explained(advice), torch.inference_mode():
         cache.expect_tokens(context)
         logits = model(context, past_key_values=cache, logits_to_keep=1).logits
-        end = PromptEnd(cache=cache, logits=logits)
-        chosen, greedy = log_probabilities(model, end, continuation)
-    return float(chosen.sum()), greedy
+    end = PromptEnd(cache=cache, logits=logits)
+    size = 1 if isinstance(policy, EvictingPolicy) else batch_size
+    for start in range(0, len(continuations), size):
+        with out_of_memory_explained(advice), torch.inference_mode():
+            found = _together(model, end.branch(), continuations[start : start + size])
+        yield from found
 
 
-def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, bool]:
+def _together(
+    model: Any, end: PromptEnd, continuations: Sequence[Tensor]
+) -> list[tuple[float, bool]]:
+    """Of each continuation, all read at once; tokens behind the shorter ones change nothing."""
+    lengths = [continuation.shape[1] for continuation in continuations]
+    rows = pad_sequence([one[0] for one in continuations], batch_first=True)
+    end.cache.batch_repeat_interleave(len(rows))
+    repeated = PromptEnd(cache=end.cache, logits=end.logits.expand(len(rows), -1, -1))
+    chosen, leading = log_probabilities(model, repeated, rows)
+    return [
+        (float(chosen[row, :length].sum()), bool(leading[row, :length].all()))
+        for row, length in enumerate(lengths)
+    ]
+
+
+def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of every token of a continuation, those before it being given.
 
     Args:
         model: whose cache it is.
-        end: what the continuation is read behind; all but its last token is in the cache then.
-        continuation: (1, C) int64, C at least 1.
+        end: what the continuation is read behind, of B rows; all but its last token is in the
+            cache then.
+        continuation: (B, C) int64, C at least 1.
 
     Returns:
-        (C,) fp32, and whether each token is the likeliest.
+        (B, C) fp32, and (B, C) bool, whether each token is the likeliest.
     """
     cache, following = end.cache, continuation.shape[1] - 1
     # What a method drops while generating depends on its steps.
@@ -62,15 +100,16 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
         cache.expect_tokens(part)
         logits = model(part, past_key_values=cache).logits
         found.append(_chosen(logits, continuation[:, start + 1 : stop + 1]))
-    return torch.cat([chosen for chosen, _ in found]), all(greedy for _, greedy in found)
+    chosen, leading = zip(*found, strict=True)
+    return torch.cat(chosen, dim=1), torch.cat(leading, dim=1)
 
 
 _PIECE_TOKENS = 256
 """Tokens of a continuation that are read at once; the logits of all of them are held."""
 
 
-def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, bool]:
-    """Log-probabilities (N,) of the tokens (1, N) that logits (1, N, V) are for; if they lead."""
+def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (B, N) of the tokens (B, N) behind logits (B, N, V); whether each leads."""
     predicted = logits.float().log_softmax(dim=-1)
-    greedy = bool((predicted.argmax(dim=-1) == ids).all())
-    return predicted.gather(2, ids[:, :, None]).flatten(), greedy
+    chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
+    return chosen, predicted.argmax(dim=-1) == ids

@@ -13,7 +13,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
 from snapkv.lab.evaluate.asking import Answerer, Asked, Method
-from snapkv.lab.evaluate.conversing import LATER
+from snapkv.lab.evaluate.conversing import cache_options, described
 from snapkv.lab.evaluate.sample import Sample, Setting, Template
 from snapkv.lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
 from snapkv.lab.evaluate.summary import summarise
@@ -187,7 +187,8 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
             "repeated one out"
         )
     for method in methods:
-        CompressedCache(loaded.model, loaded.completed(method.policy), **LATER[method.later])
+        policy, options = loaded.completed(method.policy), cache_options(method.later)
+        CompressedCache(loaded.model, policy, **options)
     return tuple(
         replace(method, policy=with_known_heads(loaded.model, method.policy)) for method in methods
     )
@@ -211,9 +212,9 @@ def _require_turns(task: Task, methods: Sequence[Method]) -> None:
         if method.later != "append" and not task.has_turns:
             raise InvalidArgumentError(
                 f"turns: expected it with a task of several questions about one text, such as "
-                f"turns, got {method.later} with {task.name}; leave it out"
+                f"turns, got {described(method.later)} with {task.name}; leave it out"
             )
-        if method.later == "recall" and not method.prefill.holds_all:
+        if "recall" in cache_options(method.later) and not method.prefill.holds_all:
             raise InvalidArgumentError(
                 f"turns: expected a prefill that gives every layer every token for recall, got "
                 f"{method.prefill.name}; use append or compress, or the prefill exact"

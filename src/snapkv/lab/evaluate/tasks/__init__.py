@@ -1,6 +1,7 @@
 """The experiments by name; one file per task. Importing them loads neither torch nor data."""
 
 from snapkv.lab.evaluate.task import Task
+from snapkv.lab.evaluate.tasks.functions import Functions
 from snapkv.lab.evaluate.tasks.instructions import Instructions
 from snapkv.lab.evaluate.tasks.lines import Lines
 from snapkv.lab.evaluate.tasks.longbench import LongBench
@@ -18,6 +19,7 @@ TASKS: dict[str, type[Task]] = {
         Instructions,
         Tracking,
         Turns,
+        Functions,
         LongBench,
         Ruler,
         RagCitation,
@@ -28,6 +30,7 @@ TASKS: dict[str, type[Task]] = {
 """Every task by the name it has on the command line."""
 
 __all__ = [
+    "Functions",
     "Instructions",
     "Lines",
     "LongBench",

@@ -7,88 +7,46 @@ Here the answers in the conversation are the model's own, and names are words in
 which small models can find again.
 """
 
-import functools
 import itertools
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
-from snapkv.errors import InvalidArgumentError
-from snapkv.lab.evaluate.fitting import fitted
 from snapkv.lab.evaluate.sample import Conversation, Sample
-from snapkv.lab.evaluate.task import Task
+from snapkv.lab.evaluate.tasks.conversations import ConversationTask
 from snapkv.lab.evaluate.words import distinct, number, word_key
-from snapkv.validation import require_at_least, require_each_at_least
 
 _HEADER = "Names, and the number of each:\n\n"
 _CLOZE = "\n\nThe number of one of the names:\n\n"
 _QUESTION = "\n\nWhat is the number of {}? Answer with the number."
 _PLAIN = "\n\nQuestion: What is the number of {}?\nAnswer:"
 _DIGITS = 5
-_MOST_LINES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns(Task):
+class Turns(ConversationTask):
     """Numbers of a long list, asked for one after the other in one conversation (SCBench).
 
     Args:
-        lengths: tokens of the list, the first question and its answer together, never more.
-        questions: how many are asked about every list.
-        samples_each: lists of every length.
         cloze: begin every answer with the name, as it stands in the list; small models need it.
-        seed: of names, numbers and what is asked for.
     """
 
     name: ClassVar[str] = "turns"
-    metric: ClassVar[str] = "accuracy"
-    axes: ClassVar[tuple[str, ...]] = ("turn", "length")
-    has_turns: ClassVar[bool] = True
+    parts: ClassVar[str] = "lines"
+    most_parts: ClassVar[int] = 100_000
 
-    lengths: tuple[int, ...] = (1024, 4096)
-    questions: int = 5
-    samples_each: int = 10
     cloze: bool = False
-    seed: int = 42
-
-    def __post_init__(self) -> None:
-        """Check the settings."""
-        require_at_least("questions", self.questions, 1)
-        require_at_least("samples_each", self.samples_each, 1)
-        require_each_at_least("lengths", self.lengths, 1)
-
-    def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Conversations of every length."""
-        for length in self.lengths:
-            hint = None
-            for index in range(self.samples_each):
-                name = f"{length}/{index}"
-                found = fitted(
-                    functools.partial(self._conversation, name, length),
-                    tokenizer,
-                    length,
-                    least=self.questions,
-                    most=_MOST_LINES,
-                    hint=hint,
-                )
-                if found is None:
-                    raise InvalidArgumentError(
-                        f"lengths: expected room for a question, its answer and {self.questions} "
-                        f"lines, got {length} tokens; pass a larger length, or fewer questions"
-                    )
-                sample, hint = found
-                yield sample
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Whether the first number of the answer is that of the name."""
         numbers = re.findall(r"\d+", prediction)
         return float(numbers[:1] == [sample.references[0]])
 
-    def _conversation(self, name: str, length: int, count: int) -> Conversation:
+    def conversation(self, tokenizer: Any, name: str, length: int, count: int) -> Conversation:
         """A list of `count` lines, and the questions about it."""
+        del tokenizer
         draw = random.Random(f"{self.seed}/{name}")
         keys = distinct(lambda: word_key(draw), count)
         numbers = {key: number(draw, _DIGITS) for key in keys}
