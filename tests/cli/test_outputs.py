@@ -71,7 +71,7 @@ def test_every_option_with_a_text_names_no_output_or_is_guarded():
         if each.name not in NO_OUTPUT and not each.mark(Output)
     }
     assert not texts, "say in NO_OUTPUT that they write nothing, or mark what they write"
-    assert {each.name for _, each in MARKED} == {"output", "plot", "report", "to"}
+    assert {each.name for _, each in MARKED} == {"output", "plot", "report", "results", "to"}
 
 
 @pytest.mark.parametrize(("command", "option"), **named(MARKED))

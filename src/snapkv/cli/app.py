@@ -14,6 +14,7 @@ from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.demo import demo
 from snapkv.cli.generate import generate
+from snapkv.cli.help import SETTINGS, with_examples
 from snapkv.cli.inspect import inspect
 from snapkv.cli.leaderboard import leaderboard
 from snapkv.cli.plan import plan
@@ -31,7 +32,7 @@ app = typer.Typer(
     name="snapkv",
     help="Answer over very long prompts with a small key-value cache.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=SETTINGS,
     pretty_exceptions_enable=False,
 )
 for command in (demo, ask, generate, chat, inspect, plan, policies, leaderboard):
@@ -42,6 +43,7 @@ app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)
 app.add_typer(medusa.app)
+with_examples(app)
 
 
 def _show_version(asked: bool) -> None:

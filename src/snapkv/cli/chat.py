@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def chat(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE...]", help="Text, source code, HTML, PDF or a folder"),
+        typer.Argument(metavar="FILE", help="Text, source code, HTML, PDF or a folder"),
     ] = None,
     recall: Annotated[
         str | None,

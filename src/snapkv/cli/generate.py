@@ -15,7 +15,7 @@ def generate(
     context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE...]", help="Files, folders or -, before the prompt"),
+        typer.Argument(metavar="FILE", help="Files, folders or -, before the prompt"),
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text at the end")] = "",
     chat: Annotated[

@@ -30,7 +30,7 @@ class LmEvalOptions(SweepOptions):
         panels.task(help="tokenizer: the model's chat template; none: the bare text"),
     ] = "none"
     limit: Annotated[int | None, panels.task(help="Samples of every task"), WholeNumber(1)] = None
-    output: Annotated[
+    results: Annotated[
         str | None,
         panels.output(
             help="Folder of the answers; a run that was stopped is continued there",
@@ -65,7 +65,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         limit=options.limit,
     )
     with answers_progress("lm-eval") as advance:
-        folder = results_folder(options.output, "lm-eval", loaded.name, run.fingerprint())
+        folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
         rows, unwritten = run.into(folder, advance)
     give(
         {"run": run.description(), "folder": str(folder), "rows": rows},

@@ -33,33 +33,52 @@ _LEAST = {
 """The least that numbers may be which are checked before torch is waited for."""
 
 _Cap = Annotated[
-    int, typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all")
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens held of a prompt while it is read in chunks; 0: all"
+    ),
 ]
 _ChunkTokens = Annotated[
-    int, typer.Option(help="Tokens read between two compressions of a prompt with a cap")
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens of a chunk, between two compressions of a prompt with a cap"
+    ),
 ]
 _DecodeBudget = Annotated[
-    int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all")
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens held of prompt and answer while generating; 0: all"
+    ),
 ]
 _DecodePolicy = Annotated[
-    str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
+    str,
+    typer.Option(metavar="TEXT", help="What evicts while generating: r-kv, tova or streaming-llm"),
 ]
-_EvictEvery = Annotated[int, typer.Option(help="Generated tokens between two evictions")]
+_EvictEvery = Annotated[
+    int, typer.Option(metavar="INTEGER", help="Generated tokens between two evictions")
+]
 _Share = Annotated[
     bool, typer.Option("--share", help="Keep documents compressed, for requests that name them")
 ]
 _ShareBytes = Annotated[
     str | None,
-    typer.Option(help="Of the cache for documents, such as 2GiB; default: a quarter of it"),
+    typer.Option(
+        metavar="TEXT", help="Of the cache for documents, such as 2GiB; default: a quarter of it"
+    ),
 ]
 _ShareAcrossKeys = Annotated[
     bool, typer.Option("--share-across-keys", help="Documents of one API key are everybody's")
 ]
 _ShareFolder = Annotated[
-    str | None, typer.Option(help="Keep documents there as files, also for the next start")
+    str | None,
+    typer.Option(metavar="TEXT", help="Keep documents there as files, also for the next start"),
 ]
-_MaxWindowSize = Annotated[int, typer.Option(help="The longest window that a request may ask for")]
-_MaxKernelSize = Annotated[int, typer.Option(help="The widest kernel that a request may ask for")]
+_MaxWindowSize = Annotated[
+    int, typer.Option(metavar="INTEGER", help="The longest window that a request may ask for")
+]
+_MaxKernelSize = Annotated[
+    int, typer.Option(metavar="INTEGER", help="The widest kernel that a request may ask for")
+]
 
 _PrintCommand = Annotated[
     bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
@@ -72,10 +91,18 @@ def serve(
         str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
     ],
     policy: Annotated[
-        str, typer.Option(help="snapkv, adakv, streaming-llm or tova; default: snapkv with fading")
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Method: snapkv, adakv, streaming-llm or tova",
+            show_default="snapkv with fading pooling",
+        ),
     ] = DEFAULT,
     budget: Annotated[
-        int, typer.Option(help="Tokens kept per head and layer; 0: only where a request asks")
+        int,
+        typer.Option(
+            metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
+        ),
     ] = 1024,
     set_: Annotated[
         list[str] | None,
@@ -84,7 +111,11 @@ def serve(
         ),
     ] = None,
     protect_first: Annotated[
-        int, typer.Option(help="First tokens of every prompt that stay, such as a system message")
+        int,
+        typer.Option(
+            metavar="INTEGER",
+            help="First tokens of every prompt that stay, such as a system message",
+        ),
     ] = 0,
     max_window_size: _MaxWindowSize = MAX_WINDOW_SIZE,
     max_kernel_size: _MaxKernelSize = MAX_KERNEL_SIZE,
