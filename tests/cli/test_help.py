@@ -147,6 +147,25 @@ def test_what_is_said_to_be_the_same_is_said_in_several_ways():
     assert set(SAME) == several
 
 
+@pytest.mark.parametrize(
+    "command",
+    [each for each in commands() if any(option.required for option in each.options)],
+    ids=str,
+)
+def test_what_is_missing_is_shown_by_an_example(snapkv, command):
+    done = snapkv(*command.words)
+    assert done.status == 2
+    assert f"; write for instance {EXAMPLES[str(command)][0]}\n" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_without_documents_or_a_prompt_an_example_is_shown_and_nothing_is_waited_for(snapkv):
+    for words in (("ask", "-q", "Why?"), ("generate",)):
+        done = snapkv(*words)
+        assert done.status == 2
+        assert f"for instance {EXAMPLES[words[0]][0]}" in done.err
+
+
 def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
     for command, _ in options_of(lambda option: option.name == "budget"):
         shown = " ".join(snapkv(*command.words, "--help").out.replace("│", " ").split())

@@ -13,6 +13,7 @@ from snapkv.cli import bench, evaluate, interrupts, library, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.demo import demo
+from snapkv.cli.examples import EXAMPLES
 from snapkv.cli.generate import generate
 from snapkv.cli.help import SETTINGS, with_examples
 from snapkv.cli.inspect import inspect
@@ -74,8 +75,7 @@ def run(arguments: list[str]) -> int:
     except SnapKVError as error:
         return _fail(str(error), _BAD_INPUT)
     except _UsageError as error:
-        message = getattr(error, "format_message", error.__str__)()
-        return _fail(message or "a command is missing; see snapkv --help", _BAD_INPUT)
+        return _fail(_in_words(error), _BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return interrupts.say(arguments)
     except Exception as error:
@@ -90,6 +90,16 @@ def _run(arguments: list[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as end:
         return end.exit_code
+
+
+def _in_words(error: Exception) -> str:
+    """What argument parsing says; of what is missing, how a command line has it."""
+    message = str(getattr(error, "format_message", error.__str__)())
+    context = getattr(error, "ctx", None)
+    if message.startswith("Missing") and context is not None:
+        (example, *_) = EXAMPLES[context.command_path.removeprefix("snapkv").strip()]
+        return f"{message.rstrip('.')}; write for instance {example}"
+    return message or "a command is missing; see snapkv --help"
 
 
 def _explain(error: Exception, arguments: list[str]) -> int:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,6 +80,7 @@ def chat(
         load=lambda path: Conversation.load(path, loaded, settings, policy, prefill=reading),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
+        with_layers=options.verbose,
         warnings=warnings,
     ).run()
 
@@ -136,6 +137,7 @@ class Chat:
         load: brings back a saved conversation.
         inputs: files and folders that were read, which no conversation is saved over.
         as_json: write one JSON object a line instead of text.
+        with_layers: whether that tells of every layer.
         warnings: what was not read of the documents, for the JSON.
         saved: real paths of the files that this conversation was saved to.
     """
@@ -144,6 +146,7 @@ class Chat:
     load: Callable[[str], "Conversation"]
     inputs: Sequence[str]
     as_json: bool
+    with_layers: bool
     warnings: list[str]
     saved: set[str] = field(default_factory=set)
 
@@ -185,8 +188,11 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         if self.as_json:
+            from snapkv.cli.session import answer_record  # imports torch
+
             answer = self.conversation.ask(question)
-            answered = {"question": question, **asdict(answer), "warnings": self.warnings}
+            record = answer_record(answer, with_layers=self.with_layers)
+            answered = {"question": question, **record, "warnings": self.warnings}
             write_json(answered, indent=None)
         else:
             self.conversation.ask(question, on_text=write)

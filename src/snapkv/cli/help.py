@@ -39,7 +39,7 @@ def with_examples(app: typer.Typer, words: tuple[str, ...] = ()) -> typer.Typer:
     """
     app.info.cls, app.info.epilog = _ShownGroup, _epilog(words)
     for command in app.registered_commands:
-        name = command.name or getattr(command.callback, "__name__", "")
+        name = str(command.name or getattr(command.callback, "__name__", ""))
         command.cls, command.epilog = _ShownCommand, _epilog((*words, name))
     for group in app.registered_groups:
         if group.typer_instance is not None:

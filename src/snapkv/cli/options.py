@@ -219,9 +219,9 @@ class RunOptions(MethodOptions):
         ),
         POSITIVE,
     ] = None
-    json: Annotated[bool, panels.output("--json", help="Print one JSON object instead of text")] = (
-        False
-    )
+    json: Annotated[
+        bool, panels.output("--json", help="Print one JSON object; --verbose: with every layer")
+    ] = False
 
     def __post_init__(self) -> None:
         """Refuse no way of reading, a check of tokens that are drawn, or of more than come."""
