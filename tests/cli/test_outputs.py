@@ -89,6 +89,16 @@ def test_what_is_there_is_refused_and_stays(snapkv, document, tmp_path, command,
         file.unlink()
 
 
+def test_a_nul_byte_in_any_text_is_one_clear_line(snapkv, document):
+    texts = options_of(lambda option: option.kind is str)
+    assert len(texts) > 100
+    for command, option in texts:
+        done = snapkv(*command.call(option.flag, "a\0b", document=document))
+        assert done.status == 2, (str(command), option.name)
+        assert done.err.startswith("snapkv: error: arguments: expected texts without a NUL byte")
+        assert done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(("command", "option"), **named(WRITTEN))
 def test_force_and_a_new_name_let_the_command_begin(snapkv, document, tmp_path, command, option):
     given, files = target_of(option, tmp_path)

@@ -22,7 +22,7 @@ from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
 from snapkv.cli.serve import serve
 from snapkv.cli.standard_output import named_output
-from snapkv.errors import OutOfMemoryError, OutputError, SnapKVError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
 
 _FAILURE, _BAD_INPUT = 1, 2
 
@@ -84,6 +84,11 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     """Run a command; what typer itself would print about its end is left to `run`."""
+    for text in arguments:
+        if "\0" in text:
+            raise InvalidArgumentError(
+                f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
+            )
     command = get_command(app)
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:

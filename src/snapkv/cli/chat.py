@@ -236,6 +236,7 @@ class Chat:
 
 
 def _named(path: str) -> str:
-    if not path:
-        raise InvalidArgumentError("path: expected the name of a file, got none; add it")
+    if not path or "\0" in path:
+        got = repr(path) if path else "none"
+        raise InvalidArgumentError(f"path: expected the name of a file, got {got}; add one")
     return path
