@@ -1,8 +1,11 @@
 """The help of every command: examples that work, no types of flags, one meaning for every name."""
 
 import functools
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections import defaultdict
 
 import pytest
@@ -164,6 +167,23 @@ def test_without_documents_or_a_prompt_an_example_is_shown_and_nothing_is_waited
         done = snapkv(*words)
         assert done.status == 2
         assert f"for instance {EXAMPLES[words[0]][0]}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("snapkv lib", "library"), ("snapkv ask --quest", "--question")]
+)
+def test_a_shell_completes_commands_and_options(typed, offered):
+    words = typed.split()
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "snapkv"],
+        env={**os.environ, **asked, "_SNAPKV_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [offered]
 
 
 def test_the_budget_says_what_it_is_where_none_is_given(snapkv):

@@ -100,7 +100,7 @@ def hub():
             if found and self.command == "GET":
                 self.wfile.write(body)
 
-        do_HEAD = do_GET
+        do_HEAD = do_GET  # noqa: N815 # what the server calls
 
         def log_message(self, *_):
             pass
@@ -117,8 +117,10 @@ def test_of_a_hub_id_the_configuration_alone_is_fetched(hub, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
     environment |= {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
     done = subprocess.run(
-        [sys.executable, "-m", "snapkv", "generate", "-p", "Hi", "--model", "some/enormous"]
-        + ["--device", "cpu"],
+        [
+            *(sys.executable, "-m", "snapkv", "generate", "-p", "Hi"),
+            *("--model", "some/enormous", "--device", "cpu"),
+        ],
         env=environment,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ from tests.structure.source import Source, import_circles
 MOST_ATTRIBUTES = 14
 MOST_FUNCTION_LINES = 60
 MOST_LAYER_MEMBERS = 15
-MOST_SOURCE_LINES = 49_600
+MOST_SOURCE_LINES = 49_920
 """A ratchet: what is added takes something away elsewhere, or says why it must be raised.
 
 Raised from 28,900 for pooling that fades, budgets that the votes choose, spans that stay, and what

@@ -154,22 +154,28 @@ def load(
         )
         require_room(name, outline, torch_device)
         tokenizer = AutoTokenizer.from_pretrained(source.place, **hub)
-        advice = functools.partial(weights_advice, outline, torch_device, free_bytes(torch_device))
-        with out_of_memory_explained(advice):
-            model = load_complete(
-                name,
-                source.place,
-                told_by="config.json",
-                remedy="download the model again, or correct its config.json",
-                **hub,
-                **options,
-            ).to(torch_device)
+        model = _with_weights(name, source, outline, torch_device, **hub, **options)
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
         name=name,
         revision=source.revision or getattr(config, "_commit_hash", None),
     )
+
+
+def _with_weights(
+    name: str, source: _Source, outline: Any, device: torch.device, **options: Any
+) -> Any:
+    """The model on its device; `options` go to `from_pretrained`."""
+    advice = functools.partial(weights_advice, outline, device, free_bytes(device))
+    with out_of_memory_explained(advice):
+        return load_complete(
+            name,
+            source.place,
+            told_by="config.json",
+            remedy="download the model again, or correct its config.json",
+            **options,
+        ).to(device)
 
 
 def load_outline(

@@ -1,6 +1,7 @@
 """The command `snapkv`: its sub-commands, its exit status, its one-line errors."""
 
 import contextlib
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -25,6 +26,9 @@ from snapkv.cli.standard_output import named_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
 
 _FAILURE, _BAD_INPUT = 1, 2
+
+_COMPLETES = "_SNAPKV_COMPLETE"
+"""What the scripts of `--install-completion` set when a shell asks what may follow."""
 
 # What argument parsing raises; typer exports no name for the whole family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -90,6 +94,8 @@ def _run(arguments: list[str]) -> int:
                 f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
             )
     command = get_command(app)
+    if _COMPLETES in os.environ:
+        command.main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0

@@ -32,6 +32,31 @@ _LEAST = {
 }
 """The least that numbers may be which are checked before torch is waited for."""
 
+_Policy = Annotated[
+    str,
+    typer.Option(
+        metavar="TEXT",
+        help="Method: snapkv, adakv, streaming-llm or tova",
+        show_default="snapkv with fading pooling",
+    ),
+]
+_Budget = Annotated[
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
+    ),
+]
+_Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"),
+]
+_ProtectFirst = Annotated[
+    int,
+    typer.Option(
+        metavar="INTEGER",
+        help="First tokens of every prompt that stay, such as a system message",
+    ),
+]
 _Cap = Annotated[
     int,
     typer.Option(
@@ -90,33 +115,10 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
     ],
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT",
-            help="Method: snapkv, adakv, streaming-llm or tova",
-            show_default="snapkv with fading pooling",
-        ),
-    ] = DEFAULT,
-    budget: Annotated[
-        int,
-        typer.Option(
-            metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
-        ),
-    ] = 1024,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
-        ),
-    ] = None,
-    protect_first: Annotated[
-        int,
-        typer.Option(
-            metavar="INTEGER",
-            help="First tokens of every prompt that stay, such as a system message",
-        ),
-    ] = 0,
+    policy: _Policy = DEFAULT,
+    budget: _Budget = 1024,
+    set_: _Assignments = None,
+    protect_first: _ProtectFirst = 0,
     max_window_size: _MaxWindowSize = MAX_WINDOW_SIZE,
     max_kernel_size: _MaxKernelSize = MAX_KERNEL_SIZE,
     cap: _Cap = 0,
