@@ -16,7 +16,7 @@ from snapkv.lab.report.leaderboard import FILES, as_markdown, write_board
 
 FOLDER = RESULTS / "leaderboard"
 PAGE = RESULTS / "leaderboard.md"
-COMMAND = ("leaderboard", "--output", str(FOLDER))
+COMMAND = ("leaderboard", "--results", str(FOLDER))
 README_LINE = "python -m benchmarks.leaderboard"
 
 

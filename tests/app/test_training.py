@@ -15,7 +15,7 @@ from snapkv.decoding import load_heads
 from tests.decoding.heads import random_heads
 from tests.families import random_ids, tiny_model
 
-PLAN = MedusaTraining(num_heads=2, answers=20, passage_tokens=8, answer_tokens=12, epochs=8)
+PLAN = MedusaTraining(num_heads=2, answers=20, passage_tokens=8, max_new_tokens=12, epochs=8)
 WORDS = " ".join(f"w{number % 97}" for number in range(400))
 
 
@@ -127,7 +127,7 @@ def test_another_run_in_the_folder_is_refused(loaded, tmp_path):
     with pytest.raises(_StoppedError):
         medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
     other = MedusaTraining(**{**vars(PLAN), "epochs": 2})
-    with pytest.raises(InvalidArgumentError, match="output: expected a new folder"):
+    with pytest.raises(InvalidArgumentError, match="to: expected a new folder"):
         medusa.train(loaded, [WORDS], tmp_path, other, ignore)
     with pytest.raises(InvalidArgumentError, match="answers to the prompts of this run"):
         medusa.train(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)

@@ -329,6 +329,7 @@ def test_the_limit_is_kept_and_given_back():
         ({"recall": "host", "recall_bytes": 0}, "recall_bytes: expected at least 1"),
         ({"turns": "forget"}, "turns: expected one of append, compress"),
         ({"recall": "/proc/nowhere"}, "recall: expected 'host' or a folder"),
+        ({"recall": "a\0b"}, "recall: expected 'host' or a folder.*null byte; choose another"),
         ({"recall": "host", "policy": H2O(64)}, "policy: expected one that only compresses"),
         ({"recall": "host", "refresh_every": 4, "storage": "static"}, "storage: expected 'dyn"),
         (

@@ -15,7 +15,7 @@ GIVEN = {
     "library": ("no-library",),
     "names": ("notes",),
     "question": ("--question", "Why?"),
-    "data": ("--data", "{document}"),
+    "document": ("--document", "{document}"),
     "context": ("--context", "8k"),
     "model": ("demo",),
 }
@@ -36,6 +36,14 @@ class Option:
     kind: Any
     marks: tuple[Any, ...]
     required: bool
+
+    @property
+    def shown_kind(self) -> str:
+        """What its help says that it takes, of lists what stands between the commas."""
+        if self.kind is bool:
+            return "nothing"
+        found = str(self.marks[0].metavar)
+        return next((kind for kind in ("INTEGER", "NUMBER") if found.startswith(kind)), "TEXT")
 
     def mark(self, kind: type) -> Any:
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)

@@ -78,7 +78,7 @@ def test_the_hint_for_bytes_is_one_that_works(text):
         (("study", "hit-rate"), "--document-tokens"),
         (("eval", "needle"), "--depths"),
         (("plan", "--context", "1k"), "--batch"),
-        (("medusa", "train", "--data", "x"), "--seed"),
+        (("medusa", "train", "--document", "x"), "--seed"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

@@ -45,7 +45,11 @@ def test_json_is_one_object_and_nothing_else(snapkv, demo_only, document):
     assert answer["text"] == "The key is under the blue stone."
     assert answer["policy"]["kernel_size"] == 13
     assert answer["cache"]["held_bytes"] < answer["cache"]["full_bytes"]
-    assert len(answer["cache"]["layers"]) == 30
+    assert next(iter(record)) == "answer"
+    assert record["answer"] == answer["text"]
+    assert "layers" not in answer["cache"]
+    detailed = json.loads(snapkv("ask", document, *ASK, *SMALL, "--json", "--verbose").out)
+    assert len(detailed["runs"][0]["cache"]["layers"]) == 30
 
 
 def test_a_method_that_reads_twice_chooses_before_the_question(snapkv, demo_only, document):

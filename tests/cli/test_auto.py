@@ -17,7 +17,7 @@ def asked(snapkv, document, *more):
 
 
 def test_json_says_the_rule_and_what_it_kept(snapkv, demo_only, document):
-    record = json.loads(asked(snapkv, document, "--json").out)
+    record = json.loads(asked(snapkv, document, "--json", "--verbose").out)
     (run,) = record["runs"]
     auto = {"lost_vote": 0.0025, "least": 32, "most": None}
     assert run["policy"]["budget"] == {"auto": auto}

@@ -83,13 +83,13 @@ def test_training_on_the_command_line(snapkv, demo_only, document, tmp_path, mon
         return heads
 
     monkeypatch.setattr("snapkv.app.training.medusa.train", train)
-    out = ("--output", tmp_path / "heads", "--num-heads", 2)
-    done = snapkv("medusa", "train", "--data", document, *out)
+    out = ("--to", tmp_path / "heads", "--num-heads", 2)
+    done = snapkv("medusa", "train", "--document", document, *out)
     assert done.status == 0, done.err
     assert done.out.splitlines()[0] == ("head 1: right 50.0% of the time, 75.0% among its first 2")
     assert found["plan"].num_heads == 2
     assert "blue stone" in found["texts"][0]
-    as_json = snapkv("medusa", "train", "--data", document, *out, "--json")
+    as_json = snapkv("medusa", "train", "--document", document, *out, "--json")
     assert json.loads(as_json.out)["accuracies"] == [[0.5, 0.25], [0.25, 0.125]]
-    assert snapkv("medusa", "train", "--data", document, "--epochs", 0).status == 2
+    assert snapkv("medusa", "train", "--document", document, "--epochs", 0).status == 2
     assert snapkv("medusa", "train").status == 2

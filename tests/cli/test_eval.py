@@ -50,7 +50,7 @@ def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, m
 
 def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
     done = snapkv(
-        *NEEDLE, "--budget", 64, "--question", "both", "--output", "results", "--limit", 1,
+        *NEEDLE, "--budget", 64, "--setting", "both", "--results", "results", "--limit", 1,
         "--json",
     )  # fmt: skip
     assert (done.status, done.err) == (0, "")
@@ -67,8 +67,8 @@ def test_json_is_one_object_and_nothing_else(snapkv, tiny_only, here):
 
 
 def test_another_run_in_the_output_folder_is_refused_with_what_differs(snapkv, tiny_only, here):
-    assert snapkv(*NEEDLE, "--output", "o", "--budget", 64, "--limit", 1).status == 0
-    done = snapkv(*NEEDLE, "--output", "o", "--budget", 64, "--limit", 1, "--seed", 7)
+    assert snapkv(*NEEDLE, "--results", "o", "--budget", 64, "--limit", 1).status == 0
+    done = snapkv(*NEEDLE, "--results", "o", "--budget", 64, "--limit", 1, "--seed", 7)
     assert done.status == 2
     assert "another task.seed: 42 there, 7 here" in done.err
     assert done.err.count("\n") == 1
@@ -95,7 +95,7 @@ def test_a_page_and_its_tables(snapkv, tiny_only, here):
 
 def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    given = (*NEEDLE, "--budget", "64,40", "--output", "o", "--reference-loss")
+    given = (*NEEDLE, "--budget", "64,40", "--results", "o", "--reference-loss")
     done = snapkv(*given, "--plot", "n.svg", "--report", "page")
     assert done.status == 0
     assert "difference" in done.out
@@ -120,7 +120,7 @@ def test_the_loss_of_the_references_stands_in_every_output(snapkv, tiny_only, he
 
 def test_without_the_option_nothing_says_loss(snapkv, tiny_only, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = snapkv(*NEEDLE, "--budget", 64, "--output", "o", "--plot", "n.svg", "--report", "page")
+    done = snapkv(*NEEDLE, "--budget", 64, "--results", "o", "--plot", "n.svg", "--report", "page")
     assert done.status == 0
     texts = [path.read_text() for path in here.rglob("*.*") if path.suffix != ".svg"]
     assert len(texts) == 6
@@ -155,7 +155,7 @@ def test_without_the_option_nothing_says_loss(snapkv, tiny_only, here, monkeypat
         (("--policy", "snapkv:colour=red"), "colour: expected a parameter of snapkv"),
         (("--policy", "snapkv:kernel_size=4"), "expected an odd number"),
         (("--baseline", "fulll"), "did you mean full?"),
-        (("--question", "loud"), "--question"),
+        (("--setting", "loud"), "--setting"),
         (("--template", "mine"), "--template"),
         (("--limit", "some"), "--limit"),
         (("--nothing", "1"), "No such option"),
@@ -181,7 +181,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(snapkv, here, arguments
         (("--budget", "64,64"), "policy: expected every method once"),
         (("--policy", "none", "--baseline", "none"), "policy: expected at least one method"),
         (("--lengths", "300,300"), "samples: expected every sample once"),
-        (("--output", "file"), "output: expected a folder that can be written, got 'file'"),
+        (("--results", "file"), "results: expected a folder that can be written, got 'file'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

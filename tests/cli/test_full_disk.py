@@ -58,7 +58,7 @@ def fill(path):
         ("n-budgets.svg", ("--plot", "n.svg")),
         ("page/index.html", ("--report", "page")),
         ("page/results.csv", ("--report", "page")),
-        ("rows/summary.jsonl", ("--output", "rows")),
+        ("rows/summary.jsonl", ("--results", "rows")),
     ],
 )
 def test_an_evaluation_is_shown_although_a_file_of_it_is_lost(snapkv, tiny, here, full, options):
@@ -81,7 +81,7 @@ def test_an_answer_that_cannot_be_kept_stops_the_run_which_then_continues(
         return real(descriptor)
 
     monkeypatch.setattr(writing.os, "fsync", fsync)
-    run = (*NEEDLE, "--budget", 64, "--output", "rows", "--json")
+    run = (*NEEDLE, "--budget", 64, "--results", "rows", "--json")
     require_one_line(snapkv(*run), "rows/samples.jsonl")
     assert len((here / "rows" / "samples.jsonl").read_text().splitlines()) == 1
     done = snapkv(*run)
@@ -93,7 +93,7 @@ def test_a_study_is_shown_although_its_figure_is_lost(snapkv, demo_only, documen
     fill(here / "figure.svg")
     done = snapkv(
         *("study", "instructions", "--document", document, "--document-tokens", "130"),
-        *("--answer-length", "2", "-q", "Where?", "-q", "When?", "--output", "rows"),
+        *("--answer-length", "2", "-q", "Where?", "-q", "When?", "--results", "rows"),
         *("--plot", "figure.svg"),
     )
     require_one_line(done, "figure.svg")

@@ -37,7 +37,7 @@ def again(monkeypatch):
 
 
 def test_one_command_gives_rows_and_a_page(snapkv, tiny_only, here):
-    done = snapkv(*SMALL, *METHODS, *RATIOS, "--output", "board")
+    done = snapkv(*SMALL, *METHODS, *RATIOS, "--results", "board")
     assert done.status == 0, done.err
     assert "leaderboard of tiny" in done.out
     assert "about 1 min or more: 64 answers to give\n" in done.err
@@ -62,7 +62,7 @@ def test_one_command_gives_rows_and_a_page(snapkv, tiny_only, here):
 def test_a_share_is_that_of_the_prompts_tokens_and_what_is_held_is_measured(
     snapkv, tiny_only, tiny, here
 ):
-    options = ("--tasks", "needle", "--question", "visible", "--ratios", "0.25", "--json")
+    options = ("--tasks", "needle", "--setting", "visible", "--ratios", "0.25", "--json")
     done = snapkv(*SMALL, *options, "--methods", "h2o")
     found = json.loads(done.out)
     tokens = prompt_tokens(tiny, task_of_one_length("needle", 320, 1), "none")
@@ -75,7 +75,7 @@ def test_a_share_is_that_of_the_prompts_tokens_and_what_is_held_is_measured(
 
 
 def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, again):
-    options = (*SMALL, *RATIOS, "--tasks", "needle", "--output", "board")
+    options = (*SMALL, *RATIOS, "--tasks", "needle", "--results", "board")
     assert snapkv(*options, "--methods", "h2o").status == 0
     before = {name: (here / "board" / name).read_bytes() for name in FILES}
     again()
@@ -86,14 +86,14 @@ def test_the_same_command_again_answers_nothing_twice(snapkv, tiny_only, here, a
 
 
 def test_a_stopped_run_goes_on_and_other_methods_may_be_added(snapkv, tiny_only, here):
-    options = (*SMALL, "--tasks", "needle", "--question", "visible", "--ratios", "0.5")
-    whole = snapkv(*options, "--methods", "h2o,tova", "--output", "whole", "--json")
-    assert snapkv(*options, "--methods", "h2o", "--output", "board").status == 0
+    options = (*SMALL, "--tasks", "needle", "--setting", "visible", "--ratios", "0.5")
+    whole = snapkv(*options, "--methods", "h2o,tova", "--results", "whole", "--json")
+    assert snapkv(*options, "--methods", "h2o", "--results", "board").status == 0
     path = here / "board" / "needle" / "visible" / "samples.jsonl"
     path.write_bytes(path.read_bytes()[:-100])  # killed while it wrote; no page was made
     for name in FILES:
         (here / "board" / name).unlink()
-    done = snapkv(*options, "--methods", "h2o,tova", "--output", "board", "--json")
+    done = snapkv(*options, "--methods", "h2o,tova", "--results", "board", "--json")
     assert "6 answers to give, 9 are there" in done.err
     timed = ("token_ms", "first_token_ms")
     rows, expected = (
@@ -106,16 +106,16 @@ def test_a_stopped_run_goes_on_and_other_methods_may_be_added(snapkv, tiny_only,
 def test_other_methods_in_the_folder_are_not_taken_for_those_that_are_asked(
     snapkv, tiny_only, here
 ):
-    options = (*SMALL, "--tasks", "needle", "--question", "visible", "--ratios", "0.5")
-    assert snapkv(*options, "--methods", "h2o", "--output", "board").status == 0
-    done = snapkv(*options, "--methods", "tova", "--output", "board")
+    options = (*SMALL, "--tasks", "needle", "--setting", "visible", "--ratios", "0.5")
+    assert snapkv(*options, "--methods", "h2o", "--results", "board").status == 0
+    done = snapkv(*options, "--methods", "tova", "--results", "board")
     assert "5 answers to give, 5 are there\n" in done.err
 
 
 def test_a_summary_that_cannot_be_written_is_said_behind_the_page(snapkv, tiny_only, here):
     (here / "board" / "needle" / "visible" / "summary.jsonl").mkdir(parents=True)
-    options = (*SMALL, "--tasks", "needle", "--question", "visible", "--ratios", "0.5")
-    done = snapkv(*options, "--methods", "h2o", "--output", "board")
+    options = (*SMALL, "--tasks", "needle", "--setting", "visible", "--ratios", "0.5")
+    done = snapkv(*options, "--methods", "h2o", "--results", "board")
     assert done.status == 1
     assert "leaderboard of tiny" in done.out
     assert "page: board/leaderboard.html\n" in done.err
@@ -125,7 +125,7 @@ def test_a_summary_that_cannot_be_written_is_said_behind_the_page(snapkv, tiny_o
 def test_two_workers_give_the_board_of_one_process(snapkv, tiny, tmp_path, demo, here):
     model = save_tiny(tmp_path / "model", demo.tokenizer)
     options = (*SMALL, "--methods", "h2o", "--ratios", "0.5", "--hidden-ratios", "0.5", "--json")
-    options = (*options, "--model", model, "--output")
+    options = (*options, "--model", model, "--results")
     two = snapkv(*options, "two", "--devices", "cpu,cpu")
     assert two.status == 0, two.err
     assert "\n32 answers to give\n" in f"\n{two.err}"  # no time: this process would not answer
@@ -139,23 +139,23 @@ def test_two_workers_give_the_board_of_one_process(snapkv, tiny, tmp_path, demo,
 
 
 def test_another_run_in_the_folder_and_somebodys_files_are_refused(snapkv, tiny_only, here):
-    options = (*SMALL, "--tasks", "needle", "--question", "visible", "--methods", "h2o")
-    assert snapkv(*options, "--output", "board").status == 0
-    done = snapkv(*options, "--output", "board", "--limit", 2)
+    options = (*SMALL, "--tasks", "needle", "--setting", "visible", "--methods", "h2o")
+    assert snapkv(*options, "--results", "board").status == 0
+    done = snapkv(*options, "--results", "board", "--limit", 2)
     assert (done.status, done.err.count("\n")) == (2, 1 + 1)  # what is to be done, and why not
     assert "another task.permutations: 1 there, 2 here" in done.err
     (here / "mine").mkdir()
     (here / "mine" / "leaderboard.md").write_text("mine")
-    done = snapkv(*options, "--output", "mine")
+    done = snapkv(*options, "--results", "mine")
     assert done.status == 2
-    assert "output: expected a new name" in done.err
+    assert "results: expected a new name" in done.err
     assert (here / "mine" / "leaderboard.md").read_text() == "mine"
 
 
 def test_what_cannot_take_part_is_said_and_on_the_page(snapkv, tiny_only, here):
     done = snapkv(
         *SMALL, "--tasks", "needle", "--methods", "kvzip:window_size=8,snapkv,h2o",
-        "--ratios", "0.5", "--hidden-ratios", "2:1,32:1", "--output", "board",
+        "--ratios", "0.5", "--hidden-ratios", "2:1,32:1", "--results", "board",
     )  # fmt: skip
     assert done.status == 0, done.err
     assert "notice: needle/visible leaves out kvzip:window_size=8: it chooses before" in done.err
@@ -189,9 +189,9 @@ def test_what_cannot_take_part_is_said_and_on_the_page(snapkv, tiny_only, here):
         (("--hidden-ratios", ""), "hidden_ratios: expected shares of the cache"),
         (("--length", "100"), "lengths: expected at least 300, got 100"),
         (("--limit", "0"), "limit: expected at least 1"),
-        (("--question", "loud"), "--question"),
+        (("--setting", "loud"), "--setting"),
         (("--template", "mine"), "--template"),
-        (("--output", "file"), "output: expected a folder that can be written"),
+        (("--results", "file"), "results: expected a folder that can be written"),
         (("--model", "dmo"), "did you mean demo?"),
         (("--device", "cpu", "--devices", "cpu"), "expected one of device, devices and ray, got"),
     ],
@@ -208,7 +208,7 @@ def test_bad_input_is_one_line_before_anything_is_loaded(snapkv, here, arguments
 
 
 def test_shares_that_nobody_can_keep_to_are_refused(snapkv, tiny_only, here):
-    done = snapkv(*SMALL, "--methods", "snapkv", "--ratios", "32:1", "--question", "visible")
+    done = snapkv(*SMALL, "--methods", "snapkv", "--ratios", "32:1", "--setting", "visible")
     assert done.status == 2
     assert "methods: expected one that can keep to a share where the question is vis" in done.err
     assert list(here.iterdir()) == []

@@ -71,7 +71,7 @@ def test_every_option_with_a_text_names_no_output_or_is_guarded():
         if each.name not in NO_OUTPUT and not each.mark(Output)
     }
     assert not texts, "say in NO_OUTPUT that they write nothing, or mark what they write"
-    assert {each.name for _, each in MARKED} == {"output", "plot", "report", "to"}
+    assert {each.name for _, each in MARKED} == {"output", "plot", "report", "results", "to"}
 
 
 @pytest.mark.parametrize(("command", "option"), **named(MARKED))
@@ -87,6 +87,16 @@ def test_what_is_there_is_refused_and_stays(snapkv, document, tmp_path, command,
         assert ("--force" in done.err) == (not option.mark(Output).is_added_to)
         assert file.read_bytes() == FOREIGN
         file.unlink()
+
+
+def test_a_nul_byte_in_any_text_is_one_clear_line(snapkv, document):
+    texts = options_of(lambda option: option.kind is str)
+    assert len(texts) > 100
+    for command, option in texts:
+        done = snapkv(*command.call(option.flag, "a\0b", document=document))
+        assert done.status == 2, (str(command), option.name)
+        assert done.err.startswith("snapkv: error: arguments: expected texts without a NUL byte")
+        assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("command", "option"), **named(WRITTEN))

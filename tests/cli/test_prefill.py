@@ -69,7 +69,15 @@ def test_ask_reads_so_and_says_that_it_is_not_exact(snapkv, demo_only, document,
     assert done.status == 0
     assert f"prefill {way}: not exact" in " ".join(done.err.split())
     told = snapkv(
-        "ask", document, "-q", "Where is the key?", *ASKED, "--prefill", f"{way}:{FEW}", "--json"
+        "ask",
+        document,
+        "-q",
+        "Where is the key?",
+        *ASKED,
+        "--prefill",
+        f"{way}:{FEW}",
+        "--json",
+        "--verbose",
     )
     record = json.loads(told.out)
     assert record["prefill"] == {

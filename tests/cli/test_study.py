@@ -9,7 +9,7 @@ def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp
     out, figure = tmp_path / "rows", tmp_path / "figure.svg"
     small = ("--document-tokens", "130", "--answer-length", "2")
     done = snapkv(
-        *("study", "instructions", "--document", document, *small, "--output", out),
+        *("study", "instructions", "--document", document, *small, "--results", out),
         *("-q", "Where is the key, and why?", "-q", "When does the gate open?"),
         *("--plot", figure, "--json"),
     )
@@ -21,7 +21,7 @@ def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp
     assert {row["questions"] for row in found["rows"]} == {"1 and 1", "1 and 2", "2 and 2"}
     assert figure.read_text().startswith("<?xml")
     shown = snapkv(
-        *("study", "instructions", "--document", document, *small, "--output", out),
+        *("study", "instructions", "--document", document, *small, "--results", out),
         *("-q", "Where is the key, and why?", "-q", "When does the gate open?"),
     )
     assert "1 and 2" in shown.out
@@ -33,7 +33,7 @@ def test_a_document_that_is_too_short_is_read_as_it_is_and_said(
 ):
     """The command of the README, with an answer of two tokens."""
     small = ("--generation-windows", "1", "--generation-tokens", "2")
-    command = ("study", "hit-rate", "--document", document, *small, "--output", tmp_path / "out")
+    command = ("study", "hit-rate", "--document", document, *small, "--results", tmp_path / "out")
     done = snapkv(*command)
     assert done.status == 0, done.err
     (said,) = [line for line in done.err.splitlines() if line.startswith("notice: ")]
@@ -43,7 +43,7 @@ def test_a_document_that_is_too_short_is_read_as_it_is_and_said(
 
 def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
     small = ("--kinds", "digits", "--items", "4", "--samples", "1", "--document-tokens", "150")
-    command = ("study", "induction", *small, "--budget", "40", "--output", tmp_path / "out")
+    command = ("study", "induction", *small, "--budget", "40", "--results", tmp_path / "out")
     done = snapkv(*command)
     assert done.status == 0, done.err
     said = " ".join(done.out.split())
@@ -57,7 +57,7 @@ def test_the_study_of_the_early_layer_says_what_it_has_stored(
 ):
     small = ("--samples", "1", "--document-tokens", "150", "--digits", "4", "--budget", "60")
     command = ("study", "early-layer", *small, "--layers", "29", "--tolerance", "9")
-    done = snapkv(*command, "--keep-ratio", "0.9", "--output", tmp_path / "out")
+    done = snapkv(*command, "--keep-ratio", "0.9", "--results", tmp_path / "out")
     assert done.status == 0, done.err
     assert "number goes on" in " ".join(done.out.split())
     *_, rows, last = done.err.splitlines()
@@ -70,7 +70,7 @@ def test_the_study_of_heads_says_what_it_has_stored_and_ask_goes_by_it(
     snapkv, demo_only, document, tmp_path, head_scores
 ):
     small = ("--samples", "1", "--document-tokens", "150", "--items", "4", "--kinds", "digits")
-    done = snapkv("study", "heads", *small, "--output", tmp_path / "out")
+    done = snapkv("study", "heads", *small, "--results", tmp_path / "out")
     assert done.status == 0, done.err
     assert "keep_heads" in done.out
     *_, rows, last = done.err.splitlines()

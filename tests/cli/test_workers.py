@@ -25,7 +25,7 @@ def model(tmp_path, demo):
 
 
 def test_two_workers_answer_as_one_process(snapkv, model, here):
-    given = (*NEEDLE, "--model", model, "--budget", "64,40", "--json", "--output")
+    given = (*NEEDLE, "--model", model, "--budget", "64,40", "--json", "--results")
     alone = snapkv(*given, "alone", "--device", "cpu")
     two = snapkv(*given, "two", "--devices", "cpu,cpu")
     assert (alone.status, two.status) == (0, 0)
@@ -87,8 +87,8 @@ def test_a_folder_of_a_model_is_found_from_wherever_a_worker_is(model, here):
 def test_a_study_of_answers_takes_workers_and_one_of_attention_none(snapkv, model, here):
     settings = ("--windows", 16, "--kernels", 1, "--budget", 64, "--length", 400, "--depths", 2)
     given = ("study", "sensitivity", "--model", model, "--digits", 1, *settings, "--json")
-    alone = snapkv(*given, "--device", "cpu", "--output", "alone")
-    two = snapkv(*given, "--devices", "cpu,cpu", "--output", "two")
+    alone = snapkv(*given, "--device", "cpu", "--results", "alone")
+    two = snapkv(*given, "--devices", "cpu,cpu", "--results", "two")
     assert (alone.status, two.status) == (0, 0), two.err
     rows = [json.loads(done.out)["rows"] for done in (alone, two)]
     assert rows[0] == rows[1]
@@ -120,7 +120,7 @@ def lines(folder):
 @pytest.mark.parametrize("moment", ["while they import", "while they answer"])
 def test_ctrl_c_is_one_line_leaves_no_worker_and_the_run_goes_on(snapkv, model, here, moment):
     given = ("eval", "needle", "--lengths", "300", "--depths", "40", "--digits", "1", "--cloze",
-             "--model", str(model), "--budget", "64", "--output", "out")  # fmt: skip
+             "--model", str(model), "--budget", "64", "--results", "out")  # fmt: skip
     process = start((*given, "--devices", "cpu,cpu"), here, start_new_session=True)
     try:
         while process.poll() is None:

@@ -29,7 +29,13 @@ from snapkv.errors import (
 )
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_heads import with_known_heads
-from snapkv.plan import free_bytes, max_positions, out_of_memory_explained, weights_advice
+from snapkv.plan import (
+    free_bytes,
+    max_positions,
+    out_of_memory_explained,
+    require_room,
+    weights_advice,
+)
 from snapkv.plan.shapes import SHAPES, config_of, shape_of
 from snapkv.policies import FullCache, Policy
 from snapkv.validation import first_line, nearest
@@ -132,6 +138,8 @@ def load(
             weights that are missing or of another shape than the configuration says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
+        OutOfMemoryError: the weights are larger than the memory of the device; said before any of
+            them is downloaded or read.
     """
     torch_device = chosen_device(device)
     options = _dtype_option(dtype)
@@ -141,24 +149,33 @@ def load(
         options["attn_implementation"] = attn_implementation
     with _explained(name):
         config = AutoConfig.from_pretrained(source.place, **hub)
-        outline = _outline(config, trust_remote_code=trust_remote_code, **options)
+        outline = _outline(
+            config, trust_remote_code=trust_remote_code, **_own_dtype(config) | options
+        )
+        require_room(name, outline, torch_device)
         tokenizer = AutoTokenizer.from_pretrained(source.place, **hub)
-        advice = functools.partial(weights_advice, outline, torch_device, free_bytes(torch_device))
-        with out_of_memory_explained(advice):
-            model = load_complete(
-                name,
-                source.place,
-                told_by="config.json",
-                remedy="download the model again, or correct its config.json",
-                **hub,
-                **options,
-            ).to(torch_device)
+        model = _with_weights(name, source, outline, torch_device, **hub, **options)
     return LoadedModel(
         model=model.eval(),
         tokenizer=tokenizer,
         name=name,
         revision=source.revision or getattr(config, "_commit_hash", None),
     )
+
+
+def _with_weights(
+    name: str, source: _Source, outline: Any, device: torch.device, **options: Any
+) -> Any:
+    """The model on its device; `options` go to `from_pretrained`."""
+    advice = functools.partial(weights_advice, outline, device, free_bytes(device))
+    with out_of_memory_explained(advice):
+        return load_complete(
+            name,
+            source.place,
+            told_by="config.json",
+            remedy="download the model again, or correct its config.json",
+            **options,
+        ).to(device)
 
 
 def load_outline(
@@ -190,8 +207,12 @@ def load_outline(
     hub = _hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
     with _explained(name):
         config = _in_dtype(AutoConfig.from_pretrained(source.place, **hub), dtype)
-        own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
-        return _outline(config, trust_remote_code=trust_remote_code, **{"dtype": own, **options})
+        return _outline(config, trust_remote_code=trust_remote_code, **_own_dtype(config) | options)
+
+
+def _own_dtype(config: Any) -> dict[str, Any]:
+    """What to tell transformers so that an outline is in the dtype of the checkpoint."""
+    return {"dtype": config.get_text_config(decoder=True).dtype or config.dtype or torch.float32}
 
 
 def _in_dtype(config: Any, dtype: str) -> Any:

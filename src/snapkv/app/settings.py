@@ -65,7 +65,7 @@ class MedusaTraining:
         num_heads: how many tokens behind the next one are guessed.
         answers: how many answers to learn from; each tenth is held out and measured instead.
         passage_tokens: length of the passage that an answer is about.
-        answer_tokens: where an answer is cut off.
+        max_new_tokens: where an answer is cut off.
         batch: answers generated together.
         step_answers: answers learnt from in one step.
         epochs: how often every answer is learnt from.
@@ -79,7 +79,7 @@ class MedusaTraining:
     num_heads: int = 3
     answers: int = 4096
     passage_tokens: int = 256
-    answer_tokens: int = 256
+    max_new_tokens: int = 256
     batch: int = 16
     step_answers: int = 4
     epochs: int = 2
@@ -88,7 +88,7 @@ class MedusaTraining:
 
     def __post_init__(self) -> None:
         """Check every number once, here."""
-        minima = {"answers": 10, "answer_tokens": self.num_heads + 2, "seed": 0}
+        minima = {"answers": 10, "max_new_tokens": self.num_heads + 2, "seed": 0}
         for name, value in asdict(self).items():
             if name != "learning_rate":
                 require_at_least(name, value, minima.get(name, 1))

@@ -1,6 +1,7 @@
 """The command `snapkv`: its sub-commands, its exit status, its one-line errors."""
 
 import contextlib
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -13,16 +14,21 @@ from snapkv.cli import bench, evaluate, interrupts, library, medusa, study
 from snapkv.cli.ask import ask
 from snapkv.cli.chat import chat
 from snapkv.cli.demo import demo
+from snapkv.cli.examples import EXAMPLES
 from snapkv.cli.generate import generate
+from snapkv.cli.help import SETTINGS, with_examples
 from snapkv.cli.inspect import inspect
 from snapkv.cli.leaderboard import leaderboard
 from snapkv.cli.plan import plan
 from snapkv.cli.policies import policies
 from snapkv.cli.serve import serve
 from snapkv.cli.standard_output import named_output
-from snapkv.errors import OutOfMemoryError, OutputError, SnapKVError
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
 
 _FAILURE, _BAD_INPUT = 1, 2
+
+_COMPLETES = "_SNAPKV_COMPLETE"
+"""What the scripts of `--install-completion` set when a shell asks what may follow."""
 
 # What argument parsing raises; typer exports no name for the whole family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -31,7 +37,7 @@ app = typer.Typer(
     name="snapkv",
     help="Answer over very long prompts with a small key-value cache.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=SETTINGS,
     pretty_exceptions_enable=False,
 )
 for command in (demo, ask, generate, chat, inspect, plan, policies, leaderboard):
@@ -42,6 +48,7 @@ app.add_typer(evaluate.app)
 app.add_typer(bench.app)
 app.add_typer(study.app)
 app.add_typer(medusa.app)
+with_examples(app)
 
 
 def _show_version(asked: bool) -> None:
@@ -72,8 +79,7 @@ def run(arguments: list[str]) -> int:
     except SnapKVError as error:
         return _fail(str(error), _BAD_INPUT)
     except _UsageError as error:
-        message = getattr(error, "format_message", error.__str__)()
-        return _fail(message or "a command is missing; see snapkv --help", _BAD_INPUT)
+        return _fail(_in_words(error), _BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return interrupts.say(arguments)
     except Exception as error:
@@ -82,12 +88,29 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     """Run a command; what typer itself would print about its end is left to `run`."""
+    for text in arguments:
+        if "\0" in text:
+            raise InvalidArgumentError(
+                f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
+            )
     command = get_command(app)
+    if _COMPLETES in os.environ:
+        command.main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0
     except typer.Exit as end:
         return end.exit_code
+
+
+def _in_words(error: Exception) -> str:
+    """What argument parsing says; of what is missing, how a command line has it."""
+    message = str(getattr(error, "format_message", error.__str__)())
+    context = getattr(error, "ctx", None)
+    if message.startswith("Missing") and context is not None:
+        (example, *_) = EXAMPLES[context.command_path.removeprefix("snapkv").strip()]
+        return f"{message.rstrip('.')}; write for instance {example}"
+    return message or "a command is missing; see snapkv --help"
 
 
 def _explain(error: Exception, arguments: list[str]) -> int:

@@ -8,6 +8,7 @@ from snapkv.app import text_files
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.cli import panels
 from snapkv.cli.ask_options import AskOptions
+from snapkv.cli.examples import EXAMPLES
 from snapkv.cli.options import with_options
 from snapkv.cli.panels import Question
 from snapkv.errors import InvalidArgumentError
@@ -27,7 +28,8 @@ def ask(
     if bool(files) == (options.library is not None):
         got = "both" if files else "neither"
         raise InvalidArgumentError(
-            f"files: expected FILES or --library, got {got}; pass one of the two"
+            f"files: expected FILES or --library, got {got}; pass one of the two, for instance "
+            f"{EXAMPLES['ask'][0]}"
         )
     if files:
         _ask_files(context, files, question, options)

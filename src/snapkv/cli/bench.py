@@ -35,7 +35,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
             help="Random weights in a published shape instead of a model: llama-3.1-8b, ..."
         ),
     ] = None
-    layers: Annotated[
+    num_layers: Annotated[
         int | None, panels.model(help="Fewer layers than the shape has"), WholeNumber(1)
     ] = None
     storage: Annotated[
@@ -44,11 +44,15 @@ class BenchOptions(ComparedOptions, WritingOptions):
     baseline: Annotated[
         str,
         panels.sweep(
-            help="transformers' own caches: transformers, transformers-static, transformers-int4"
+            help="transformers' own caches beside them: transformers, also -static and -int4"
         ),
     ] = "transformers"
-    lengths: Annotated[str, panels.work(help="Prompt tokens, with commas: 1k,8k")] = "1k,4k"
-    batch: Annotated[str, panels.work(help="Requests together, with commas")] = "1"
+    lengths: Annotated[
+        str, panels.work(metavar="INTEGER,...", help="Prompt tokens, with commas: 1k,8k")
+    ] = "1k,4k"
+    batch: Annotated[
+        str, panels.work(metavar="INTEGER,...", help="Requests together, with commas")
+    ] = "1"
     rounds: Annotated[int, panels.work(help="Turns of every cache that count"), WholeNumber(2)] = 5
     output: Annotated[
         str | None,
@@ -56,7 +60,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
         RowsFile(key="bench"),
     ] = None
     plot: Annotated[
-        str | None, panels.output(help="Draw the rows into a .png, .svg or .pdf file"), Output()
+        str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()
     ] = None
     json: panels.AsJson = False
 
@@ -73,12 +77,12 @@ class PrefillOptions(BenchOptions, ReadingOptions):
 
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(help="Read layer by layer, in pieces of that many tokens"),
+        typer.Option(help="Tokens of a chunk; prompts are read layer by layer in them"),
         WholeNumber(1),
     ] = None
     cap_tokens: Annotated[
         int | None,
-        typer.Option(help="Hold every layer to that many tokens between pieces instead"),
+        typer.Option(help="Tokens held of every layer between two chunks instead"),
         WholeNumber(1),
     ] = None
 
@@ -259,7 +263,7 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
             shape,
             device=device,
             dtype=dtype,
-            layers=options.layers,
+            layers=options.num_layers,
             attn_implementation=options.attn_implementation,
         )
     described = {"shape": shape, "layers": model.config.num_hidden_layers}

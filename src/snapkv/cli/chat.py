@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def chat(
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE...]", help="Text, source code, HTML, PDF or a folder"),
+        typer.Argument(metavar="FILE", help="Text, source code, HTML, PDF or a folder"),
     ] = None,
     recall: Annotated[
         str | None,
@@ -82,6 +82,7 @@ def chat(
         ),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
+        with_layers=options.verbose,
         warnings=warnings,
     ).run()
 
@@ -138,6 +139,7 @@ class Chat:
         load: brings back a saved conversation.
         inputs: files and folders that were read, which no conversation is saved over.
         as_json: write one JSON object a line instead of text.
+        with_layers: whether that tells of every layer.
         warnings: what was not read of the documents, for the JSON.
         saved: real paths of the files that this conversation was saved to.
     """
@@ -146,6 +148,7 @@ class Chat:
     load: Callable[[str], "Conversation"]
     inputs: Sequence[str]
     as_json: bool
+    with_layers: bool
     warnings: list[str]
     saved: set[str] = field(default_factory=set)
 
@@ -187,8 +190,11 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         if self.as_json:
+            from snapkv.cli.session import answer_record  # imports torch
+
             answer = self.conversation.ask(question)
-            answered = {"question": question, **asdict(answer), "warnings": self.warnings}
+            record = answer_record(answer, with_layers=self.with_layers)
+            answered = {"question": question, **record, "warnings": self.warnings}
             write_json(answered, indent=None)
         else:
             self.conversation.ask(question, on_text=write)
@@ -232,6 +238,7 @@ class Chat:
 
 
 def _named(path: str) -> str:
-    if not path:
-        raise InvalidArgumentError("path: expected the name of a file, got none; add it")
+    if not path or "\0" in path:
+        got = repr(path) if path else "none"
+        raise InvalidArgumentError(f"path: expected the name of a file, got {got}; add one")
     return path

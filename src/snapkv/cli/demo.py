@@ -4,9 +4,8 @@ import gzip
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -18,15 +17,32 @@ from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.whole_numbers import TokenBudget, WholeNumber
 from snapkv.validation import format_bytes
 
-FIRST = (
-    "Which RFC requires the FNAME field to be Latin-1?",
-    "The FNAME field is required to be Latin-1 by RFC",
-)
-SECOND = ("Whose minigzip.py is this module based on?", "It is based on Andrew")
-"""Questions about the source of Python's own gzip module, and how their answers begin."""
-
-SETTINGS = GenerationSettings(max_new_tokens=8)
 WARM_UP_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question, how its answer begins, and how many tokens complete it."""
+
+    text: str
+    start: str
+    tokens: int
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """How to generate the answer."""
+        return GenerationSettings(max_new_tokens=self.tokens)
+
+
+FIRST = Question(
+    text="Which RFC requires the FNAME field to be Latin-1?",
+    start="The FNAME field is required to be Latin-1 by RFC",
+    tokens=6,
+)
+SECOND = Question(
+    text="Whose minigzip.py is this module based on?", start="It is based on Andrew", tokens=8
+)
+"""Both are about the source of Python's own gzip module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +68,11 @@ def demo(
 ) -> None:
     """Ask about the source of Python's gzip module: what a small cache holds, takes and answers.
 
-    The compressed and the full cache answer twice each, in an order that favours neither, behind a
-    warm-up. Then the document is read into a library, and a second question answered from there.
+    The compressed cache answers, and the full one, behind a warm-up of both. Then the document is
+    read into a library, and a second question is answered from there, and by reading all again.
     """
-    from snapkv.cli.grid import say, show
+    from snapkv.cli.grid import say
     from snapkv.cli.loading import load_model
-    from snapkv.cli.tables import answers_table
     from snapkv.policies import default_policy
 
     loaded = load_model(options)
@@ -66,19 +81,8 @@ def demo(
         text=Path(gzip.__file__).read_text(encoding="utf-8")[:characters],
         policy=default_policy(options.budget),
     )
-    compressed, full = shown.both()
-    show(answers_table([compressed, full], with_text=True))
-    say([Text(_totals(compressed, full))])
-    for line in shown.again():
-        say([Text(line)])
-
-
-def _totals(compressed: Any, full: Any) -> str:
-    times = (f"{answer.total_ms / 1000:.1f} s" for answer in (compressed, full))
-    return (
-        "in total: {} with the compressed cache, {} with the full one; means of two readings, in "
-        "the order compressed, full, full, compressed"
-    ).format(*times)
+    for label, text in shown.lines():
+        say([Text.assemble((f"{label:<12}", "bold"), text)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,58 +99,66 @@ class Demonstration:
     text: str
     policy: Any
 
-    def both(self) -> tuple[Any, Any]:
-        """The first question's answers from the compressed and the full cache."""
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Ten lines, each with a label, as soon as what they say is known."""
+        yield from self._both()
+        yield from self._again()
+
+    def _both(self) -> Iterator[tuple[str, str]]:
+        """The first question, answered from the compressed and from the full cache."""
         from snapkv.policies import FullCache
 
+        tokens = len(self.loaded.tokenizer(self.text).input_ids)
+        yield "document", f"the source of Python's gzip module, {tokens:,} tokens"
+        yield "question", FIRST.text
         for policy in (self.policy, FullCache()):
             self._answer(self.text[:WARM_UP_CHARACTERS], policy)
-        order = (self.policy, FullCache(), FullCache(), self.policy)
-        first, second, third, fourth = (self._answer(self.text, policy) for policy in order)
-        return _mean(first, fourth), _mean(second, third)
+        for policy in (self.policy, FullCache()):
+            answer = self._answer(self.text, policy)
+            held, share = answer.cache.held_bytes, answer.cache.held_bytes / answer.cache.full_bytes
+            yield "full cache" if share == 1 else f"{share:.0%} of cache", _on_one_line(answer)
+            yield (
+                "",
+                f"{format_bytes(held)} of cache; {answer.first_token_ms / 1000:.1f} s to the first "
+                f"token, {answer.token_ms or 0:.0f} ms for each one after it",
+            )
 
     def _answer(self, text: str, policy: Any) -> Any:
         from snapkv.app.answering import answer
         from snapkv.app.prompts import question_prompt
         from snapkv.cli.progress import reading_progress
 
-        question, start = FIRST
-        prompt = question_prompt(self.loaded.tokenizer, text, question, answer_start=start)
+        tokenizer = self.loaded.tokenizer
+        prompt = question_prompt(tokenizer, text, FIRST.text, answer_start=FIRST.start)
         with reading_progress(policy.name, None) as progress:
-            return answer(self.loaded, prompt, policy, SETTINGS, **progress)
+            return answer(self.loaded, prompt, policy, FIRST.settings, **progress)
 
-    def again(self) -> Iterator[str]:
-        """Lines on a second question, answered from a library and by reading everything again."""
+    def _again(self) -> Iterator[tuple[str, str]]:
+        """A second question, answered from a library and by reading everything again."""
         from snapkv.app.library_answers import look_up
         from snapkv.cli.progress import reading_progress
         from snapkv.library.library import Library
 
-        question, start = SECOND
         with tempfile.TemporaryDirectory(prefix="snapkv-demo-") as folder:
             library = Library(Path(folder) / "library")
             begin = time.perf_counter()
             with reading_progress("library", None):
                 library.add(self.loaded.model, self.loaded.tokenizer, [("gzip.py", self.text)])
-            held = sum(record.bytes for record in library.documents)
-            yield (
-                f"read into a library in {time.perf_counter() - begin:.1f} s, "
-                f"{format_bytes(held)} on disk; asked again: {question}"
+            seconds = time.perf_counter() - begin
+            held = format_bytes(sum(record.bytes for record in library.documents))
+            yield "library", f"the document, read once in {seconds:.1f} s, {held} on disk"
+            yield "question", SECOND.text
+            found = look_up(
+                self.loaded, library, SECOND.text, 1, SECOND.settings, answer_start=SECOND.start
             )
-            found = look_up(self.loaded, library, question, 1, SETTINGS, answer_start=start)
             with reading_progress("library", None):
                 ours = found.answer(self.policy)
+            yield "library", f"{_on_one_line(ours)} ({ours.total_ms / 1000:.1f} s)"
             with reading_progress("full", None):
                 full = found.answer_in_full()
-        for answer, way in ((ours, "from the library"), (full, "reading everything again")):
-            seconds = answer.total_ms / 1000
-            yield f"{seconds:6.1f} s {way}: {' '.join(answer.text.split())}"
+            seconds = full.total_ms / 1000
+            yield "full cache", f"{_on_one_line(full)} ({seconds:.1f} s, all of it read again)"
 
 
-def _mean(first: Any, second: Any) -> Any:
-    """The first answer, with the mean times of both."""
-    return replace(
-        first,
-        first_token_ms=fmean([first.first_token_ms, second.first_token_ms]),
-        token_ms=fmean([first.token_ms or 0.0, second.token_ms or 0.0]),
-        total_ms=fmean([first.total_ms, second.total_ms]),
-    )
+def _on_one_line(answer: Any) -> str:
+    return " ".join(answer.text.split())

@@ -15,7 +15,7 @@ from snapkv.lab.evaluate.sample import Setting, Template
 from snapkv.lab.evaluate.task import Task
 from snapkv.lab.evaluate.tasks import TASKS
 
-_QUESTIONS: dict[str, tuple[Setting, ...]] = {
+_SETTINGS: dict[str, tuple[Setting, ...]] = {
     "visible": ("visible",),
     "hidden": ("hidden",),
     "both": ("visible", "hidden"),
@@ -26,9 +26,9 @@ _QUESTIONS: dict[str, tuple[Setting, ...]] = {
 class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     """What every task takes."""
 
-    question: Annotated[
+    setting: Annotated[
         Literal["visible", "hidden", "both"],
-        panels.sweep(help="visible to the vote, hidden from it, or both"),
+        panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
     ] = "visible"
     turns: Annotated[
         list[str] | None,
@@ -54,7 +54,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
             help="Say the loss of the right answer too: nats per token behind what was kept",
         ),
     ] = False
-    output: Annotated[
+    results: Annotated[
         str | None,
         panels.output(
             help="Folder of the answers; a run that was stopped is continued there",
@@ -93,12 +93,12 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
             loaded=loaded,
             task=settings,
             methods=compared,
-            questions=_QUESTIONS[options.question],
+            questions=_SETTINGS[options.setting],
             template=options.template,
             limit=options.limit,
             reference_loss=options.reference_loss,
         )
-        folder = results_folder(options.output, settings.name, loaded.name, run.fingerprint())
+        folder = results_folder(options.results, settings.name, loaded.name, run.fingerprint())
         with answers_progress(settings.name) as advance:
             results = run.into(folder, advance, who)
     found = {"run": results.run, "folder": str(folder), "rows": results.rows}

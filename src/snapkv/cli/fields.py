@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -11,6 +11,9 @@ import typer
 from snapkv.cli.amounts import counts
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_at_least, require_int
+
+NAMES = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+"""What stands in the help for a value of a type."""
 
 
 def field_options(
@@ -29,11 +32,26 @@ def field_options(
         hint, default = hints[field.name], field.default
         if default is MISSING:
             raise TypeError(f"{kind.__name__}.{field.name} has no default to show")
+        metavar = None
         if get_origin(hint) is tuple:
+            metavar = f"{NAMES[get_args(hint)[0]]},..."
             hint, default = str | None, ",".join(map(str, default)) or None
-        option = typer.Option(help=help_texts[field.name], rich_help_panel=panel)
+        option = typer.Option(
+            *_flags(field, hint),
+            help=help_texts[field.name],
+            rich_help_panel=panel,
+            metavar=metavar,
+        )
         parameters.append(keyword(field.name, default, Annotated[hint, option]))
     return parameters
+
+
+def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
+    """The flag that a field says for itself, where another option has that of its name."""
+    flag = field.metadata.get("flag")
+    if flag is None:
+        return ()
+    return (f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag,)
 
 
 def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:

@@ -6,6 +6,7 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.app.prompts import Prompt, chat_prompt, text_prompt
+from snapkv.cli.examples import EXAMPLES
 from snapkv.cli.options import RunOptions, with_options
 from snapkv.errors import InvalidArgumentError
 
@@ -15,7 +16,7 @@ def generate(
     context: typer.Context,
     files: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FILE...]", help="Files, folders or -, before the prompt"),
+        typer.Argument(metavar="FILE", help="Files, folders or -, before the prompt"),
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text at the end")] = "",
     chat: Annotated[
@@ -26,7 +27,10 @@ def generate(
 ) -> None:
     """Continue a text, from a cache smaller than it is."""
     if not (files or prompt):
-        raise InvalidArgumentError("prompt: expected --prompt or a file, got neither; pass one")
+        raise InvalidArgumentError(
+            "prompt: expected --prompt or a file, got neither; pass one, for instance "
+            f"{EXAMPLES['generate'][0]}"
+        )
     settings = options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 

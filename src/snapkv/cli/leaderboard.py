@@ -49,9 +49,9 @@ class LeaderboardOptions(WorkerOptions):
     hidden_ratios: Annotated[
         str, panels.sweep(help="Shares kept where the question is hidden, with commas")
     ] = "8:1,16:1,32:1"
-    question: Annotated[
+    setting: Annotated[
         Literal["visible", "hidden", "both"],
-        panels.sweep(help="visible to the vote, hidden from it, or both"),
+        panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
     ] = "both"
     length: Annotated[int, panels.sweep(help="Tokens of a prompt, about"), WholeNumber(1)] = 2048
     limit: Annotated[int, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = 2
@@ -59,7 +59,7 @@ class LeaderboardOptions(WorkerOptions):
         Template,
         panels.sweep(help="tokenizer: the model's chat template where it has one; none: bare text"),
     ] = "none"
-    output: Annotated[
+    results: Annotated[
         str | None,
         panels.output(
             help="Folder of answers and page; what was stopped is continued there",
@@ -84,7 +84,7 @@ class LeaderboardOptions(WorkerOptions):
             "visible": shares("ratios", self.ratios),
             "hidden": shares("hidden_ratios", self.hidden_ratios),
         }
-        return {setting: found[setting] for setting in _SETTINGS[self.question]}
+        return {setting: found[setting] for setting in _SETTINGS[self.setting]}
 
 
 @with_options(LeaderboardOptions)
@@ -108,7 +108,7 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
     with answering(options) as (loaded, who):
         runs, left_out = _runs(loaded, tasks, named, options)
         settings = short_hash({"/".join(place): run.fingerprint() for place, run in runs.items()})
-        folder = results_folder(options.output, "leaderboard", loaded.name, settings)
+        folder = results_folder(options.results, "leaderboard", loaded.name, settings)
         for place, lines in left_out.items():
             for line in lines:
                 typer.echo(f"notice: {'/'.join(place)} leaves out {line}", err=True)

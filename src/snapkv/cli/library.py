@@ -59,11 +59,7 @@ class AddOptions(PolicyOptions):
     ] = _AS_IT_IS
     keep_ratio: Annotated[
         float | None,
-        panels.policy(
-            "--keep-ratio",
-            "--budget-ratio",
-            help="Instead of --budget, the fraction of a document to keep",
-        ),
+        panels.policy(help="Instead of --budget, the fraction of a document to keep"),
     ] = None
     bits: Annotated[
         str | None, panels.policy(help="Store it in int8, int4 or fp8", show_default="all bits")
@@ -184,7 +180,7 @@ def check(library: Place, json: panels.AsJson = False) -> None:
 @app.command()
 def remove(
     library: Place,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names or files")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Names or files")],
     json: panels.AsJson = False,
 ) -> None:
     """Forget documents; the files they come from stay."""

@@ -37,7 +37,7 @@ class LmEvalOptions(SweepOptions):
         ),
         WholeNumber(1),
     ] = 1
-    output: Annotated[
+    results: Annotated[
         str | None,
         panels.output(
             help="Folder of the answers; a run that was stopped is continued there",
@@ -73,7 +73,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         batch_size=options.batch_size,
     )
     with answers_progress("lm-eval") as advance:
-        folder = results_folder(options.output, "lm-eval", loaded.name, run.fingerprint())
+        folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
         rows, unwritten = run.into(folder, advance)
     give(
         {"run": run.description(), "folder": str(folder), "rows": rows},

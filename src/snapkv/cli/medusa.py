@@ -8,6 +8,7 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.app.settings import MedusaTraining
+from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import RunFolder
 from snapkv.cli.standard_output import write_json
@@ -22,7 +23,7 @@ _FILES = (
 class TrainOptions(ModelOptions):
     """What `train` takes beside its numbers."""
 
-    output: Annotated[
+    to: Annotated[
         str,
         typer.Option(help="Folder of the heads; a run that was stopped is continued there"),
         RunFolder(files=_FILES, record="plan.json", key="num_heads"),
@@ -37,14 +38,12 @@ app = typer.Typer(name="medusa", help="Heads that draft tokens.", no_args_is_hel
 @with_options(TrainOptions, settings=MedusaTraining, panel="Training")
 def train(
     *,
-    data: Annotated[
-        list[str], typer.Option(help="Text, source code, HTML, PDF or a folder; again for more")
-    ],
+    document: Annotated[list[str], typer.Option(metavar="FILE", help=panels.FILES_AGAIN)],
     settings: MedusaTraining,
     options: TrainOptions,
 ) -> None:
     """Train heads on a model's own answers about documents; the model stays as it is."""
-    read, warnings = text_files.read_noting(data)
+    read, warnings = text_files.read_noting(document)
 
     from snapkv.app.training import medusa  # torch and the model come with what follows
     from snapkv.cli.loading import load_model
@@ -53,9 +52,9 @@ def train(
     loaded = load_model(options)
     texts = [document.text for document in read]
     with answers_progress("medusa train") as advance:
-        heads = medusa.train(loaded, texts, Path(options.output), settings, advance)
+        heads = medusa.train(loaded, texts, Path(options.to), settings, advance)
     if options.json:
-        found = {"heads": options.output, "accuracies": heads.accuracies, "warnings": warnings}
+        found = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
         write_json(found)
         return
     for number, (first, *others) in enumerate(heads.accuracies, start=1):
@@ -63,4 +62,4 @@ def train(
             f"head {number}: right {first:.1%} of the time, {first + sum(others):.1%} among its "
             f"first {1 + len(others)}"
         )
-    typer.echo(f"heads: {options.output}", err=True)
+    typer.echo(f"heads: {options.to}", err=True)

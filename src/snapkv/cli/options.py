@@ -5,13 +5,15 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from typer.models import OptionInfo
 
 from snapkv.app.prefills import Prefill
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.amounts import kernel, token_budgets
-from snapkv.cli.fields import field_options, from_options, keyword
+from snapkv.cli.fields import NAMES, field_options, from_options, keyword
 from snapkv.cli.outputs import Output, require_outputs
 from snapkv.cli.prefill import read_prefill, read_prefills
 from snapkv.cli.whole_numbers import POSITIVE, TokenBudget, WholeNumber
@@ -64,14 +66,17 @@ class PolicyOptions(ModelOptions):
     """One method."""
 
     policy: Annotated[
-        str, panels.policy(help="Method; `snapkv policies` lists them; default: snapkv with fading")
+        str,
+        panels.policy(
+            help="Method; `snapkv policies` lists them", show_default="snapkv with fading pooling"
+        ),
     ] = DEFAULT
     budget: Annotated[
         Any,
         panels.policy(
             metavar="INTEGER|auto",
             help="Tokens kept per head and layer, window included",
-            show_default="auto with the policy default, else 1024",
+            show_default="auto, chosen by the votes; 1024 with --policy",
         ),
         TokenBudget(),
     ] = None
@@ -83,7 +88,10 @@ class PolicyOptions(ModelOptions):
     ] = None
     kernel_size: Annotated[
         str | None,
-        panels.policy(help="Width of the pooling over neighbours, odd, or BEFORE+BEHIND: 0+12"),
+        panels.policy(
+            metavar="INTEGER|BEFORE+BEHIND",
+            help="Width of the pooling over neighbours, odd, or how far it reaches: 0+12",
+        ),
     ] = None
     pooling: Annotated[str | None, panels.policy(help="max, avg or fading")] = None
     decay: Annotated[float | None, panels.policy(help="Factor per token of fading, 0.935")] = None
@@ -211,9 +219,9 @@ class RunOptions(MethodOptions):
         ),
         POSITIVE,
     ] = None
-    json: Annotated[bool, panels.output("--json", help="Print one JSON object instead of text")] = (
-        False
-    )
+    json: Annotated[
+        bool, panels.output("--json", help="Print one JSON object; --verbose: with every layer")
+    ] = False
 
     def __post_init__(self) -> None:
         """Refuse no way of reading, a check of tokens that are drawn, or of more than come."""
@@ -250,7 +258,10 @@ class ComparedOptions(ModelOptions):
         ),
     ] = None
     budget: Annotated[
-        str, panels.sweep(help="Tokens kept per head and layer, or auto, with commas for more")
+        str,
+        panels.sweep(
+            metavar="INTEGER|auto,...", help="Tokens kept per head and layer, with commas for more"
+        ),
     ] = "1024"
 
     def __post_init__(self) -> None:
@@ -323,7 +334,7 @@ def with_options(
     def given_options(command: Command) -> Command:
         signature = inspect.signature(command)
         own = [p for p in signature.parameters.values() if p.name not in ("options", "settings")]
-        parameters = [_as_text(p) if _is_count(p) else p for p in (*own, *more, *shared)]
+        parameters = [_shown(p) for p in (*own, *more, *shared)]
         marked = {p.name: output for p in shared if (output := _mark(p, Output))}
         counted = {p.name: number for p in parameters if (number := _mark(p, WholeNumber))}
 
@@ -347,6 +358,20 @@ def with_options(
     return given_options
 
 
+def _shown(parameter: inspect.Parameter) -> inspect.Parameter:
+    """An option as its help shows it: what it takes in capitals, or the words to choose from."""
+    if _is_count(parameter):
+        return _as_text(parameter)
+    hint, info, *marks = get_args(parameter.annotation) or (None, None)
+    kinds = get_args(hint) or (hint,)
+    if not isinstance(info, OptionInfo) or info.metavar or bool in kinds or hint is Any:
+        return parameter
+    shown = copy.copy(info)
+    is_choice = get_origin(hint) is Literal
+    shown.metavar = "|".join(kinds) if is_choice else NAMES[float if float in kinds else str]
+    return parameter.replace(annotation=Annotated[hint, shown, *marks])
+
+
 def _is_count(parameter: inspect.Parameter) -> bool:
     """Whether an option is a whole number, or one that may be left out."""
     return get_args(parameter.annotation)[:1] in ((int,), (int | None,))
@@ -356,7 +381,7 @@ def _as_text(parameter: inspect.Parameter) -> inspect.Parameter:
     """The option as text for `WholeNumber.read`, so that 4k works wherever a number does."""
     hint, info, *marks = get_args(parameter.annotation)
     shown = copy.copy(info)
-    shown.metavar = info.metavar or "INTEGER"
+    shown.metavar = info.metavar or NAMES[int]
     text = str if hint is int else str | None
     unset = parameter.default in (None, parameter.empty)
     default = parameter.default if unset else str(parameter.default)

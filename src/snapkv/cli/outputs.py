@@ -99,10 +99,10 @@ class WritingOptions:
     ] = False
 
 
-def results_folder(output: str | None, kind: str, model: str, fingerprint: str) -> Path:
+def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -> Path:
     """Where results go: where the user says, or a folder for what was run and how."""
-    if output is not None:
-        return Path(output)
+    if given is not None:
+        return Path(given)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-")
     return Path("snapkv-results") / f"{kind}-{name}-{fingerprint}"
 

@@ -17,6 +17,9 @@ device = partial(typer.Option, rich_help_panel="Device")
 task = partial(typer.Option, rich_help_panel="Task")
 output = partial(typer.Option, rich_help_panel="Output")
 
+FILES_AGAIN = "Text, source code, HTML, PDF or a folder; again for more"
+"""What `--document` takes."""
+
 AsJson = Annotated[bool, output("--json", help="Print one JSON object")]
 KeepRatio = Annotated[
     float | None, policy(help="Instead of --budget, the fraction of the prefix to keep")
@@ -24,14 +27,12 @@ KeepRatio = Annotated[
 Revision = Annotated[str | None, model(help="Branch, tag or commit of a hub id")]
 Documents = Annotated[
     list[str],
-    typer.Argument(
-        metavar="FILE...", help="Text, source code, HTML, PDF, a folder, or - for stdin"
-    ),
+    typer.Argument(metavar="FILE", help="Text, source code, HTML, PDF, a folder, or - for stdin"),
 ]
 SomeDocuments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FILE...]",
+        metavar="FILE",
         help="Text, source code, HTML, PDF, a folder, or - for stdin; or else --library",
     ),
 ]

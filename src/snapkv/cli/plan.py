@@ -40,14 +40,16 @@ class PlanOptions:
         bool, panels.model("--trust-remote-code", help="Run code of the model")
     ] = False
     batch: Annotated[int, panels.work(help="Prompts together"), POSITIVE] = 1
-    max_new_tokens: Annotated[int, panels.work(help="Tokens of every answer"), POSITIVE] = 128
+    max_new_tokens: Annotated[int, panels.work(help="Where an answer is cut off"), POSITIVE] = 128
     budget: Annotated[
         int | None,
         panels.policy(help="Tokens kept per head and layer, window included", show_default="1024"),
         POSITIVE,
     ] = None
     keep_ratio: panels.KeepRatio = None
-    window_size: Annotated[int, panels.policy(help="Last tokens, always kept"), POSITIVE] = 32
+    window_size: Annotated[
+        int, panels.policy(help="Last tokens of the prompt, always kept"), POSITIVE
+    ] = 32
     gpu_memory: Annotated[
         str | None, panels.device(help="Of the device, such as 80GB or 24GiB: shows what fits")
     ] = None

@@ -32,34 +32,78 @@ _LEAST = {
 }
 """The least that numbers may be which are checked before torch is waited for."""
 
+_Policy = Annotated[
+    str,
+    typer.Option(
+        metavar="TEXT",
+        help="Method: snapkv, adakv, streaming-llm or tova",
+        show_default="snapkv with fading pooling",
+    ),
+]
+_Budget = Annotated[
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens kept per head and layer; 0: only where a request asks"
+    ),
+]
+_Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"),
+]
+_ProtectFirst = Annotated[
+    int,
+    typer.Option(
+        metavar="INTEGER",
+        help="First tokens of every prompt that stay, such as a system message",
+    ),
+]
 _Cap = Annotated[
-    int, typer.Option(help="Tokens held of a prompt while it is read in chunks; 0: all")
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens held of a prompt while it is read in chunks; 0: all"
+    ),
 ]
 _ChunkTokens = Annotated[
-    int, typer.Option(help="Tokens read between two compressions of a prompt with a cap")
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens of a chunk, between two compressions of a prompt with a cap"
+    ),
 ]
 _DecodeBudget = Annotated[
-    int, typer.Option(help="Tokens held of prompt and answer while generating; 0: all")
+    int,
+    typer.Option(
+        metavar="INTEGER", help="Tokens held of prompt and answer while generating; 0: all"
+    ),
 ]
 _DecodePolicy = Annotated[
-    str, typer.Option(help="What evicts while generating: r-kv, tova or streaming-llm")
+    str,
+    typer.Option(metavar="TEXT", help="What evicts while generating: r-kv, tova or streaming-llm"),
 ]
-_EvictEvery = Annotated[int, typer.Option(help="Generated tokens between two evictions")]
+_EvictEvery = Annotated[
+    int, typer.Option(metavar="INTEGER", help="Generated tokens between two evictions")
+]
 _Share = Annotated[
     bool, typer.Option("--share", help="Keep documents compressed, for requests that name them")
 ]
 _ShareBytes = Annotated[
     str | None,
-    typer.Option(help="Of the cache for documents, such as 2GiB; default: a quarter of it"),
+    typer.Option(
+        metavar="TEXT", help="Of the cache for documents, such as 2GiB; default: a quarter of it"
+    ),
 ]
 _ShareAcrossKeys = Annotated[
     bool, typer.Option("--share-across-keys", help="Documents of one API key are everybody's")
 ]
 _ShareFolder = Annotated[
-    str | None, typer.Option(help="Keep documents there as files, also for the next start")
+    str | None,
+    typer.Option(metavar="TEXT", help="Keep documents there as files, also for the next start"),
 ]
-_MaxWindowSize = Annotated[int, typer.Option(help="The longest window that a request may ask for")]
-_MaxKernelSize = Annotated[int, typer.Option(help="The widest kernel that a request may ask for")]
+_MaxWindowSize = Annotated[
+    int, typer.Option(metavar="INTEGER", help="The longest window that a request may ask for")
+]
+_MaxKernelSize = Annotated[
+    int, typer.Option(metavar="INTEGER", help="The widest kernel that a request may ask for")
+]
 
 _PrintCommand = Annotated[
     bool, typer.Option("--print-command", help="Print vLLM's own command instead of serving")
@@ -71,21 +115,10 @@ def serve(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hub id, folder, GGUF file, or demo")
     ],
-    policy: Annotated[
-        str, typer.Option(help="snapkv, adakv, streaming-llm or tova; default: snapkv with fading")
-    ] = DEFAULT,
-    budget: Annotated[
-        int, typer.Option(help="Tokens kept per head and layer; 0: only where a request asks")
-    ] = 1024,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Parameter of the method, as kernel_size=13"
-        ),
-    ] = None,
-    protect_first: Annotated[
-        int, typer.Option(help="First tokens of every prompt that stay, such as a system message")
-    ] = 0,
+    policy: _Policy = DEFAULT,
+    budget: _Budget = 1024,
+    set_: _Assignments = None,
+    protect_first: _ProtectFirst = 0,
     max_window_size: _MaxWindowSize = MAX_WINDOW_SIZE,
     max_kernel_size: _MaxKernelSize = MAX_KERNEL_SIZE,
     cap: _Cap = 0,

@@ -23,7 +23,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cli.drafts import draft_method, require_drafts_that_fit
 from snapkv.cli.grid import say, show
 from snapkv.cli.loading import load_model
-from snapkv.cli.notes import Note, notes_on
+from snapkv.cli.notes import notes_on
 from snapkv.cli.options import RunOptions
 from snapkv.cli.progress import reading_progress
 from snapkv.cli.remedies import Try
@@ -128,7 +128,9 @@ def show_answers(
     if options.json:
         about = {"model": asked.loaded.description(), **request}
         about["settings"] = asdict(asked.settings)
-        write_json(versions() | about | _record(answers, notes))
+        runs = [answer_record(each, with_layers=options.verbose) for each in answers]
+        told = {note.key: note.record() for note in notes}
+        write_json({"answer": runs[0]["text"]} | about | {"runs": runs} | told | versions())
     else:
         say([line for note in notes for line in note.lines()], to_errors=not options.compare)
     if status := max(note.status for note in notes):
@@ -172,9 +174,12 @@ class _AskedPrompt:
         return functools.partial(first_that_keeps, *asked, protect=answer.protected)
 
 
-def _record(answers: Sequence[Answer], notes: Sequence[Note]) -> dict[str, Any]:
-    """Answers and what is told of them, ready for JSON."""
-    return {"runs": list(map(asdict, answers))} | {note.key: note.record() for note in notes}
+def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
+    """An answer ready for JSON; layer by layer is long, so only where that is asked for."""
+    record = asdict(answer)
+    if not with_layers:
+        record["cache"] = {key: told for key, told in record["cache"].items() if key != "layers"}
+    return record
 
 
 def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class StudyOptions(ModelOptions, WritingOptions):
     """What every study takes."""
 
-    output: Annotated[
+    results: Annotated[
         str | None,
         panels.output(
             help="Folder of the rows; a study that was stopped is continued there",
@@ -42,7 +42,8 @@ class ReadingOptions(StudyOptions):
     document: Annotated[
         list[str] | None,
         panels.material(
-            help="Text, source code, HTML, PDF or a folder; again for more",
+            metavar="FILE",
+            help=panels.FILES_AGAIN,
             show_default="essays, or Python's documentation",
         ),
     ] = None
@@ -113,10 +114,10 @@ def _findings(study: Study, options: StudyOptions) -> "Findings":
     kind = f"study-{study.name}"
     if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
         with answering(options) as (loaded, who), answers_progress(study.name) as advance:
-            folder = results_folder(options.output, kind, loaded.name, study.fingerprint(loaded))
+            folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
             return study.into(loaded, folder, advance, who)
     loaded = load_model(options)
-    folder = results_folder(options.output, kind, loaded.name, study.fingerprint(loaded))
+    folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
     with answers_progress(study.name) as advance:
         return study.into(loaded, folder, advance)
 

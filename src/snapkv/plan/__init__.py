@@ -9,6 +9,7 @@ from snapkv.plan.advice import (
 from snapkv.plan.device_memory import free_bytes, out_of_memory_explained
 from snapkv.plan.footprint import Footprint, footprint_of, max_positions
 from snapkv.plan.planner import CacheNeeds, Plan, Request
+from snapkv.plan.room import require_room
 from snapkv.plan.verdict import verdict
 from snapkv.plan.weights import weights_bytes
 
@@ -24,6 +25,7 @@ __all__ = [
     "max_positions",
     "out_of_memory_explained",
     "prompt_advice",
+    "require_room",
     "verdict",
     "weights_advice",
     "weights_bytes",

@@ -24,6 +24,15 @@ def free_bytes(device: torch.device) -> int | None:
     return min(known, default=None)
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Bytes of a device's memory, free or not; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _free_memory_bytes() -> int | None:
     if "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return None

@@ -97,10 +97,10 @@ class MappedFolder(OffloadPool):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # of a NUL byte in the name
             raise InvalidArgumentError(
                 f"recall: expected 'host' or a folder that can be written to, got "
-                f"{str(folder)!r}: {error.strerror}; choose another folder"
+                f"{str(folder)!r}: {getattr(error, 'strerror', error)}; choose another folder"
             ) from error
 
     def _make(self, states: Tensor, device: torch.device) -> Tensor:

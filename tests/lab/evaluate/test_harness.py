@@ -439,15 +439,15 @@ ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices o
 @pytest.mark.parametrize(("stop", "batch"), [(1, 1), (9, 1), (10, 2)])
 def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop, batch):
     batches = ("--batch-size", str(batch))
-    _, whole, _ = evaluate(BOTH, "--json", "--output", "whole", *batches)
+    _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
     assert len(asked) == len(written(folder / "whole")) == ANSWERS
     asked.clear()
     asked.fails_at = stop
-    assert evaluate(BOTH, "--output", "stopped", *batches)[0] == 1
+    assert evaluate(BOTH, "--results", "stopped", *batches)[0] == 1
     assert len(written(folder / "stopped")) == stop
     asked.clear()
     asked.fails_at = None
-    status, found, _ = evaluate(BOTH, "--json", "--output", "stopped", *batches)
+    status, found, _ = evaluate(BOTH, "--json", "--results", "stopped", *batches)
     assert status == 0
     assert len(asked) == ANSWERS - stop
     assert written(folder / "stopped") == written(folder / "whole")
@@ -461,15 +461,15 @@ def test_what_draws_continues_with_the_same_draws(evaluate, asked, folder):
     path = folder / "gate.yaml"
     drawn = path.read_text().replace("temperature: 1, do_sample: false", "temperature: 2")
     path.write_text(f"{drawn}repeats: 3\n".replace('["\\n", "."]', "[]"))
-    evaluate("local_gate", "--output", "whole")
+    evaluate("local_gate", "--results", "whole")
     texts = [row["response"] for row in written(folder / "whole")]
     assert len(texts) == len(asked) == 12
     assert len(set(texts)) > 8, "every repetition draws its own"
     asked.clear()
     asked.fails_at = 4
-    assert evaluate("local_gate", "--output", "stopped")[0] == 1
+    assert evaluate("local_gate", "--results", "stopped")[0] == 1
     asked.fails_at = None
-    assert evaluate("local_gate", "--output", "stopped")[0] == 0
+    assert evaluate("local_gate", "--results", "stopped")[0] == 0
     assert len(asked) == 12
     assert [row["response"] for row in written(folder / "stopped")] == texts
 
@@ -490,11 +490,11 @@ def test_without_a_folder_the_same_command_finds_its_own(evaluate, asked, folder
 
 @pytest.mark.slow
 def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
-    evaluate("local_gate", "--output", "run")
+    evaluate("local_gate", "--results", "run")
     asked.clear()
     rows = [ROWS[0], {**ROWS[1], "question": "Who opens the gate?"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status, _, _ = evaluate("local_gate", "--output", "run")
+    status, _, _ = evaluate("local_gate", "--results", "run")
     assert status == 0
     assert len(asked) == 2
     assert all("Who opens the gate?" in prompt.text for prompt, *_ in asked)
@@ -510,10 +510,10 @@ def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
     ],
 )
 def test_another_run_in_the_folder_is_refused(evaluate, asked, folder, tasks, options, said):
-    evaluate(BOTH, "--output", "run")
+    evaluate(BOTH, "--results", "run")
     before = written(folder / "run")
     asked.clear()
-    status, _, err = evaluate(tasks, "--output", "run", *options)
+    status, _, err = evaluate(tasks, "--results", "run", *options)
     assert status == 2
     assert said in err.splitlines()[-1]
     assert not asked
@@ -542,9 +542,9 @@ def test_a_disk_without_room_is_not_taken_for_missing_data(evaluate, folder, mon
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("snapkv.cache.saving.writing.os.fsync", full)
-    status, _, err = evaluate("local_gate", "--output", "run")
+    status, _, err = evaluate("local_gate", "--results", "run")
     assert status == 1
-    assert "output: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
+    assert "results: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
     assert "No space left on device" in err.splitlines()[-1]
 
 

@@ -43,7 +43,7 @@ def evaluate(tiny, data, tmp_path, monkeypatch, capsys):
 
     def call(*options, loaded=tiny, datasets=NAMES):
         monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
-        command = ["eval", "longbench", "--data", str(data), "--output", str(tmp_path / "out")]
+        command = ["eval", "longbench", "--data", str(data), "--results", str(tmp_path / "out")]
         command += ["--policy", "snapkv"]  # as the paper has it
         status = run([*command, "--datasets", ",".join(datasets), "--budget", "64", *options])
         return status, capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_the_demo_model_counts_paragraphs(evaluate, demo):
 
 
 def test_the_question_can_be_hidden_and_the_prompt_cut(evaluate, tmp_path):
-    cut = ("--question", "hidden", "--max-prompt-tokens", "128", "--limit", "1")
+    cut = ("--setting", "hidden", "--max-prompt-tokens", "128", "--limit", "1")
     status, _ = evaluate(*cut, "--baseline", "none")
     assert status == 0
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()

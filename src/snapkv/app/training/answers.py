@@ -106,7 +106,7 @@ class AnswerWriter:
     def _answered(self, prompts: Sequence[tuple[int, ...]]) -> list[Exchange]:
         """The model's greedy answers to left-padded prompts, end tokens included."""
         model, longest = self.loaded.model, max(map(len, prompts))
-        settings = GenerationSettings(max_new_tokens=self.plan.answer_tokens)
+        settings = GenerationSettings(max_new_tokens=self.plan.max_new_tokens)
         ends = end_token_ids(model, settings)
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         rows = [torch.tensor(prompt) for prompt in prompts]
@@ -136,7 +136,7 @@ def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:
         found = json.loads(line)
         if tuple(found["prompt"]) != prompts[number]:
             raise InvalidArgumentError(
-                f"output: expected answers to the prompts of this run in {path}, got others; pass "
+                f"to: expected answers to the prompts of this run in {path}, got others; pass "
                 "another folder, or the documents and settings it was begun with"
             )
         yield Exchange(prompt=prompts[number], answer=tuple(found["answer"]))

@@ -80,7 +80,7 @@ def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -
     run = {"model": loaded.name, "revision": loaded.revision, **asdict(plan)}
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != run:
         raise InvalidArgumentError(
-            f"output: expected a new folder or that of the same run, got {folder}, begun with "
+            f"to: expected a new folder or that of the same run, got {folder}, begun with "
             f"{path.read_text(encoding='utf-8')}; pass another folder"
         )
     replace_file(path, json.dumps(run))

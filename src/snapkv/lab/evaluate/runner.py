@@ -60,7 +60,7 @@ class Run:
             around_turn(self.loaded.tokenizer)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
         for method in self.methods if "visible" in self.questions else ():
-            require_one_reading(method.policy, "pass --question hidden")
+            require_one_reading(method.policy, "pass --setting hidden")
         _require_turns(task, self.methods)
         if self.limit is not None and self.limit < 1:
             raise InvalidArgumentError(

@@ -137,7 +137,7 @@ class Store:
         if not path.exists():
             if self._path.stat().st_size:
                 raise InvalidArgumentError(
-                    f"output: expected the run.json that says what {self._path} holds, got none; "
+                    f"results: expected the run.json that says what {self._path} holds, got none; "
                     "choose another folder"
                 )
             with _needing(self.folder):
@@ -147,7 +147,7 @@ class Store:
         differing = list(_differences(found, self.run))
         if differing:
             raise InvalidArgumentError(
-                f"output: expected results of the same run in {self.folder}, got another "
+                f"results: expected results of the same run in {self.folder}, got another "
                 f"{', another '.join(differing[:3])}; choose another folder"
             )
 
@@ -202,7 +202,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InvalidArgumentError(
-            f"output: expected a folder that no other run is writing to, got {folder}; wait for "
+            f"results: expected a folder that no other run is writing to, got {folder}; wait for "
             "the other one, or choose another folder"
         ) from None
 
@@ -216,7 +216,7 @@ def _needing(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise InvalidArgumentError(
-            f"output: expected a folder that can be written, got {folder}: {error.strerror}; "
+            f"results: expected a folder that can be written, got {folder}: {error.strerror}; "
             "choose another folder"
         ) from error
 
@@ -229,7 +229,7 @@ def _parsed(path: Path, number: int, line: bytes, names: Collection[str] = ()) -
         record = None
     if not isinstance(record, dict) or not record.keys() >= set(names):
         raise InvalidArgumentError(
-            f"output: expected a JSON object{' with ' if names else ''}{', '.join(names)} in "
+            f"results: expected a JSON object{' with ' if names else ''}{', '.join(names)} in "
             f"{path}, line {number}, got {line[:40].decode(errors='replace')!r}; choose another "
             f"folder{', or delete that line' if names else ''}"
         )

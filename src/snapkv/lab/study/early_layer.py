@@ -43,7 +43,8 @@ class EarlyLayer(Study):
         layers: what to try, with commas; none for the lowest that let the number go on, up to three
             quarters of the depth.
         tries: how many of those at most.
-        keep_ratio: share of the prompt that goes on; it alone counts, however few tokens that are.
+        keep_ratio: share of the prompt that is kept to go on; it alone counts, however few tokens
+            that are.
         tolerance: by how much the loss may be above that of exact reading, nats per token.
         samples: prompts, with the number at another depth each.
         document_tokens: length that texts are cut to; shorter where one of them has no more, or

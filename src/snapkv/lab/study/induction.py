@@ -47,7 +47,7 @@ class Induction(HiddenCopies):
         window_size: tokens at the end of the prompt that vote.
         budget: tokens that are kept per head where a decay is tried, window included.
         best_votes: how many positions of a head count as voted for.
-        share: of the needed tokens that the pair shall reach.
+        needed_share: of the needed tokens that the pair shall reach.
         threshold: attention from the copy that makes a token needed.
     """
 
@@ -56,7 +56,7 @@ class Induction(HiddenCopies):
     window_size: int = 16
     budget: int = 128
     best_votes: int = 8
-    share: float = 0.9
+    needed_share: float = 0.9
     threshold: float = 0.1
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Induction(HiddenCopies):
         super().__post_init__()
         for name in ("window_size", "best_votes"):
             require_at_least(name, getattr(self, name), 1)
-        for name in ("share", "threshold"):
+        for name in ("needed_share", "threshold"):
             require_fraction(name, getattr(self, name), "0.9")
         if self.budget <= self.window_size + SINKS:
             raise InvalidArgumentError(
@@ -188,7 +188,7 @@ class Induction(HiddenCopies):
         counts = torch.zeros(WIDEST + 2, WIDEST + 2, dtype=torch.int64)
         for before, behind, count in (reach for record in records for reach in record["reaches"]):
             counts[before, behind] += count
-        pair = smallest_pair(counts, self.share)
+        pair = smallest_pair(counts, self.needed_share)
         enough = max(kept[str(decay)] for decay in DECAYS) - _NEARLY * needed
         decay = next(decay for decay in DECAYS if kept[str(decay)] >= enough) if needed else None
         return {

@@ -30,7 +30,7 @@ class Overlap(ReadingStudy):
     candidates, which every window sees.
 
     Args:
-        keep_ratio: the part of the candidates that is a window's.
+        keep_ratio: the part of the candidates that a window keeps.
         window_tokens: tokens of a window, in prompt and answer.
         prompt_windows: windows of the prompt, the last one at its end.
         generation_windows: windows of the answer.

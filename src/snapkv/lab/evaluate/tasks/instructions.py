@@ -8,7 +8,7 @@ with. One of them is checked, without a judge and whatever the answer's language
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
@@ -58,7 +58,7 @@ class Instructions(HaystackTask):
     lengths: tuple[int, ...] = (1024, 2048)
     samples_each: int = 5
     cloze: bool = False
-    protect: bool = False
+    protect: bool = field(default=False, metadata={"flag": "--protect-instructions"})
     haystack: str | None = None
     seed: int = 42
 

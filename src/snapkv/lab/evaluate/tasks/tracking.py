@@ -112,7 +112,7 @@ class Tracking(Task):
     Args:
         answer_tokens: tokens of the right answer, about, behind what is begun of it.
         kinds: which of copy, cycle and ledger.
-        items: names of a cycle, accounts of a ledger.
+        items: how many names of a cycle, accounts of a ledger.
         samples_each: samples of every length and kind.
         cloze: begin the answer for the model, which small models need; a cycle and a ledger with
             their first round and four steps.
