@@ -7,6 +7,9 @@ function decoded(text) {
   return bytes;
 }
 
+// Powers of ten that a byte spans, as `DECADES` of packing.py.
+const DECADES = {{decades}};
+
 // One method: which heads keep a token, and how they rated it.
 class Kept {
   constructor(method, tokens) {
@@ -27,6 +30,14 @@ class Kept {
 
   heads(place) {
     return this.method.layers[place].kept_tokens.length;
+  }
+
+  // Whether every head of every layer keeps the same tokens.
+  isUniform() {
+    const [first, ...others] = this.method.layers;
+    if (others.some((layer) => layer.bits !== first.bits)) return false;
+    const bits = this.bits(0);
+    return bits.every((byte, i) => byte === bits[i % this.stride]);
   }
 
   // A byte per bin of tokens for one head, or null where the method has no such numbers.

@@ -1,0 +1,42 @@
+// Answers beside the full cache's: what they cost, and word by word what they say otherwise.
+
+// Both sides of a difference are said in words too, for those who do not see the marks.
+const CHANGES = { gone: ["del", "only the full cache: "], new: ["ins", "only here: "] };
+
+function changed(answer) {
+  const parts = answer.changes.map(([kind, text]) => {
+    if (kind === "same") return text;
+    const [name, spoken] = CHANGES[kind];
+    return made(name, {}, made("span", { class: "heard" }, `[${spoken}`), text, made("span", { class: "heard" }, "]"));
+  });
+  return made("p", { class: "said", tabindex: "0", role: "group", "aria-label": "Answer" }, ...parts);
+}
+
+function verdict(answer) {
+  return made("span", { class: `badge ${answer.same ? "same" : "other"}` }, answer.same ? "✓ same answer" : "≠ other answer");
+}
+
+function heldText(answer) {
+  return `${bytesText(answer.held_bytes)} of ${bytesText(answer.full_bytes)} held (${percentText(answer.held_bytes / answer.full_bytes)})`;
+}
+
+function meter(share) {
+  const filled = made("span", {});
+  filled.style.width = `${100 * share}%`;
+  return made("span", { class: "meter", "aria-hidden": "true" }, filled);
+}
+
+function answerCard(label, answer, method) {
+  const perToken = answer.token_ms === null ? "" : `, ${numberText(answer.token_ms)} ms per token`;
+  const kept = method?.kept;
+  return made("section", { class: "card", "aria-label": `Answer, ${label}` },
+    made("header", {}, made("h3", {}, label), ...(method ? [verdict(answer)] : [])),
+    changed(answer), meter(answer.held_bytes / answer.full_bytes), made("p", {}, heldText(answer)),
+    ...(kept ? [made("p", {}, keptText(kept))] : []),
+    made("p", { class: "quiet" }, `first token after ${(answer.first_token_ms / 1000).toFixed(1)} s${perToken}`));
+}
+
+function keptText(kept) {
+  const share = kept.share >= 1 ? "all" : percentText(kept.share);
+  return `Of what the answer needs, one head keeps ${share}; ${numberText(kept.heads)} of ${kept.of_heads} heads keep a token of it on average`;
+}
