@@ -4,10 +4,13 @@
 const CHANGES = { gone: ["del", "only the full cache: "], new: ["ins", "only here: "] };
 
 function changed(answer) {
-  const parts = answer.changes.map(([kind, text]) => {
-    if (kind === "same") return text;
+  const parts = answer.changes.flatMap(([kind, text], i) => {
+    const shown = i + 1 < answer.changes.length ? text : text.trimEnd();
+    if (kind === "same") return [shown];
     const [name, spoken] = CHANGES[kind];
-    return made(name, {}, made("span", { class: "heard" }, `[${spoken}`), text, made("span", { class: "heard" }, "]"));
+    const words = shown.trimStart();
+    const lead = shown.slice(0, shown.length - words.length);
+    return [lead, made(name, {}, made("span", { class: "heard" }, `[${spoken}`), words, made("span", { class: "heard" }, "]"))];
   });
   return made("p", { class: "said", tabindex: "0", role: "group", "aria-label": "Answer" }, ...parts);
 }
@@ -37,6 +40,7 @@ function answerCard(label, answer, method) {
 }
 
 function keptText(kept) {
-  const share = kept.share >= 1 ? "all" : percentText(kept.share);
-  return `Of what the answer needs, one head keeps ${share}; ${numberText(kept.heads)} of ${kept.of_heads} heads keep a token of it on average`;
+  if (!kept.share) return "No head keeps any of what the answer needs";
+  const most = kept.share >= 1 ? "One head keeps all of what the answer needs" : `The head that keeps most of what the answer needs keeps ${percentText(kept.share)}`;
+  return `${most}; on average ${numberText(kept.heads)} of ${kept.of_heads} heads keep a token of it`;
 }

@@ -75,7 +75,7 @@ function drawVotes(canvas, view) {
   pen.strokeRect((view.mark.from - view.from) * perToken, 1, Math.max(2, (view.mark.to - view.mark.from) * perToken), height - 2);
 }
 
-// The darker a cell, the more attention; rows from the first query of the window to the last.
+// The stronger a cell, the more attention; rows from the first query of the window to the last.
 function drawHeat(canvas, { weights, rows, binTokens, from, to, share }) {
   const { pen, width, height } = prepared(canvas);
   const bins = weights.length / rows;

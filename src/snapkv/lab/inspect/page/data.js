@@ -117,7 +117,7 @@ function numberText(count) {
 }
 
 function percentText(share) {
-  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
+  return `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
 }
 
 // Elements are made with text only: nothing of the document is ever read as markup.
@@ -132,7 +132,7 @@ function tableOf(caption, headings, rows) {
   const head = made("tr", {}, ...headings.map((text) => made("th", { scope: "col" }, text)));
   const body = rows.map((cells) => made("tr", {}, ...cells.map((cell, i) => {
     if (i === 0) return made("th", { scope: "row" }, cell);
-    return made("td", typeof cell === "string" && !/^[-\d]/.test(cell) ? { class: "left" } : {}, cell);
+    return made("td", typeof cell === "string" && !/^-?\d[\d,.]*( to [\d,]+|%| .?i?B)?$/.test(cell) ? { class: "left" } : {}, cell);
   })));
   return made("table", {}, made("caption", {}, caption), made("thead", {}, head), made("tbody", {}, ...body));
 }

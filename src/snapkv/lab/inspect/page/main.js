@@ -51,6 +51,7 @@ function start() {
       }
     });
   }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layOut);
   let waiting = 0;
   window.addEventListener("resize", () => {
     clearTimeout(waiting);

@@ -18,7 +18,7 @@ class MethodView {
     this.layers = made("div", { class: "layers", tabindex: "0", role: "region", "aria-label": `Kept share per layer, ${method.label}` });
     this.element = made(
       "article", { class: "method", "aria-label": method.label },
-      made("h3", {}, method.label), made("p", {}, method.sentence), this.pane.element, this.status, this.votes.element,
+      made("h3", {}, method.label), made("p", { class: "quiet" }, method.sentence), this.pane.element, this.status, this.votes.element,
       made("h4", {}, "Where the kept tokens stand"),
       figure(this.histogram, "The share that is kept of each part of the prompt, from its beginning to its end."),
       this.layers,

@@ -28,11 +28,11 @@ class Order {
   }
 
   text(count) {
-    const share = `the best ${numberText(count)} tokens`;
-    if (!this.needed) return share;
+    const best = `Keeps its best ${numberText(count)} tokens${count === this.best ? ", as it did" : ""}`;
+    if (!this.needed) return best;
     const kept = this.neededRanks.filter((rank) => rank < count).length;
-    const all = this.neededRanks.length === this.needed ? `; all of it from ${numberText(this.neededRanks[this.needed - 1] + 1)} on` : "";
-    return `${share}: ${percentText(kept / this.needed)} of what the answer needs${all}`;
+    const all = this.neededRanks.length === this.needed ? `, and all of it from ${numberText(this.neededRanks[this.needed - 1] + 1)} on` : "";
+    return `${best}: ${percentText(kept / this.needed)} of what the answer needs${all}`;
   }
 }
 
@@ -47,12 +47,12 @@ class VotesView {
     this.overview = made("canvas", { role: "img", class: "overview" });
     this.map = made("canvas", { role: "img", class: "heat" });
     this.detail = made("canvas", { role: "img", class: "detail" });
-    this.mapFigure = figure(this.map, "Who votes: each row is a token of the observation window, the last at the bottom; the darker, the more attention. Columns are the tokens below.");
+    this.mapFigure = figure(this.map, "Who votes: each row is a token of the observation window, the last at the bottom; the stronger, the more attention. Columns are the tokens below.");
     this.overview.addEventListener("click", (event) => {
       onMove(Math.min(words.pieces.length - 1, Math.floor((event.offsetX / this.overview.clientWidth) * words.pieces.length)));
     });
     this.figures = made("div", {},
-      figure(this.overview, "The whole prompt from left to right: votes (dark), pooled votes (light), the lowest pooled vote that is kept (dashed), kept tokens (below)."),
+      figure(this.overview, "The whole prompt from left to right: votes (strong), pooled votes (pale), the lowest pooled vote that is kept (dashed), kept tokens (below)."),
       this.mapFigure, figure(this.detail, `${DETAIL_TOKENS} tokens around the current one.`), this.sliding());
     this.element = made("div", { class: "votes" }, this.title, this.note, this.figures);
   }
@@ -122,8 +122,7 @@ class VotesView {
   }
 
   say(count) {
-    const now = count === this.order.best ? " (as it was)" : "";
-    this.result.textContent = `${this.order.text(count)}${now}. The window is kept besides.`;
+    this.result.textContent = `${this.order.text(count)}. The window is kept besides.`;
     this.slider.setAttribute("aria-valuetext", this.result.textContent);
   }
 
