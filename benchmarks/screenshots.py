@@ -2,8 +2,9 @@
 
     python -m benchmarks.screenshots    write docs/inspector-*.png
 
-Needs selenium, Chromium and its driver, as `make test-browser` installs them. The document is the
-first half of the source of Python's gzip module, the question that of `make demo`.
+Needs selenium, Chromium and its driver, as `make test-browser` installs them, and Pillow, which
+comes with matplotlib. The document is the first half of the source of Python's gzip module, the
+question that of `make demo`.
 """
 
 import gzip

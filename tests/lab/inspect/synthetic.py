@@ -85,6 +85,7 @@ def heat(votes, scores, kept, layer, head):
         "bin_tokens": bin_tokens,
         "weights": packed_scores(rows, bin_tokens, one_scale=True),
         "order": packed_numbers(order[: 2**14]),
+        "prefix_tokens": len(order),
         "best_tokens": int(kept[head, : len(order)].sum()),
     }
 

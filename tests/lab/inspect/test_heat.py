@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def test_the_picture_of_a_head():
 
 def test_a_method_without_a_window_has_bars_only():
     made = heat([SeenLayer.of(KeyDiff(16, window_size=4), layer())], (0, 0, 0.5))
-    assert made == Heat(layer=5, head=0, share=0.5, order=made.order, best_tokens=12)
+    bars = Heat(layer=5, head=0, share=0.5, prefix_tokens=36, best_tokens=12)
+    assert made == replace(bars, order=made.order)
 
 
 def test_long_prompts_stay_small(monkeypatch):
@@ -123,3 +125,4 @@ def test_long_prompts_stay_small(monkeypatch):
     assert made.bin_tokens == 3
     assert len(base64.b64decode(made.weights)) == 4 * 12
     assert numbers(made.order) == win_order(seen, 0)[:10].tolist()
+    assert made.prefix_tokens == TOKENS - 4

@@ -31,9 +31,10 @@ class Heat:
             has none.
         bin_tokens: neighbours that share a column.
         weights: the attention of each row to the prefix, all on one scale; see `packed_scores`.
-        order: positions of the prefix, the first to be kept first; see `packed_numbers`. None where
-            the method does not keep the best of its scores by itself, so that no other number of
-            tokens can be told from them.
+        order: positions of the prefix, the first to be kept first, the first `MOST_RANKS` of them;
+            see `packed_numbers`. None where the method does not keep the best of its scores by
+            itself, so that no other number of tokens can be told from them.
+        prefix_tokens: how many there are in all.
         best_tokens: how many of them are kept.
     """
 
@@ -44,6 +45,7 @@ class Heat:
     bin_tokens: int = 1
     weights: str | None = None
     order: str | None = None
+    prefix_tokens: int = 0
     best_tokens: int = 0
 
 
@@ -56,7 +58,8 @@ def heat(layers: Sequence[SeenLayer], telling: tuple[int, int, float] | None) ->
     made = Heat(layer=seen.states.layer_idx, head=head, share=share)
     if (order := win_order(seen, head)) is not None:
         kept = int(seen.kept[head, : len(order)].sum())
-        made = replace(made, order=packed_numbers(order[:MOST_RANKS]), best_tokens=kept)
+        best = packed_numbers(order[:MOST_RANKS])
+        made = replace(made, order=best, prefix_tokens=len(order), best_tokens=kept)
     weights = window_weights(seen, head)
     if weights is None:
         return made

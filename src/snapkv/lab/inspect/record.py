@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,8 +226,8 @@ def inspect_prompt(
         pieces=pieces,
         full=full,
         methods=[
-            of_answer(label, ask(policy))
-            for (label, policy), of_answer in zip(known, shown, strict=True)
+            with_answer(label=label, answer=ask(policy))
+            for (label, policy), with_answer in zip(known, shown, strict=True)
         ],
         leave_out=left_out,
         places=[places.of(span.start, span.stop) for span in left_out.spans],
@@ -281,8 +282,8 @@ def _left_out(
 
 def _shown(
     seen: Sequence[SeenLayer], needed: Sequence[Span], tokens: int
-) -> Callable[[str, Answer], MethodRecord]:
-    """A method's record, but for its name and answer, without a tensor.
+) -> Callable[..., MethodRecord]:
+    """A method's record, which its label and its answer make whole; no tensor is held.
 
     Where its scores would be too many, neighbours share a byte.
     """
@@ -290,9 +291,7 @@ def _shown(
     layers = [_packed(layer, bin_tokens) for layer in seen]
     kept = KeptOf.parts(seen, needed)
     picture = heat(seen, telling_head(seen, _positions(needed, tokens)))
-    return lambda label, given: MethodRecord(
-        label=label, answer=given, layers=layers, bin_tokens=bin_tokens, kept=kept, heat=picture
-    )
+    return partial(MethodRecord, layers=layers, bin_tokens=bin_tokens, kept=kept, heat=picture)
 
 
 def _positions(spans: Sequence[Span], tokens: int) -> Tensor:

@@ -7,23 +7,20 @@ class Order {
   constructor(heat, words) {
     this.positions = new Int32Array(decoded(heat.order).buffer);
     this.best = heat.best_tokens;
+    this.prefix = heat.prefix_tokens;
     this.words = words;
     this.neededRanks = [];
     this.positions.forEach((token, rank) => { if (words.needed[token]) this.neededRanks.push(rank); });
-    let first = words.pieces.length;  // of the tokens that stay whatever their votes
-    let needed = 0;
-    const ranked = new Uint8Array(first);
-    for (const token of this.positions) ranked[token] = 1;
-    while (first > 0 && !ranked[first - 1]) first -= 1;
-    for (let token = 0; token < first; token += 1) needed += words.needed[token];
-    this.prefix = first;
-    this.needed = needed;
+    this.needed = words.needed.subarray(0, this.prefix).reduce((sum, one) => sum + one, 0);
   }
 
-  // The bits of the best so many tokens.
+  // The bits of the best so many tokens, and of the window.
   bits(count) {
-    const bits = new Uint8Array(Math.ceil(this.words.pieces.length / 8));
-    for (let rank = 0; rank < count; rank += 1) bits[this.positions[rank] >> 3] |= 1 << (this.positions[rank] & 7);
+    const tokens = this.words.pieces.length;
+    const bits = new Uint8Array(Math.ceil(tokens / 8));
+    const keep = (token) => { bits[token >> 3] |= 1 << (token & 7); };
+    this.positions.subarray(0, count).forEach(keep);
+    for (let token = this.prefix; token < tokens; token += 1) keep(token);
     return bits;
   }
 
@@ -118,7 +115,7 @@ class VotesView {
     this.say(count);
     const levels = this.kept.levels("scores", place, head);
     const last = count ? levels[Math.floor(this.order.positions[count - 1] / this.method.bin_tokens)] : null;
-    return { bits: this.order.bits(count), offset: 0, cut: last, kept: count };
+    return { bits: this.order.bits(count), offset: 0, cut: last, kept: count + this.words.pieces.length - this.order.prefix };
   }
 
   say(count) {
