@@ -73,7 +73,7 @@ def test_the_last_heading_before_it():
 
 
 def test_a_line_and_how_far_in_where_there_is_no_heading():
-    assert place("ab\n" * 5 + "X\n" + "ab\n" * 4, "a.py") == "line 6, 54% into a.py"
+    assert place("ab\n" * 5 + "X\n" + "ab\n" * 4, "a.py") == "line 6, 52% into a.py"
     assert place("abcX", "a.txt") == "75% into a.txt"
     assert place("ab X\n\n# Two\n", "a.md") == "line 1, 25% into a.md"
 
