@@ -25,10 +25,11 @@ _ASKED = (
     ("--budget", "256"),
     ("--max-new-tokens", "8"),
     ("--budgets", "32,64,128,256,512,1k"),
+    ("--checks", "32"),
     ("--beside", "streaming-llm"),
     ("--output", "page.html"),
 )
-_CHARACTERS = 12_000
+_CHARACTERS = 11_000
 _WIDTH, _PHONE_WIDTH = 1200, 390
 _COLOURS = 128
 
@@ -77,7 +78,7 @@ def main() -> None:
         source = Path(gzip.__file__).read_text(encoding="utf-8")
         Path(folder, "gzip.py").write_text(source[:_CHARACTERS], encoding="utf-8")
         arguments = [text for pair in _ASKED for text in pair]
-        command = [sys.executable, "-m", "snapkv", "inspect", "gzip.py", *arguments]
+        command = [sys.executable, "-P", "-m", "snapkv", "inspect", "gzip.py", *arguments]
         subprocess.run(command, cwd=folder, check=True)
         take_pictures(Path(folder) / "page.html")
 

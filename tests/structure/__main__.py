@@ -17,7 +17,7 @@ from tests.structure.source import Source, import_circles
 MOST_ATTRIBUTES = 14
 MOST_FUNCTION_LINES = 60
 MOST_LAYER_MEMBERS = 15
-MOST_SOURCE_LINES = 49_600
+MOST_SOURCE_LINES = 50_210
 """A ratchet: what is added takes something away elsewhere, or says why it must be raised.
 
 Raised from 28,900 for pooling that fades, budgets that the votes choose, spans that stay, and what
@@ -25,7 +25,8 @@ is told behind an answer; from 32,500 for selective reading and the library of d
 37,200 for both of vLLM's runners, hybrid and latent models, caps of what a request may cost, Ray;
 from 44,700 for heads that retrieve, methods that choose without a question, what tells methods
 apart, the page that compares them, workers that share a run, and the loss of references; from
-48,800 for steps that choose pages of what was evicted.
+48,800 for steps that choose pages of what was evicted; from 49,600 for the place and the vote
+behind an answer, and its quality along budgets, on the inspector's page.
 """
 MOST_FILE_LINES = 400
 SHOWN = 3

@@ -29,7 +29,7 @@ from snapkv.lab.inspect.packing import is_logarithmic, levels, packed_bits, pack
 from snapkv.lab.inspect.pieces import token_texts
 from snapkv.lab.inspect.places import Places
 from snapkv.lab.inspect.seen import KeptOf, SeenLayer, telling_head
-from snapkv.lab.study.reading import Observed, observed
+from snapkv.lab.study.reading import observed
 from snapkv.policies import FullCache, Policy
 
 MOST_SCORE_BYTES = 4 * 2**20
@@ -194,23 +194,8 @@ def inspect_prompt(
         + [f"budget {budget:,}" for budget, _ in budgets],
         on_step,
     )
-    ids = prompt_ids(loaded, prompt, settings)
-    known = [(label, loaded.completed(policy)) for label, policy in policies]
-    steps.next()
-    reading = observed(
-        loaded,
-        ids,
-        max(policy.query_tokens for _, policy in known),
-        lambda layer: [SeenLayer.of(policy, layer) for _, policy in known],
-        frozenset().union(*(policy.needs for _, policy in known)),
-    )
-    steps.next()
-    left_out = _left_out(loaded, reading, [policy for _, policy in known], settings, checks)
-    other_layers = len(reading.cache.layers) - len(reading.seen)
-    seen = [list(of_method) for of_method in zip(*reading.seen.values(), strict=True)]
-    shown = [_shown(layers, needed_spans(left_out.spans), ids.shape[1]) for layers in seen]
-    del reading, seen  # the full cache of the reading, before others are filled
-
+    known = [loaded.completed(policy) for _, policy in policies]
+    shown, left_out, other_layers = _looked_at(loaded, prompt, known, settings, checks, steps)
     reader = PromptReader(loaded, prompt, settings, [Exact()] * (1 + len(policies) + len(budgets)))
 
     def ask(policy: Policy, ends: list[PromptEnd] | None = None) -> Answer:
@@ -227,7 +212,7 @@ def inspect_prompt(
         full=full,
         methods=[
             with_answer(label=label, answer=ask(policy))
-            for (label, policy), with_answer in zip(known, shown, strict=True)
+            for (label, policy), with_answer in zip(policies, shown, strict=True)
         ],
         leave_out=left_out,
         places=[places.of(span.start, span.stop) for span in left_out.spans],
@@ -262,14 +247,29 @@ def _point(
     return BudgetPoint(budget=budget, answer=given, likelihood=likelihood(loaded, full, ends))
 
 
-def _left_out(
+def _looked_at(
     loaded: LoadedModel,
-    reading: Observed[Any],
+    prompt: Prompt,
     policies: Sequence[Policy],
     settings: GenerationSettings,
     checks: int,
-) -> LeaveOut:
-    return leave_out(
+    steps: _Steps,
+) -> tuple[list[Callable[..., MethodRecord]], LeaveOut, int]:
+    """What every method kept of a prompt, what its answer needs, and layers that none compresses.
+
+    The full cache of the reading is gone when others are filled.
+    """
+    ids = prompt_ids(loaded, prompt, settings)
+    steps.next()
+    reading = observed(
+        loaded,
+        ids,
+        max(policy.query_tokens for policy in policies),
+        lambda layer: [SeenLayer.of(policy, layer) for policy in policies],
+        frozenset().union(*(policy.needs for policy in policies)),
+    )
+    steps.next()
+    left_out = leave_out(
         loaded.model,
         reading.cache,
         reading.last_logits,
@@ -278,6 +278,10 @@ def _left_out(
         keep_last_tokens=max(getattr(policy, "window_size", 1) for policy in policies),
         end_ids=end_token_ids(loaded.model, settings),
     )
+    needed = needed_spans(left_out.spans)
+    by_method = zip(*reading.seen.values(), strict=True)
+    shown = [_shown(layers, needed, ids.shape[1]) for layers in by_method]
+    return shown, left_out, len(reading.cache.layers) - len(reading.seen)
 
 
 def _shown(
