@@ -78,6 +78,7 @@ def main() -> None:
         source = Path(gzip.__file__).read_text(encoding="utf-8")
         Path(folder, "gzip.py").write_text(source[:_CHARACTERS], encoding="utf-8")
         arguments = [text for pair in _ASKED for text in pair]
+        # -P: the gzip.py of the folder must not be imported instead of Python's.
         command = [sys.executable, "-P", "-m", "snapkv", "inspect", "gzip.py", *arguments]
         subprocess.run(command, cwd=folder, check=True)
         take_pictures(Path(folder) / "page.html")

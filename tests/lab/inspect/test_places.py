@@ -42,6 +42,8 @@ def test_headings_of_a_contract_begin_where_their_lines_do():
         ("### 3.2 Fees ###", ["§ 3.2 “Fees”"]),
         ("Section 4: Fees", ["Section 4 “Fees”"]),
         ("Article 12\nThe parties agree.", ["Article 12"]),
+        ("3.1 Fees\n3.2 Terms\n", ["§ 3.1 “Fees”", "§ 3.2 “Terms”"]),
+        ("# Use\n```\n# a comment\n```\n# End", ["“Use”", "“End”"]),
         ("it is cheaper by\n3.5 Euros a day", []),
         ("3.5 euros a day", []),
         ("12.10.2024 Meeting", []),

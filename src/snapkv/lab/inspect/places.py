@@ -20,6 +20,7 @@ _NAMED = re.compile(
 )
 _NUMBERED = re.compile(r"(?P<number>\d{1,3}(?:\.\d{1,3})+)\.?[ \t]+(?P<title>[^\W\d_a-z].*)")
 _LONGEST_TITLE = 60
+_FENCE = "```"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +92,22 @@ def headings(name: str, text: str) -> Iterator[tuple[int, str]]:
         return
     lines = text.split("\n")
     starts = accumulate((len(line) + 1 for line in lines), initial=0)
-    before = ""
-    for line, below, start in zip(lines, [*lines[1:], ""], starts, strict=False):
-        if title := _title(line.strip(), below, before):
+    is_code, may_begin = False, True
+    for line, below, start in zip(map(str.strip, lines), [*lines[1:], ""], starts, strict=False):
+        is_code ^= line.startswith(_FENCE)
+        title = "" if is_code else _title(line, below, may_begin)
+        if title:
             yield start, title
-        before = line.strip()
+        ends = not line or line[-1] in ".;:!?" or _UNDERLINE.fullmatch(line) is not None
+        may_begin = bool(title) or ends
 
 
-def _title(line: str, below: str, before: str) -> str:
-    """What a line is called as a heading; empty where it is none."""
+def _title(line: str, below: str, may_begin: bool) -> str:
+    """What a line is called as a heading; empty where it is none, or no paragraph may begin."""
     if found := _MARKDOWN.fullmatch(line):
-        return _title(found["title"], "", "") or _quoted(found["title"])
-    if before and before[-1] not in ".;:!?" and not _UNDERLINE.fullmatch(before):
-        return ""  # in the middle of a paragraph
+        return _title(found["title"], "", True) or _quoted(found["title"])
+    if not may_begin:
+        return ""
     if found := _NAMED.match(line):
         return _numbered(found["number"], found["title"])
     if found := _NUMBERED.fullmatch(line):
