@@ -39,11 +39,11 @@ def take_pictures(page: Path) -> None:
     browser = _browser()
     try:
         browser.get(page.resolve().as_uri())
-        _picture(browser, "inspector-text", "main", _WIDTH, 1300)
-        _picture(browser, "inspector-votes", ".status", _WIDTH, 1000)
+        _picture(browser, "inspector-text", "body", _WIDTH, 1300)
+        _picture(browser, "inspector-votes", "h4", _WIDTH, 1000)
         _picture(browser, "inspector-memory", "#memory-title", _WIDTH, 560)
         _picture(browser, "inspector-needs", "#spans-title", _WIDTH, 640)
-        _picture(browser, "inspector-phone", "main", _PHONE_WIDTH, 844)
+        _picture(browser, "inspector-phone", "body", _PHONE_WIDTH, 844)
     finally:
         browser.quit()
 

@@ -1,5 +1,7 @@
 """The opening sentence, by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,7 +43,14 @@ def kept_of(share):
 
 
 def test_the_part_that_is_missed_most_comes_first_and_only_what_changes_the_answer():
-    assert [span.start for span in needed_spans(SPANS)] == [4, 2]
+    apart = [SPANS[1], Span(start=4, stop=5, loss=9.0, changed=False), replace(SPANS[2], start=5)]
+    assert needed_spans([SPANS[0], *apart]) == [apart[2], apart[0]]
+    assert needed_spans([]) == []
+
+
+def test_neighbours_are_one_part_that_is_missed_as_much_as_either():
+    more = Span(start=8, stop=9, loss=1.0, changed=True)
+    assert needed_spans([*SPANS, more]) == [Span(start=2, stop=9, loss=2.0, changed=True)]
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,9 @@ def test_the_part_with_the_fact_is_what_the_answer_needs(demo, prompt, inspectio
 
 def test_the_sentence_names_the_place_and_says_how_much_was_kept(inspection):
     said = {method.label: inspection.sentence(method) for method in inspection.methods}
-    worst = max(range(len(inspection.places)), key=lambda i: inspection.leave_out.spans[i].loss)
-    assert inspection.places[worst].endswith("% into garden.txt")
-    assert said["full"].startswith(f"The answer needs {inspection.places[worst]}")
+    assert inspection.needed[0].endswith("% into garden.txt")
+    assert said["full"].startswith(f"The answer needs {inspection.needed[0]}")
+    assert len(inspection.places) == len(inspection.leave_out.spans)
     assert said["full"].endswith("; all of it was kept, in 100% of the cache.")
     assert "none of it was kept" in said["streaming-llm"]
     assert inspection.data()["methods"][0]["sentence"] == said["snapkv"]

@@ -1,6 +1,7 @@
 """The inspection in a sentence: what the answer needs, and how much of it was kept."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from snapkv.lab.inspect.leave_out import Span
 from snapkv.lab.inspect.seen import KeptOf
@@ -9,8 +10,20 @@ _NAMED_PLACES = 2
 
 
 def needed_spans(spans: Sequence[Span]) -> list[Span]:
-    """The parts that change the answer, the most missed first."""
-    return sorted((span for span in spans if span.changed), key=lambda span: -span.loss)
+    """The parts that change the answer, neighbours as one, the most missed first.
+
+    Args:
+        spans: from the first to the last, none over another.
+    """
+    found: list[Span] = []
+    for span in spans:
+        if not span.changed:
+            continue
+        if found and found[-1].stop == span.start:
+            before = found.pop()
+            span = replace(span, start=before.start, loss=max(before.loss, span.loss))
+        found.append(span)
+    return sorted(found, key=lambda span: -span.loss)
 
 
 def sentence(spans: Sequence[Span], places: Sequence[str], kept: KeptOf | None, held: float) -> str:

@@ -92,6 +92,7 @@ class Inspection:
         methods: one record for every policy.
         leave_out: which parts of the prompt the answer needs.
         places: where each of them stands, in words.
+        needed: where the parts stand that the answer needs, the most missed first.
         answer_start: the greedy answer that those were found with, as text.
         other_layers: layers that no method compresses.
         curve: the first method at several budgets, the smallest first.
@@ -103,6 +104,7 @@ class Inspection:
     methods: list[MethodRecord]
     leave_out: LeaveOut
     places: list[str]
+    needed: list[str]
     answer_start: str
     other_layers: int
     curve: list[BudgetPoint]
@@ -110,14 +112,9 @@ class Inspection:
 
     def sentence(self, method: MethodRecord) -> str:
         """What the answer needs, and how much of it a method kept, in plain words."""
-        spans = self.leave_out.spans
-        places = dict(zip(spans, self.places, strict=True))
-        return sentence(
-            spans,
-            [places[span] for span in needed_spans(spans)],
-            method.kept,
-            method.answer.cache.held_bytes / method.answer.cache.full_bytes,
-        )
+        cache = method.answer.cache
+        share = cache.held_bytes / cache.full_bytes
+        return sentence(self.leave_out.spans, self.needed, method.kept, share)
 
     def data(self) -> dict[str, Any]:
         """As the page reads it."""
@@ -216,6 +213,7 @@ def inspect_prompt(
         ],
         leave_out=left_out,
         places=[places.of(span.start, span.stop) for span in left_out.spans],
+        needed=[places.of(span.start, span.stop) for span in needed_spans(left_out.spans)],
         answer_start=loaded.tokenizer.decode(left_out.answer_ids, skip_special_tokens=True),
         other_layers=other_layers,
         curve=[_point(loaded, budget, policy, ask, full) for budget, policy in budgets],
