@@ -186,11 +186,8 @@ def inspect_prompt(
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full.
     """
-    steps = _Steps(
-        ["reading", "hiding parts", "full", *[label for label, _ in policies]]
-        + [f"budget {budget:,}" for budget, _ in budgets],
-        on_step,
-    )
+    answers = [label for label, _ in policies] + [f"budget {budget:,}" for budget, _ in budgets]
+    steps = _Steps(["reading", "hiding parts", "full", *answers], on_step)
     known = [loaded.completed(policy) for _, policy in policies]
     shown, left_out, other_layers = _looked_at(loaded, prompt, known, settings, checks, steps)
     reader = PromptReader(loaded, prompt, settings, [Exact()] * (1 + len(policies) + len(budgets)))
