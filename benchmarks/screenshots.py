@@ -2,11 +2,13 @@
 
     python -m benchmarks.screenshots    write docs/inspector-*.png
 
-Needs selenium, Chromium and its driver, as `make test-browser` installs them. The document is the
-source of Python's gzip module, the question that of `make demo`.
+Needs selenium, Chromium and its driver, as `make test-browser` installs them, and Pillow, which
+comes with matplotlib. The document is the first half of the source of Python's gzip module, the
+question that of `make demo`.
 """
 
 import gzip
+import io
 import shutil
 import subprocess
 import sys
@@ -14,44 +16,34 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 DOCS = Path(__file__).parent.parent / "docs"
 _ASKED = (
     ("--question", "Which RFC requires the FNAME field to be Latin-1?"),
     ("--answer-start", "The FNAME field is required to be Latin-1 by RFC"),
-    ("--budget", "512"),
+    ("--budget", "256"),
     ("--max-new-tokens", "8"),
+    ("--budgets", "32,64,128,256,512,1k"),
+    ("--checks", "32"),
     ("--beside", "streaming-llm"),
     ("--output", "page.html"),
 )
-_WIDTH = 1200
-_PICK_THE_BEST_HEAD = """
-const data = JSON.parse(document.getElementById("data").textContent);
-const span = data.spans.reduce((one, other) => (other.loss > one.loss ? other : one));
-const kept = new Kept(data.methods[0], data.pieces.length);
-let best = { sum: -1 };
-data.methods[0].layers.forEach((layer, place) => layer.kept_tokens.forEach((_, head) => {
-  const counts = kept.chosen(place, head).counts.subarray(span.start, span.stop);
-  const sum = counts.reduce((one, other) => one + other, 0);
-  if (sum > best.sum) best = { sum, layer: layer.layer, head };
-}));
-for (const id of ["layer", "head"]) {
-  const picker = document.getElementById(id);
-  picker.value = best[id];
-  picker.dispatchEvent(new Event("change"));
-}
-"""
-"""The head that keeps most of what the answer needs."""
+_CHARACTERS = 11_000
+_WIDTH, _PHONE_WIDTH = 1200, 390
+_COLOURS = 128
 
 
 def take_pictures(page: Path) -> None:
-    """A picture of the answers and the text, one of the votes, one of what the answer needs."""
+    """The top of the page, the votes, quality against memory, what the answer needs; a phone."""
     browser = _browser()
     try:
         browser.get(page.resolve().as_uri())
-        _picture(browser, "inspector-text", "h1", 1300)
-        browser.execute_script(_PICK_THE_BEST_HEAD)
-        _picture(browser, "inspector-votes", "h4", 950)
-        _picture(browser, "inspector-needs", "#spans-title", 800)
+        _picture(browser, "inspector-text", "body", _WIDTH, 1300)
+        _picture(browser, "inspector-votes", "h4", _WIDTH, 1000)
+        _picture(browser, "inspector-memory", "#memory-title", _WIDTH, 560)
+        _picture(browser, "inspector-needs", "#spans-title", _WIDTH, 640)
+        _picture(browser, "inspector-phone", "body", _PHONE_WIDTH, 844)
     finally:
         browser.quit()
 
@@ -66,24 +58,28 @@ def _browser() -> Any:
     return webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
 
 
-def _picture(browser: Any, name: str, selector: str, height: int) -> None:
-    """What is in view when an element stands at the top."""
-    browser.set_window_size(_WIDTH, height)
-    browser.execute_async_script("setTimeout(arguments[0], 500)")  # the page redraws after a resize
+def _picture(browser: Any, name: str, selector: str, width: int, height: int) -> None:
+    """What is in view when an element stands at the top, in few colours."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < _WIDTH}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_async_script("setTimeout(arguments[0], 1000)")  # the page redraws
     script = (
         "document.getElementById('controls').style.position = 'static';"
         "document.querySelector(arguments[0]).scrollIntoView()"
     )
     browser.execute_script(script, selector)
-    browser.save_screenshot(str(DOCS / f"{name}.png"))
+    picture = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
+    picture.quantize(_COLOURS).save(DOCS / f"{name}.png", optimize=True)
 
 
 def main() -> None:
     """Inspect, open, take the pictures."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(gzip.__file__, folder)
+        source = Path(gzip.__file__).read_text(encoding="utf-8")
+        Path(folder, "gzip.py").write_text(source[:_CHARACTERS], encoding="utf-8")
         arguments = [text for pair in _ASKED for text in pair]
-        command = [sys.executable, "-m", "snapkv", "inspect", "gzip.py", *arguments]
+        # -P: the gzip.py of the folder must not be imported instead of Python's.
+        command = [sys.executable, "-P", "-m", "snapkv", "inspect", "gzip.py", *arguments]
         subprocess.run(command, cwd=folder, check=True)
         take_pictures(Path(folder) / "page.html")
 

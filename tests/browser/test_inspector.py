@@ -45,9 +45,10 @@ def test_it_opens_with_the_question_the_answers_and_the_text(opened):
     assert page.one("h1").text == "What was kept of notes.txt"
     assert page.one("#question").text == "When?"
     cards = [card.text for card in page.all(".card")]
-    assert len(cards) == 3
+    assert len(cards) == 4  # the last is the curve's
     assert "snapkv says <i>nine</i>" in cards[1]
-    assert "3.0 MiB of 1.0 GiB held (0.3%), another answer" in cards[1]
+    assert "3.0 MiB of 1.0 GiB held (0.3%)" in cards[1]
+    assert "≠ other answer" in cards[1]
     assert "the gate" in page.one(".text").text.replace("\n", "") or page.one(".text").text
     assert page.browser.title == "What was kept of notes.txt"
 
@@ -76,6 +77,11 @@ def test_a_document_full_of_markup_stays_text(opened):
     data["request"]["documents"] = [NASTY[1]]
     data["full"]["text"] = NASTY[0]
     data["checked_answer"] = NASTY[2]
+    data["methods"][0]["sentence"] = data["methods"][0]["label"] = NASTY[0]
+    data["methods"][0]["answer"]["changes"] = [["gone", NASTY[0]], ["new", NASTY[1]]]
+    data["curve"][1]["changes"] = [["new", NASTY[1]]]
+    for span in data["spans"]:
+        span["place"] = NASTY[1]
     page = opened(data)
     page.run("document.querySelector('.text').scrollTop = 0")
     page.one(".text").send_keys("\ue011")  # Home
@@ -86,6 +92,9 @@ def test_a_document_full_of_markup_stays_text(opened):
     assert shown.startswith(NASTY[0] + NASTY[1] + NASTY[2] + NASTY[3])
     assert page.one("#question").text == NASTY[0]
     assert NASTY[1] in page.one("h1").text
+    assert page.one("#lead").text == NASTY[0]
+    assert NASTY[1] in page.one("#spans").text
+    assert NASTY[1] in page.one("#memory-answer").text
 
 
 def test_keys_move_from_token_to_token_and_say_so(opened):
@@ -108,7 +117,7 @@ def test_keys_move_from_token_to_token_and_say_so(opened):
 def test_everything_is_reached_with_the_tab_key(opened):
     page = opened(record(400, labels=("one", "two")))
     reached = []
-    for _ in range(30):
+    for _ in range(40):
         page.browser.switch_to.active_element.send_keys("\ue004")
         name = "const e = document.activeElement; return e.id || e.className || e.tagName"
         reached.append(page.run(name))
@@ -156,7 +165,8 @@ def test_the_part_that_the_answer_needs_is_marked_and_shown(opened):
     assert page.one(".status").text.startswith("token 133 ")
     assert page.all(".need")
     first = page.one("#spans tbody tr")
-    assert "tokens 133 to 148" in first.text
+    assert "§ 9.11" in first.text
+    assert "133 to 148" in first.text
     assert "yes" in first.text
     page.one(".text").send_keys("\ue011")
     first.find_element("css selector", "button").click()
@@ -177,8 +187,10 @@ def test_a_record_without_scores_or_checks_is_shown(opened):
     data["spans"] = []
     for layer in data["methods"][0]["layers"]:
         layer |= {"votes": None, "scores": None, "cuts": None}
+    data["methods"][0]["heat"] = None
     page = opened(data)
-    assert "this method shows no scores" in page.one("h4").text
+    assert "This method shows no scores" in page.one("h4").text
+    assert not page.one("canvas.overview").is_displayed()
     assert "Not looked at" in page.one("#spans-note").text
 
 

@@ -26,8 +26,8 @@ is told behind an answer; from 32,500 for selective reading and the library of d
 from 44,700 for heads that retrieve, methods that choose without a question, what tells methods
 apart, the page that compares them, workers that share a run, and the loss of references; from
 48,800 for steps that choose pages of what was evicted; from 49,600 for a threshold in place of a
-budget, functions that are asked for in turns, requests of lm-eval in batches, and examples and
-remedies in the help.
+budget, functions that are asked for in turns, requests of lm-eval in batches, examples and
+remedies in the help, and the place and the vote behind an answer on the inspector's page.
 """
 MOST_FILE_LINES = 400
 SHOWN = 3

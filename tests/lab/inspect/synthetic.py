@@ -2,7 +2,10 @@
 
 import torch
 
-from snapkv.lab.inspect.packing import packed_bits, packed_scores
+from snapkv.lab.inspect.changes import word_changes
+from snapkv.lab.inspect.packing import packed_bits, packed_numbers, packed_scores
+
+FULL = "nine"
 
 WORDS = (
     "the",
@@ -24,6 +27,8 @@ def answer(text):
     return {
         "text": text,
         "finish_reason": "stop",
+        "same": text == FULL,
+        "changes": [list(change) for change in word_changes(FULL, text)],
         "prompt_tokens": 100,
         "new_tokens": 4,
         "first_token_ms": 1234.0,
@@ -58,10 +63,36 @@ def method(label, tokens, layers, heads, seed):
     return {
         "label": label,
         "policy": {"name": label, "budget": 1024},
+        "sentence": f"The answer needs § 9.11; {label} kept all of it.",
+        "kept": {"share": 1.0, "heads": 2.0, "of_heads": layers * heads},
+        "heat": heat(votes, scores, kept, layers - 1, heads - 1),
         "answer": answer(f"{label} says <i>nine</i>"),
         "layers": made,
         "bin_tokens": bin_tokens,
     }
+
+
+def heat(votes, scores, kept, layer, head):
+    """Of the last layer and head: the votes once more in each of eight rows, fading."""
+    rows = votes[head] * torch.arange(1, 9)[:, None] / 8
+    bin_tokens = -(-rows.numel() // 2**18)
+    order = scores[head].argsort(descending=True, stable=True)
+    return {
+        "layer": layer,
+        "head": head,
+        "share": 0.34,
+        "rows": len(rows),
+        "bin_tokens": bin_tokens,
+        "weights": packed_scores(rows, bin_tokens, one_scale=True),
+        "order": packed_numbers(order[: 2**14]),
+        "prefix_tokens": len(order),
+        "best_tokens": int(kept[head, : len(order)].sum()),
+    }
+
+
+def point(budget, text, likelihood):
+    held = budget * 2**15
+    return answer(text) | {"budget": budget, "likelihood": likelihood, "held_bytes": held}
 
 
 def record(tokens, *, layers=2, heads=3, labels=("snapkv",), pieces=None, question="When?"):
@@ -69,13 +100,21 @@ def record(tokens, *, layers=2, heads=3, labels=("snapkv",), pieces=None, questi
     third = len(texts) // 3
     return {
         "pieces": texts,
-        "full": answer("nine"),
+        "full": answer(FULL),
         "methods": [method(n, len(texts), layers, heads, i) for i, n in enumerate(labels)],
         "spans": [
-            {"start": 4, "stop": third, "loss": 0.01, "changed": False},
-            {"start": third, "stop": third + 16, "loss": 2.5, "changed": True},
+            {"start": 4, "stop": third, "loss": 0.01, "changed": False, "place": "§ 1"},
+            {
+                "start": third,
+                "stop": third + 16,
+                "loss": 2.5,
+                "changed": True,
+                "place": "§ 9.11",
+            },
         ],
-        "checked_answer": "nine",
+        "curve": [point(64, "ten", 0.2), point(128, FULL, 0.8), point(512, FULL, None)],
+        "full_likelihood": 0.9,
+        "checked_answer": FULL,
         "other_layers": 0,
         "request": {"documents": ["notes.txt"], "question": question, "model": {"name": "demo"}},
     }

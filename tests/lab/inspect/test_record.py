@@ -25,6 +25,7 @@ from snapkv import (
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt, question_prompt
 from snapkv.app.settings import GenerationSettings
+from snapkv.app.text_files import TextFile
 from snapkv.lab.inspect import inspect_prompt
 from snapkv.lab.inspect.leave_out import SINK_TOKENS, leave_out
 from snapkv.lab.inspect.pieces import token_texts
@@ -65,7 +66,11 @@ def prompt(demo):
 def inspection(demo, prompt):
     policies = [(policy.name, policy) for policy in POLICIES]
     settings = GenerationSettings(max_new_tokens=3)
-    return inspect_prompt(demo, prompt, policies, settings, checks=24)
+    documents = [TextFile(name="garden.txt", text=DOCUMENT.strip("\n"))]
+    budgets = [(tokens, SnapKV(tokens, window_size=16)) for tokens in (20, 96)]
+    return inspect_prompt(
+        demo, prompt, policies, settings, checks=24, budgets=budgets, documents=documents
+    )
 
 
 def unpacked(layer, tokens):
@@ -121,6 +126,60 @@ def test_the_part_with_the_fact_is_what_the_answer_needs(demo, prompt, inspectio
     assert "blue" in "".join(inspection.pieces[worst.start : worst.stop])
     assert spans[0].start == SINK_TOKENS
     assert all(one.stop == other.start for one, other in itertools.pairwise(spans))
+
+
+def test_the_sentence_names_the_place_and_says_how_much_was_kept(inspection):
+    said = {method.label: inspection.sentence(method) for method in inspection.methods}
+    assert inspection.needed[0].endswith("% into garden.txt")
+    assert said["full"].startswith(f"The answer needs {inspection.needed[0]}")
+    assert len(inspection.places) == len(inspection.leave_out.spans)
+    assert said["full"].endswith("; all of it was kept, in 100% of the cache.")
+    assert "none of it was kept" in said["streaming-llm"]
+    assert inspection.data()["methods"][0]["sentence"] == said["snapkv"]
+
+
+def test_the_heads_that_tell_have_a_picture_of_their_own_layer(demo, prompt, inspection):
+    shown = {method.label: method.heat for method in inspection.methods}
+    assert shown["snapkv"].share > 0.1
+    assert shown["snapkv"].rows == 16
+    assert shown["snapkv"].order is not None
+    assert shown["snapkv"].best_tokens == 80
+    assert shown["h2o"].order is None  # it keeps recent tokens, too
+    assert shown["streaming-llm"] is shown["full"] is None
+
+
+def test_a_cache_gives_the_full_answer_the_likelihood_that_a_forward_pass_does(
+    demo, prompt, inspection
+):
+    """The curve and the full cache, against one pass over prompt and answer, cache by cache."""
+    ids = prompt.token_ids(demo.tokenizer)
+    answer = torch.tensor([inspection.full.token_ids])
+
+    def likelihood(policy):
+        cache = CompressedCache(demo.model, policy)
+        with torch.inference_mode():
+            first = demo.model(ids, past_key_values=cache, logits_to_keep=1).logits
+            behind = demo.model(answer[:, :-1], past_key_values=cache).logits
+        likely = torch.cat([first, behind], dim=1)[0].float().log_softmax(-1)
+        return likely.gather(1, answer[0, :, None]).mean().exp().item()
+
+    assert inspection.full_likelihood == pytest.approx(likelihood(FullCache()), rel=1e-3)
+    assert [point.budget for point in inspection.curve] == [20, 96]
+    for point in inspection.curve:
+        policy = SnapKV(point.budget, window_size=16)
+        assert point.likelihood == pytest.approx(likelihood(policy), rel=1e-3)
+    assert inspection.curve[1].answer.text == inspection.methods[0].answer.text
+    assert inspection.curve[0].likelihood < inspection.curve[1].likelihood
+
+
+def test_without_checks_and_budgets_nothing_is_claimed(demo, prompt):
+    settings = GenerationSettings(max_new_tokens=2)
+    found = inspect_prompt(demo, prompt, [("snapkv", POLICIES[0])], settings, checks=0)
+    assert found.sentence(found.methods[0]).startswith("What the answer needs was not looked at;")
+    data = found.data()
+    assert data["spans"] == data["curve"] == []
+    assert data["full_likelihood"] is data["methods"][0]["heat"] is None
+    assert data["methods"][0]["kept"] is None
 
 
 def test_the_pieces_are_the_text(demo):

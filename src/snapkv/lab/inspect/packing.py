@@ -18,14 +18,25 @@ def packed_bits(kept: Tensor) -> str:
     return _text((padded.view(heads, -1, 8) * weights).sum(dim=-1, dtype=torch.uint8))
 
 
-def packed_scores(scores: Tensor, bin_tokens: int) -> str:
-    """(H, P) scores as base64, a byte for every bin: the highest score in it; see `levels`."""
+def packed_numbers(numbers: Tensor) -> str:
+    """(N,) int64 as base64, four bytes for every number, the lowest byte first."""
+    return _text(numbers.cpu().to(torch.int32))
+
+
+def packed_scores(scores: Tensor, bin_tokens: int, *, one_scale: bool = False) -> str:
+    """(H, P) scores as base64, a byte for every bin: the highest score in it; see `levels`.
+
+    Each head has a scale of its own, unless all share one.
+    """
     heads, tokens = scores.shape
     bins = -(-tokens // bin_tokens)
     padded = torch.full((heads, bins * bin_tokens), float("-inf"))
     padded[:, :tokens] = scores.float().cpu()
     highest = padded.view(heads, bins, bin_tokens).amax(dim=-1)
-    return _text(levels(highest, scores.float().cpu()).round().to(torch.uint8))
+    every = scores.float().cpu()
+    if one_scale:
+        highest, every = highest.reshape(1, -1), every.reshape(1, -1)
+    return _text(levels(highest, every).round().to(torch.uint8))
 
 
 def levels(values: Tensor, scores: Tensor) -> Tensor:

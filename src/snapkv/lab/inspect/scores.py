@@ -40,7 +40,7 @@ def rating(
     policy: Policy, layer: PromptLayer, selection: Selection | None, kept: Tensor
 ) -> Rating | None:
     """How a method rated one layer; None where it keeps by place, or does not show its scores."""
-    scorer = _scorer(policy)
+    scorer = scorer_of(policy)
     votes, scores = _scored(scorer, layer, selection)
     if scores is None or scores.shape[1] not in (1, kept.shape[0]) or not scores.shape[-1]:
         return None
@@ -70,10 +70,10 @@ def _scored(
     return votes, scorer.pool(votes, layer)
 
 
-def _scorer(policy: Policy) -> PrefixPolicy | None:
+def scorer_of(policy: Policy) -> PrefixPolicy | None:
     """The method at the heart of a policy that rates the prefix."""
     for name in ("policy", "prompt"):
         inner = getattr(policy, name, None)
         if isinstance(inner, Policy):
-            return _scorer(inner)
+            return scorer_of(inner)
     return policy if isinstance(policy, PrefixPolicy) else None

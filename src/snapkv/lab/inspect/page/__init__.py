@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from snapkv.lab.inspect.packing import DECADES
 from snapkv.lab.inspect.record import Inspection
 
 _ASSETS = Path(__file__).parent
-_SCRIPTS = ("data.js", "text.js", "charts.js", "method.js", "main.js")
+_SCRIPTS = (
+    *("data.js", "text.js", "charts.js", "answers.js", "votes.js"),
+    *("curve.js", "method.js", "main.js"),
+)
 
 
 def as_page(inspection: Inspection, request: dict[str, Any]) -> str:
@@ -27,6 +31,7 @@ def as_page(inspection: Inspection, request: dict[str, Any]) -> str:
 def filled_page(data: dict[str, Any]) -> str:
     """The page around data; see `Inspection.data`."""
     script = "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
+    script = script.replace("{{decades}}", str(DECADES))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "

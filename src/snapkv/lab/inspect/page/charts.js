@@ -51,7 +51,7 @@ function drawVotes(canvas, view) {
   const ground = height - strip - 4;
   const count = Math.max(1, Math.min(Math.floor(width), view.to - view.from));
   const step = width / count;
-  const at = (level) => ground - (level / 255) * (ground - 4);
+  const at = (level) => ground - view.share(level) * (ground - 4);
   const scores = columnsOf(view.scores, view.binTokens, view.from, view.to, count);
   const votes = columnsOf(view.votes, view.binTokens, view.from, view.to, count);
   const bar = Math.max(1, step - (step > 4 ? 1 : 0));
@@ -73,6 +73,24 @@ function drawVotes(canvas, view) {
   const perToken = width / (view.to - view.from);
   pen.strokeStyle = colour("--focus");
   pen.strokeRect((view.mark.from - view.from) * perToken, 1, Math.max(2, (view.mark.to - view.mark.from) * perToken), height - 2);
+}
+
+// The stronger a cell, the more attention; rows from the first query of the window to the last.
+function drawHeat(canvas, { weights, rows, binTokens, from, to, share }) {
+  const { pen, width, height } = prepared(canvas);
+  const bins = weights.length / rows;
+  const count = Math.min(Math.floor(width), to - from);
+  pen.fillStyle = colour("--score");
+  for (let row = 0; row < rows; row += 1) {
+    const columns = columnsOf(weights.subarray(row * bins, (row + 1) * bins), binTokens, from, to, count);
+    const top = Math.round((row * height) / rows);
+    const tall = Math.max(1, Math.round(((row + 1) * height) / rows) - top - (height > 4 * rows ? 1 : 0));
+    columns.forEach((level, i) => {
+      pen.globalAlpha = share(level);
+      if (level) pen.fillRect((i * width) / count, top, width / count, tall);
+    });
+  }
+  pen.globalAlpha = 1;
 }
 
 // Bars from the ground up; values are shares.

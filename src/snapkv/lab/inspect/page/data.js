@@ -7,6 +7,9 @@ function decoded(text) {
   return bytes;
 }
 
+// Powers of ten that a byte spans, as `DECADES` of packing.py.
+const DECADES = {{decades}};
+
 // One method: which heads keep a token, and how they rated it.
 class Kept {
   constructor(method, tokens) {
@@ -27,6 +30,14 @@ class Kept {
 
   heads(place) {
     return this.method.layers[place].kept_tokens.length;
+  }
+
+  // Whether every head of every layer keeps the same tokens.
+  isUniform() {
+    const [first, ...others] = this.method.layers;
+    if (others.some((layer) => layer.bits !== first.bits)) return false;
+    const bits = this.bits(0);
+    return bits.every((byte, i) => byte === bits[i % this.stride]);
   }
 
   // A byte per bin of tokens for one head, or null where the method has no such numbers.
@@ -106,7 +117,7 @@ function numberText(count) {
 }
 
 function percentText(share) {
-  return `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
+  return `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
 }
 
 // Elements are made with text only: nothing of the document is ever read as markup.
@@ -121,7 +132,7 @@ function tableOf(caption, headings, rows) {
   const head = made("tr", {}, ...headings.map((text) => made("th", { scope: "col" }, text)));
   const body = rows.map((cells) => made("tr", {}, ...cells.map((cell, i) => {
     if (i === 0) return made("th", { scope: "row" }, cell);
-    return made("td", typeof cell === "string" && !/^[-\d]/.test(cell) ? { class: "left" } : {}, cell);
+    return made("td", typeof cell === "string" && !/^-?\d[\d,.]*( to [\d,]+|%| .?i?B)?$/.test(cell) ? { class: "left" } : {}, cell);
   })));
   return made("table", {}, made("caption", {}, caption), made("thead", {}, head), made("tbody", {}, ...body));
 }

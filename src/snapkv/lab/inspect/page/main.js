@@ -9,13 +9,16 @@ function start() {
   byId("title").textContent = `What was kept of ${documents.join(", ") || "the prompt"}`;
   document.title = byId("title").textContent;
   byId("question").textContent = question;
+  byId("lead").textContent = data.methods[0].sentence;
 
   const views = data.methods.map((method) => new MethodView(method, words, (token) => move(token)));
   byId("methods").append(...views.map((view) => view.element));
   byId("answers").append(
     answerCard("full cache", data.full, null),
-    ...data.methods.map((method) => answerCard(method.label, method.answer, data.full)),
+    ...data.methods.map((method) => answerCard(method.label, method.answer, method)),
   );
+  byId("changes-legend").hidden = data.methods.every((method) => method.answer.same);
+  const curve = data.curve.length ? new CurveView(data) : null;
 
   fillPickers(byId("layer"), byId("head"), views);
   const choose = () => {
@@ -23,6 +26,7 @@ function start() {
   };
   byId("layer").addEventListener("change", () => { fillHeads(byId("layer"), byId("head"), views); choose(); });
   byId("head").addEventListener("change", choose);
+  byId("linear").addEventListener("change", () => { for (const view of views) view.scale(byId("linear").checked); });
   byId("controls").addEventListener("submit", (event) => {
     event.preventDefault();
     const token = words.find(byId("find").value, views[0].pane.current);
@@ -34,8 +38,8 @@ function start() {
     for (const view of views) view.show(token);
   }
 
-  for (const view of views) view.pane.layOut();
-  choose();
+  const layOut = () => { for (const view of views) view.pane.layOut(); choose(); curve?.draw(); };
+  layOut();
   const worst = data.spans.reduce((one, other) => (other.loss > one.loss ? other : one), { start: 0, loss: 0 });
   move(worst.start);
   for (const one of views) {
@@ -47,24 +51,16 @@ function start() {
       }
     });
   }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layOut);
   let waiting = 0;
   window.addEventListener("resize", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => { for (const view of views) view.pane.layOut(); choose(); }, 150);
+    waiting = setTimeout(layOut, 150);
   });
 
   showSpans(byId("spans"), byId("spans-note"), data, views, words, move);
   byId("facts").append(tableOf("What the page depends on", ["setting", "value"], facts(data)));
   document.documentElement.dataset.ready = String(Math.round(performance.now() - began));
-}
-
-function answerCard(label, answer, full) {
-  const same = full === null ? "" : answer.text.trim() === full.text.trim() ? ", the same answer" : ", another answer";
-  const held = `${bytesText(answer.held_bytes)} of ${bytesText(answer.full_bytes)} held (${percentText(answer.held_bytes / answer.full_bytes)})${same}`;
-  const perToken = answer.token_ms === null ? "" : `, ${numberText(answer.token_ms)} ms per token`;
-  return made("section", { class: "card", "aria-label": `Answer, ${label}` },
-    made("h3", {}, label), made("pre", { tabindex: "0" }, answer.text.trim()), made("p", {}, held),
-    made("p", {}, `first token after ${(answer.first_token_ms / 1000).toFixed(1)} s${perToken}`));
 }
 
 function fillPickers(layer, head, views) {
@@ -91,7 +87,7 @@ function showSpans(target, note, data, views, words, move) {
   note.textContent = `The prompt was read whole; then each part was hidden from the answer of the full cache, ${JSON.stringify(data.checked_answer)}, in all heads and layers. "Loss" is how much less likely the answer became, in nats per token. A part that the answer needs changes a token of it.`;
   const worst = [...data.spans].sort((one, other) => other.loss - one.loss).slice(0, 12);
   const rows = worst.map((span) => {
-    const button = made("button", { type: "button" }, `tokens ${numberText(span.start)} to ${numberText(span.stop - 1)}`);
+    const button = made("button", { type: "button" }, span.place);
     button.addEventListener("click", () => { move(span.start); document.getElementById("document").scrollIntoView(); });
     const kept = views.map((view) => {
       const { counts, heads } = view.kept.chosen(-1, -1);
@@ -100,9 +96,9 @@ function showSpans(target, note, data, views, words, move) {
       return percentText(sum / heads / (span.stop - span.start));
     });
     const text = words.text.slice(words.starts[span.start], words.starts[span.stop]).replace(/\s+/g, " ").trim();
-    return [button, span.loss.toFixed(3), span.changed ? "yes" : "no", ...kept, text.length > 160 ? `${text.slice(0, 160)}…` : text];
+    return [button, `${numberText(span.start)} to ${numberText(span.stop - 1)}`, span.loss.toFixed(3), span.changed ? "yes" : "no", ...kept, text.length > 160 ? `${text.slice(0, 160)}…` : text];
   });
-  const headings = ["part", "loss", "changes the answer", ...views.map((view) => `kept by ${view.method.label}`), "text"];
+  const headings = ["part", "tokens", "loss", "changes the answer", ...views.map((view) => `kept by ${view.method.label}`), "text"];
   target.append(tableOf(`The ${worst.length} parts that the answer misses most, of ${data.spans.length}`, headings, rows));
 }
 

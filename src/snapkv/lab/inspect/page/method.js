@@ -1,6 +1,5 @@
 // Everything about one method: text, token under the cursor, votes, and where the kept tokens stand.
 
-const DETAIL_TOKENS = 160;
 const HISTOGRAM_BINS = 64;
 
 function figure(canvas, caption) {
@@ -14,22 +13,17 @@ class MethodView {
     this.kept = new Kept(method, words.pieces.length);
     this.pane = new TextPane(words, `Prompt as ${method.label} kept it`, onMove);
     this.status = made("p", { class: "status", "aria-live": "polite" });
-    this.overview = made("canvas", { role: "img", class: "overview" });
-    this.detail = made("canvas", { role: "img", class: "detail" });
+    this.votes = new VotesView(method, this.kept, words, onMove);
     this.histogram = made("canvas", { role: "img", class: "low histogram" });
-    this.chosenHead = made("h4", {});
     this.layers = made("div", { class: "layers", tabindex: "0", role: "region", "aria-label": `Kept share per layer, ${method.label}` });
-    this.overview.addEventListener("click", (event) => {
-      onMove(Math.min(words.pieces.length - 1, Math.floor((event.offsetX / this.overview.clientWidth) * words.pieces.length)));
-    });
     this.element = made(
       "article", { class: "method", "aria-label": method.label },
-      made("h3", {}, method.label), this.pane.element, this.status, this.chosenHead,
-      figure(this.overview, "The whole prompt from left to right: votes (dark), pooled votes (light), the lowest pooled vote that was kept (dashed), kept tokens (below)."),
-      figure(this.detail, `${DETAIL_TOKENS} tokens around the current one.`),
-      figure(this.histogram, "Where the kept tokens stand: the share that is kept of each part of the prompt."),
+      made("h3", {}, method.label), made("p", { class: "quiet" }, method.sentence), this.pane.element, this.status, this.votes.element,
+      made("h4", {}, "Where the kept tokens stand"),
+      figure(this.histogram, "The share that is kept of each part of the prompt, from its beginning to its end."),
       this.layers,
     );
+    this.drawLayers();
   }
 
   place(layer) {
@@ -42,36 +36,12 @@ class MethodView {
     const { counts, heads } = this.kept.chosen(this.at.place, this.at.head);
     this.pane.shade(counts, heads);
     this.drawHistogram(counts, heads);
-    this.drawLayers();
     this.show(this.pane.current);
   }
 
-  // Votes belong to one head: the first of those that are chosen.
-  drawVotes() {
-    const place = Math.max(0, this.at.place);
-    const head = Math.max(0, this.at.head);
-    const layer = this.method.layers[place];
-    const tokens = this.words.pieces.length;
-    const first = Math.max(0, Math.min(this.pane.current - DETAIL_TOKENS / 2, tokens - DETAIL_TOKENS));
-    const around = { from: first, to: Math.min(tokens, first + DETAIL_TOKENS) };
-    const view = {
-      votes: this.kept.levels("votes", place, head),
-      scores: this.kept.levels("scores", place, head),
-      binTokens: this.method.bin_tokens,
-      cut: layer.cuts ? layer.cuts[head] : null,
-      bits: this.kept.bits(place),
-      offset: head * this.kept.stride,
-    };
-    const scale = layer.logarithmic ? "each quarter of the height is a factor of about 30" : "even scale from the lowest to the highest";
-    this.chosenHead.textContent = view.scores
-      ? `Votes of layer ${layer.layer}, head ${head} (${scale})`
-      : `Layer ${layer.layer}, head ${head}: this method shows no scores`;
-    const label = `Layer ${layer.layer}, head ${head} keeps ${numberText(layer.kept_tokens[head])} of ${numberText(tokens)} tokens`;
-    this.overview.setAttribute("aria-label", `${label}, over the whole prompt`);
-    this.detail.setAttribute("aria-label", `${label}; tokens ${around.from} to ${around.to - 1}`);
-    drawVotes(this.overview, { ...view, from: 0, to: tokens, mark: around });
-    const current = { from: this.pane.current, to: this.pane.current + 1 };
-    drawVotes(this.detail, { ...view, ...around, mark: current });
+  scale(linear) {
+    this.votes.linear = linear;
+    this.votes.draw(this.at, this.pane.current);
   }
 
   drawHistogram(counts, heads) {
@@ -91,22 +61,28 @@ class MethodView {
     drawBars(this.histogram, shares);
   }
 
-  // The same for every choice, so drawn once.
+  // Neighbouring layers that keep the same numbers share a row: a uniform method has a single one.
   drawLayers() {
-    if (this.layers.hasChildNodes()) return;
     const tokens = this.words.pieces.length;
-    const rows = this.method.layers.map((layer) => {
-      const mean = layer.kept_tokens.reduce((sum, kept) => sum + kept, 0) / layer.kept_tokens.length;
+    const runs = [];
+    for (const { layer, kept_tokens: kept } of this.method.layers) {
+      const mean = kept.reduce((sum, one) => sum + one, 0) / kept.length;
+      const one = { first: layer, last: layer, mean, least: Math.min(...kept), most: Math.max(...kept) };
+      const before = runs.at(-1);
+      const same = before && ["mean", "least", "most"].every((name) => before[name] === one[name]);
+      if (same) before.last = layer; else runs.push(one);
+    }
+    const rows = runs.map(({ first, last, mean, least, most }) => {
       const bar = made("span", { class: "bar" });
       bar.style.width = `${(100 * mean) / tokens}%`;
-      const cell = made("td", { class: "barred" }, bar);
-      const least = numberText(Math.min(...layer.kept_tokens));
-      const most = numberText(Math.max(...layer.kept_tokens));
-      return made("tr", {}, made("th", { scope: "row" }, layer.layer), made("td", {}, percentText(mean / tokens)),
-        made("td", {}, least === most ? least : `${least} to ${most}`), cell);
+      const number = least === most ? numberText(least) : `${numberText(least)} to ${numberText(most)}`;
+      const name = runs.length === 1 ? "all" : first === last ? first : `${first} to ${last}`;
+      return made("tr", {}, made("th", { scope: "row" }, name), made("td", {}, percentText(mean / tokens)),
+        made("td", {}, number), made("td", { class: "barred" }, bar));
     });
-    const head = made("tr", {}, ...["layer", "share", "tokens per head", ""].map((text) => made("th", { scope: "col" }, text)));
-    this.layers.append(made("table", {}, made("caption", {}, "Kept of every layer"), made("thead", {}, head), made("tbody", {}, ...rows)));
+    const head = made("tr", {}, ...["layer", "share", "tokens per head", ""].map((text) => made(text ? "th" : "td", text ? { scope: "col" } : {}, text)));
+    const caption = this.kept.isUniform() ? "Every head of every layer keeps the same tokens" : "Kept of every layer";
+    this.layers.append(made("table", {}, made("caption", {}, caption), made("thead", {}, head), made("tbody", {}, ...rows)));
   }
 
   show(token) {
@@ -115,6 +91,6 @@ class MethodView {
     const text = JSON.stringify(this.words.pieces[token]);
     const needed = this.words.needed[token] ? ", in a part that the answer needs" : "";
     this.status.textContent = `token ${numberText(token)} ${text}: kept by ${counts[token]} of ${heads} ${heads === 1 ? "head" : "heads"}${needed}`;
-    this.drawVotes();
+    this.votes.draw(this.at, token);
   }
 }
