@@ -28,8 +28,8 @@ otherwise is a run of tests.
 
 {table}
 
-Rendered from `compatibility.jsonl` by `python -m benchmarks.compatibility`; each row has all that is
-known of its run.
+Rendered from `compatibility.jsonl` by `python -m benchmarks.compatibility`; each row has all that
+is known of its run.
 """
 
 
