@@ -51,7 +51,7 @@ test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopbac
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m pytest -m docs tests/docs tests/test_pages.py tests/test_path.py
+	$(BIN)/python -m pytest -m docs tests/docs tests/examples tests/test_pages.py tests/test_path.py
 
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/quality

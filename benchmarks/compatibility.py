@@ -75,11 +75,14 @@ def _cells(row: Row) -> list[str]:
 
 def pytest_addoption(parser: Any) -> None:
     """Pytest's hook: what to call a run of tests."""
-    parser.addoption("--note-as", required=True, help="the target of make that this run is")
+    parser.addoption("--note-as", help="the target of make that this run is; else none is noted")
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any) -> None:
     """Pytest's hook: note how the run ended."""
+    name = config.getoption("note_as")
+    if name is None:
+        return
     from benchmarks.environment import describe_environment
 
     counts = {
@@ -88,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any)
     }
     write(
         {
-            "check": config.getoption("note_as"),
+            "check": name,
             "outcome": "failed" if exitstatus else "passed",
             "what": ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count),
             "tests": config.args,
