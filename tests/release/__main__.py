@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import compatibility
 from benchmarks.environment import describe_environment
+from benchmarks.records import Row
 
 from tests.release import checks
 from tests.release.environments import EXTRAS, ROOT, Environment, NotReleasableError, build
@@ -60,6 +61,24 @@ def outcome_in(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str
     return "passed"
 
 
+def note(here: Environment, outcome: str, extras: Sequence[str], built_from: Row) -> None:
+    """Note a check with what it found installed; nothing where not even that can be told."""
+    with_extras = f"; extras {', '.join(extras)}" if extras else ""
+    try:
+        versions = here.versions()
+    except NotReleasableError as error:
+        print(f"not noted: {error}", file=sys.stderr)
+        return
+    compatibility.write(
+        {
+            "check": "release-check",
+            "outcome": outcome,
+            "what": f"wheel, sdist, types, an answer{with_extras}",
+            "environment": built_from | versions,
+        }
+    )
+
+
 def main() -> int:
     """Check what was asked for; 1 where something does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -69,7 +88,6 @@ def main() -> int:
     parser.add_argument("--note", action="store_true", help="note the outcome")
     given = parser.parse_args()
     built_from, outcomes = describe_environment(), list[str]()
-    with_extras = f"; extras {', '.join(given.extra)}" if given.extra else ""
     with tempfile.TemporaryDirectory(prefix="snapkv-release-") as name:
         folder = Path(name)
         wheel, sdist = build(folder)
@@ -80,13 +98,7 @@ def main() -> int:
                 here = Environment(python, folder / f"venv-{len(outcomes)}", release)
                 outcomes.append(outcome_in(here, wheel, sdist, given.extra))
                 if given.note:
-                    row = {
-                        "check": "release-check",
-                        "outcome": outcomes[-1],
-                        "what": f"wheel, sdist, types, an answer{with_extras}",
-                        "environment": built_from | here.versions(),
-                    }
-                    compatibility.write(row)
+                    note(here, outcomes[-1], given.extra, built_from)
     return int("failed" in outcomes)
 
 

@@ -4,6 +4,7 @@ import zipfile
 
 import pytest
 
+from tests.release import __main__ as release
 from tests.release import checks, environments
 from tests.release.environments import NotReleasableError, build
 
@@ -63,3 +64,14 @@ def test_a_wheel_that_is_too_large_or_lacks_a_file_is_named(tmp_path, monkeypatc
 def test_a_command_that_fails_says_how(tmp_path):
     with pytest.raises(NotReleasableError, match=r"false: status 1"):
         environments.run(["false"], tmp_path)
+
+
+def test_a_check_that_does_not_hold_is_a_failure_with_its_reason(tmp_path, monkeypatch, capsys):
+    def check(*_):
+        raise NotReleasableError("wheel: expected a file, got none")
+
+    monkeypatch.setattr(release, "check", check)
+    assert release.outcome_in(Fake(tmp_path), tmp_path, tmp_path, []) == "failed"
+    assert "wheel: expected a file, got none" in capsys.readouterr().err
+    monkeypatch.setattr(release, "check", lambda *_: None)
+    assert release.outcome_in(Fake(tmp_path), tmp_path, tmp_path, []) == "passed"
