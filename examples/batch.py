@@ -6,7 +6,7 @@ from snapkv import Document, default_policy
 from snapkv.app.models import load
 
 QUESTIONS = [
-    "If the boiler has to be filled more often than once a month, call the plumber,",
+    "The key of the garden shed hangs in the",
     "The chimney is swept every",
     "Bins stand at the road before",
 ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from openai import OpenAI
 
 QUESTIONS = ["What does the letter P on the boiler mean?", "Whom do I call if it comes back?"]
+BUDGET = 128  # of every request here; by default it is the server's
 
 client = OpenAI(base_url=sys.argv[1], api_key="none")
 model = client.models.list().data[0].id
@@ -24,9 +25,9 @@ for question in QUESTIONS:
         messages=messages,
         max_tokens=60,
         temperature=0,
-        extra_body={"vllm_xargs": {"snapkv_budget": 128}},  # of this request
+        extra_body={"vllm_xargs": {"snapkv_budget": BUDGET}},
     )
     said = answer.choices[0].message.content
     print(said)
-    print(f"({answer.usage.prompt_tokens} tokens read, 128 kept)")
+    print(f"({answer.usage.prompt_tokens} tokens read, at most {BUDGET} kept)")
     messages.append({"role": "assistant", "content": said})

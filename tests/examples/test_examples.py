@@ -21,7 +21,7 @@ PRINTED = {
         r"hang\?\n.*in the kitchen.*\nin garden\.txt",
     ],
     "batch.py": [
-        r"call the plumber, Ingrid Solberg",
+        r"key of the garden shed hangs in the kitchen",
         r"chimney is swept every October",
         r"Bins stand at the road before six in the morning",
     ],
