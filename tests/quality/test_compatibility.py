@@ -1,8 +1,14 @@
 """The page of the releases that the package was run with."""
 
+import re
+import tomllib
+from pathlib import Path
+
 import pytest
 from benchmarks import compatibility
 from benchmarks.records import read_rows
+
+ROOT = Path(__file__).parents[2]
 
 pytest_plugins = ["pytester"]
 
@@ -42,6 +48,15 @@ def test_the_page_is_what_its_rows_render_to():
     rows = read_rows(compatibility.ROWS)
     assert compatibility.PAGE.read_text("utf-8") == compatibility.render(rows)
     assert all(each["environment"]["python"] for each in rows)
+
+
+def test_every_python_that_the_package_names_has_passed_a_release_check():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    named = re.findall(r"Python :: (3\.\d+)\b", "\n".join(project["classifiers"]))
+    rows = [each for each in read_rows(compatibility.ROWS) if each["check"] == "release-check"]
+    passed = [each["environment"]["python"] for each in rows if each["outcome"] == "passed"]
+    assert named
+    assert {*named} <= {python.rpartition(".")[0] for python in passed}
 
 
 @pytest.mark.parametrize("right", [True, False])

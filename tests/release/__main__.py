@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks import compatibility
 from benchmarks.environment import describe_environment
 from benchmarks.records import Row
+from snapkv.validation import first_line
 
 from tests.release import checks
 from tests.release.environments import EXTRAS, ROOT, Environment, NotReleasableError, build
@@ -50,13 +51,13 @@ def check(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str]) ->
 
 
 def outcome_in(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str]) -> str:
-    """Check it, and say "passed" or "failed" and why."""
+    """Check it, and say "passed", or "failed" and the first line of why."""
     start = time.perf_counter()
     try:
         check(here, wheel, sdist, extras)
     except NotReleasableError as error:
         print(error, file=sys.stderr)
-        return "failed"
+        return f"failed: {first_line(error)}"
     print(f"  passed in {time.perf_counter() - start:.0f} s", flush=True)
     return "passed"
 
@@ -99,7 +100,7 @@ def main() -> int:
                 outcomes.append(outcome_in(here, wheel, sdist, given.extra))
                 if given.note:
                     note(here, outcomes[-1], given.extra, built_from)
-    return int("failed" in outcomes)
+    return int(any(outcome != "passed" for outcome in outcomes))
 
 
 if __name__ == "__main__":

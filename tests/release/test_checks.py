@@ -71,7 +71,8 @@ def test_a_check_that_does_not_hold_is_a_failure_with_its_reason(tmp_path, monke
         raise NotReleasableError("wheel: expected a file, got none")
 
     monkeypatch.setattr(release, "check", check)
-    assert release.outcome_in(Fake(tmp_path), tmp_path, tmp_path, []) == "failed"
+    outcome = release.outcome_in(Fake(tmp_path), tmp_path, tmp_path, [])
+    assert outcome == "failed: wheel: expected a file, got none"
     assert "wheel: expected a file, got none" in capsys.readouterr().err
     monkeypatch.setattr(release, "check", lambda *_: None)
     assert release.outcome_in(Fake(tmp_path), tmp_path, tmp_path, []) == "passed"
