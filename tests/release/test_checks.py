@@ -19,7 +19,8 @@ class Fake:
         return self.printed[arguments[0].strip("-") if program == "snapkv" else program]
 
 
-def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path):
+def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     right = Fake(tmp_path, help="ask", python="0.1 snapkv.cli.app")
     assert checks.require_command_line(right) == 0.1
     for wrong, words in [
@@ -32,6 +33,9 @@ def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path):
     ]:
         with pytest.raises(NotReleasableError, match=words):
             checks.require_command_line(Fake(tmp_path, **wrong))
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    slow = Fake(tmp_path, help="ask", python="0.4 snapkv.cli.app")
+    assert checks.require_command_line(slow) == 0.4
 
 
 def test_a_wrong_answer_and_an_early_laboratory_are_named(tmp_path):
