@@ -15,7 +15,7 @@ export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
     test-serving-first test-serving-second test-serving-oldest test-serving-slow test-ray \
-    test-browser test-sweeps docs check format results kvpress clean
+    test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -51,7 +51,7 @@ test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopbac
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python -m pytest -m docs tests/docs tests/test_pages.py tests/test_path.py
+	$(BIN)/python -m pytest -m docs tests/docs tests/examples tests/test_pages.py tests/test_path.py
 
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/quality
@@ -86,6 +86,10 @@ check: $(INSTALLED) ## Lint, formatting, types and the numbers of the structure
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m tests.structure
+
+release-check: $(INSTALLED) ## Wheel and sdist in empty environments, e.g. PYTHONS="python3.12 python3.13" EXTRAS="eval rag"
+	$(BIN)/python -m tests.release $(addprefix --python ,$(PYTHONS)) $(addprefix --extra ,$(EXTRAS)) \
+	    $(addprefix --transformers ,$(TRANSFORMERS)) $(NOTE)
 
 format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff check --fix

@@ -22,6 +22,8 @@ from snapkv.validation import require_int
 class Document:
     """A text that a model has read, off the device until somebody asks about it.
 
+    ::
+
         document = Document(model, tokenizer(text, return_tensors="pt").input_ids, SnapKV(1024))
         questions = tokenizer(["... Who?", "... When?"], add_special_tokens=False).input_ids
         model.generate(**document.inputs(questions), max_new_tokens=64)

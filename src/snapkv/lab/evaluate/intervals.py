@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-import numpy as np
-import numpy.typing as npt
-
 RESAMPLES = 2_000
 """How often samples are drawn anew."""
 
@@ -20,14 +17,11 @@ METHOD = (
 Conversations = tuple[str, ...] | None
 """Of each sample of a cell the conversation it is a turn of; None where samples are no turns."""
 
+Cell = tuple[Sequence[float], Conversations]
+"""Scores of its samples, and whose turns they are."""
+
 Interval = tuple[float, float]
 """Where it begins and ends, both included; scores from 0 to 1, losses in nats per token."""
-
-Places = npt.NDArray[np.int_]
-"""Indices of samples."""
-
-_DIGITS = 12
-"""Sums of differences that cancel out are zero, and not what rounding leaves of them."""
 
 
 def mean_interval(
@@ -61,46 +55,17 @@ def mean_interval(
     drawn = [_drawn_from(*column) for column in zip(columns, of_cells, strict=True)]
     if not drawn or any(len(cell) < 2 for cells in drawn for cell, _ in cells):
         return None
-    # By numpy's own policy these are the same in every version of it.
-    draws, known = np.random.RandomState(seed=0), dict[tuple[str, ...], Places]()
-    means = np.mean([_resampled(cells, draws, known) for cells in drawn], axis=0)
-    ordered = np.sort(means).round(_DIGITS)
+    from snapkv.lab.evaluate.resampling import resampled_means  # numpy, only where there is a mean
+
+    ordered = resampled_means(drawn, RESAMPLES)
     tail = round(RESAMPLES * (1 - LEVEL) / 2)
-    return float(ordered[tail]), float(ordered[-1 - tail])
+    return ordered[tail], ordered[-1 - tail]
 
 
 def _drawn_from(
     cells: Sequence[Sequence[float]], conversations: Sequence[Conversations]
-) -> list[tuple[Sequence[float], Conversations]]:
+) -> list[Cell]:
     """The cells, or where one is a single sample their means as one cell."""
     if cells and all(len(cell) > 1 for cell in cells):
         return list(zip(cells, conversations, strict=True))
     return [([fmean(cell) for cell in cells if cell], None)]
-
-
-def _resampled(
-    cells: Sequence[tuple[Sequence[float], Conversations]],
-    draws: np.random.RandomState,
-    known: dict[tuple[str, ...], Places],
-) -> npt.NDArray[np.float64]:
-    """(RESAMPLES,) means over cells of the means over samples that were drawn anew."""
-    means = [
-        np.asarray(cell)[_places(len(cell), of_cell, draws, known)].mean(axis=1)
-        for cell, of_cell in cells
-    ]
-    found: npt.NDArray[np.float64] = np.mean(means, axis=0)
-    return found
-
-
-def _places(
-    samples: int,
-    conversations: Conversations,
-    draws: np.random.RandomState,
-    known: dict[tuple[str, ...], Places],
-) -> Places:
-    """(RESAMPLES, samples) places in a cell; of conversations that were drawn before the same."""
-    if conversations is None:
-        return draws.randint(samples, size=(RESAMPLES, samples))
-    if conversations not in known:
-        known[conversations] = draws.randint(samples, size=(RESAMPLES, samples))
-    return known[conversations]

@@ -1,0 +1,92 @@
+"""What must hold where the package has just been installed."""
+
+import os
+import sys
+from pathlib import Path
+
+from tests.release.environments import Environment, NotReleasableError, run
+
+EXAMPLE = Path(__file__).parent / "example"
+MOST_IMPORT_SECONDS = 0.3
+IMPORTS = 3
+TEXT = (
+    "The ferry to Runde leaves at seven. The key of the boathouse hangs behind the red door. " * 40
+)
+QUESTION = ("--question", "Where does the key of the boathouse hang?")
+QUESTION += ("--answer-start", "The key of the boathouse hangs behind the")
+
+
+def is_busy() -> bool:
+    """Whether more processes have wanted a processor for the last minute than there are."""
+    return os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+def require_command_line(here: Environment) -> float:
+    """The help comes soon, and neither torch nor numpy is imported for it.
+
+    How soon is not judged on a busy machine, where a processor takes several times as long.
+
+    Returns:
+        Seconds of a processor that importing the command line takes, the least of several
+        processes, since others may use the machine.
+
+    Raises:
+        NotReleasableError: one of that does not hold.
+    """
+    if "ask" not in here.run("snapkv", "--help"):
+        raise NotReleasableError("snapkv --help: expected the command ask, got none")
+    timed = (
+        "import sys, time; start = time.process_time(); import snapkv.cli.app; "
+        "print(time.process_time() - start, *sys.modules)"
+    )
+    seconds = []
+    for _ in range(IMPORTS):
+        took, *modules = here.run("python", "-c", timed).split()
+        seconds.append(float(took))
+    early = sorted({"torch", "transformers", "numpy"} & set(modules))
+    if early:
+        raise NotReleasableError(f"import snapkv.cli.app: expected none of {', '.join(early)}")
+    if min(seconds) > MOST_IMPORT_SECONDS and not is_busy():
+        raise NotReleasableError(
+            f"import snapkv.cli.app: expected at most {MOST_IMPORT_SECONDS} s, got "
+            f"{min(seconds):.2f} s, the least of {IMPORTS}"
+        )
+    return min(seconds)
+
+
+def require_library(here: Environment) -> None:
+    """The package comes without the laboratory, and a text is answered by the demo model.
+
+    Raises:
+        NotReleasableError: one of that does not hold.
+    """
+    code = "import snapkv, sys; [getattr(snapkv, name) for name in snapkv.__all__]; "
+    loaded = here.run("python", "-c", code + "print(*sys.modules)").split()
+    if "snapkv.lab" in loaded:
+        raise NotReleasableError("snapkv.__all__: expected no laboratory, got snapkv.lab")
+    (here.folder / "text.txt").write_text(TEXT, "utf-8")
+    said = here.run(
+        "snapkv", "ask", "text.txt", *QUESTION, "--budget", "128", "--max-new-tokens", "8"
+    )
+    if "red door" not in said:
+        raise NotReleasableError(f"snapkv ask: expected the red door, got {said.strip()!r}")
+
+
+def require_types(here: Environment) -> None:
+    """A project that uses the package is checked by mypy, strictly, against what is installed.
+
+    Raises:
+        NotReleasableError: mypy finds an error, or does not find one that is there.
+    """
+    mypy = [sys.executable, "-m", "mypy", "--config-file", str(EXAMPLE / "mypy.ini")]
+    command = [*mypy, "--python-executable", str(here.python)]
+    run([*command, str(EXAMPLE / "answer.py")], here.folder)
+    wrong = here.folder / "wrong.py"
+    wrong.write_text("import snapkv\n\nsnapkv.CompressedCache(None, 'much')\n", "utf-8")
+    try:
+        run([*command, str(wrong)], here.folder)
+    except NotReleasableError as error:
+        if "[arg-type]" in str(error):
+            return
+        raise
+    raise NotReleasableError("mypy: expected an error for a policy that is a string, got none")
