@@ -14,6 +14,7 @@ extensions = [
 html_theme = "furo"
 html_title = f"snapkv {release}"
 html_copy_source = False
+html_show_copyright = False  # the footer names the licence
 html_extra_path = ["../LICENSE"]  # the footer links to it
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]

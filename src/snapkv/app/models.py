@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
@@ -138,15 +137,13 @@ def load(
             weights that are missing or of another shape than the configuration says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
-        OutOfMemoryError: the weights are larger than the memory of the device; said before any of
-            them is downloaded or read.
+        OutOfMemoryError: the weights are larger than the device's memory; none has been read.
     """
     torch_device = chosen_device(device)
-    options = _dtype_option(dtype)
+    attention = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    options = _dtype_option(dtype) | attention
     source = _locate(name)
     hub = _hub_options(source, revision) | {"trust_remote_code": trust_remote_code}
-    if attn_implementation:
-        options["attn_implementation"] = attn_implementation
     with _explained(name):
         config = AutoConfig.from_pretrained(source.place, **hub)
         outline = _outline(
@@ -167,8 +164,8 @@ def _with_weights(
     name: str, source: _Source, outline: Any, device: torch.device, **options: Any
 ) -> Any:
     """The model on its device; `options` go to `from_pretrained`."""
-    advice = functools.partial(weights_advice, outline, device, free_bytes(device))
-    with out_of_memory_explained(advice):
+    free = free_bytes(device)
+    with out_of_memory_explained(lambda: weights_advice(outline, device, free)):
         return load_complete(
             name,
             source.place,
