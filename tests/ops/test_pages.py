@@ -83,7 +83,7 @@ def test_pages_are_what_is_not_kept_and_bound_it(batch, group, stored, page_toke
     rule = PageRecall(2, page_tokens=page_tokens)
     table = rule.cut(kept, pads, keys, T)
     chosen = table.choose(query)
-    assert table.bounds.dtype == keys.dtype, 'no more memory than two keys of a page'
+    assert table.bounds.dtype == keys.dtype, "no more memory than two keys of a page"
     for row, head in itertools.product(range(batch), range(heads)):
         evicted = [c for c in range(int(pads[row]), T) if c not in kept[row, head].tolist()]
         cut = [evicted[at : at + page_tokens] for at in range(0, len(evicted), page_tokens)]

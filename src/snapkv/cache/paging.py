@@ -47,10 +47,6 @@ class PageRecall:
         require_int("pages", self.pages, minimum=1)
         require_int("page_tokens", self.page_tokens, minimum=1)
 
-    def describe(self) -> dict[str, int]:
-        """How steps choose pages, ready for JSON; where the pages lie changes no token."""
-        return {"pages": self.pages, "page_tokens": self.page_tokens}
-
     def cut(
         self, kept: Tensor, pads: Tensor | None, keys: Tensor, tokens: int
     ) -> "PageTable | None":
@@ -72,7 +68,7 @@ class PageRecall:
         return PageTable(columns=pages.to(torch.int32), bounds=bounds, chosen_pages=self.pages)
 
     def describe(self) -> dict[str, int]:
-        """How steps choose, ready for JSON; where tokens lie is for the loading process to say."""
+        """How steps choose pages, ready for JSON; where they lie changes no token."""
         return {name: getattr(self, name) for name in self._described()}
 
     @classmethod

@@ -60,26 +60,24 @@ def chat(
 
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
-    policy, wanted = build_policy(_with_number(options, recall)), _recall_of(recall, recall_pages)
+    policy = build_policy(_with_number(options, recall))
+    ways = {"recall": _recall_of(recall, recall_pages), "prefill": options.reading}
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
     from snapkv.cli.protection import protection_of
 
-    loaded, reading = load_model(options), options.reading
+    loaded = load_model(options)
     Chat(
         conversation=Conversation(
             loaded,
             policy,
             settings,
             document=text_files.join(read),
-            recall=wanted,
             protection=protection_of(options, system=None),
-            prefill=reading,
+            **ways,
         ),
-        load=lambda path: Conversation.load(
-            path, loaded, settings, policy, recall=wanted, prefill=reading
-        ),
+        load=lambda path: Conversation.load(path, loaded, settings, policy, **ways),
         inputs=[*(files or []), *([options.model] if options.model else [])],
         as_json=options.json,
         with_layers=options.verbose,
