@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,7 +61,7 @@ def chat(
     from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
 
     policy = build_policy(_with_number(options, recall))
-    ways = {"recall": _recall_of(recall, recall_pages), "prefill": options.reading}
+    ways: dict[str, Any] = {"recall": _recall_of(recall, recall_pages), "prefill": options.reading}
 
     from snapkv.app.conversation import Conversation
     from snapkv.cli.loading import load_model
