@@ -124,6 +124,8 @@ def test_functions_are_those_that_a_docstring_describes_without_it_and_comments(
                 words.pop()
             return ' '.join(words)"""
     )
+    assert found["outer"].code.startswith("def outer():\n    def inner():\n")
+    assert not any("\n\n" in one.code for one in found.values()), "which ends an answer"
     assert found["volume"].code.startswith("def volume(self):\n    sides = (self.width")
 
 

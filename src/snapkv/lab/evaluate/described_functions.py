@@ -33,7 +33,8 @@ class DescribedFunction:
 
     Attributes:
         name: as it is defined.
-        code: the whole function as `ast.unparse` writes it, without docstring and comments.
+        code: the whole function as `ast.unparse` writes it, without its docstring, comments and
+            blank lines.
         description: the first paragraph of its docstring, on one line; it does not say the name.
         file: where it is defined, below the package's folder.
     """
@@ -110,8 +111,8 @@ def _described(node: ast.stmt, file: str) -> DescribedFunction | None:
     if len(words) not in _DESCRIPTION_WORDS or node.name.lower() in paragraph.lower():
         return None
     del node.body[0]
-    code = ast.unparse(node) if node.body else ""
-    lines = code.count("\n") + 1
-    if lines not in _CODE_LINES or len(code) > _MOST_CODE_CHARACTERS:
+    lines = [line for line in ast.unparse(node).split("\n") if line.strip()]
+    code = "\n".join(lines)
+    if len(lines) not in _CODE_LINES or len(code) > _MOST_CODE_CHARACTERS:
         return None
     return DescribedFunction(name=node.name, code=code, description=" ".join(words), file=file)
