@@ -43,7 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "eval ruler": ("snapkv eval ruler --tasks niah_single_2,vt --lengths 4k --limit 5",),
     "eval rag-citation": ("snapkv eval rag-citation --corpus squad --documents 5,10",),
     "eval rag-position": ("snapkv eval rag-position --corpus squad --documents 10",),
-    "eval rag-pipeline": ("snapkv eval rag-pipeline --corpus squad --retrieve 10",),
+    "eval rag-pipeline": ("snapkv eval rag-pipeline --corpus squad --documents 5,10",),
     "eval lm-eval": ("snapkv eval lm-eval --tasks squadv2 --limit 20 --budget 512",),
     "bench": ("snapkv bench decode --lengths 1k,4k --policy snapkv,tova",),
     "bench decode": (
