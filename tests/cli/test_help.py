@@ -53,7 +53,7 @@ SAME = {
     "question": "^What to (answer|ask)",
     "results": "^Folder of",
     "samples": "documents|texts|prompts",
-    "samples_each": "samples|lists|questions",
+    "samples_each": "samples|lists|texts|questions",
     "seed": "^[Oo]f ",
     "set": "arameter of the method",
     "tasks": "[Tt]asks|which of",
