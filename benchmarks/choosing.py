@@ -153,11 +153,24 @@ ADVICE = (
         cells=_cells(_HIDDEN, "hidden, 1024", "Compactor", "KeyDiff"),
     ),
     Advice(
+        situation="Each step may need other parts of the text, and the host has room for all of it",
+        settings="`recall=PageRecall(pages)` ([turns](turns.md#pages-for-every-step))",
+        why="the first question scores {} with pages, {} without, {} with the full cache",
+        page="evaluation",
+        cells=_cells(
+            "Several turns",
+            "1",
+            "SnapKV, recalled, 4 pages of 16 tokens every step",
+            "SnapKV, recalled from the host",
+            "full",
+        ),
+    ),
+    Advice(
         situation="Answers longer than the budget, such as long reasoning",
-        settings="`PromptThenDecode(prompt=SnapKV(N), decode=RKV(N))`",
-        why="at a quarter of the prompt R-KV scores {}, TOVA {}, H2O {}",
-        page="leaderboard",
-        cells=_cells("Question visible", "mean", "r-kv | 25 %", "tova | 25 %", "h2o | 25 %"),
+        settings="`RKV(N)`, or `PromptThenDecode(prompt=SnapKV(N), decode=RKV(N))`",
+        why="in answers of 1,024 tokens R-KV scores {}, TOVA {}, H2O {}, the full cache {}",
+        page="evaluation",
+        cells=_cells("Long answers", "mean", "RKV", "TOVA", "H2O", "full"),
     ),
     Advice(
         situation="Text without end, of which only the recent part matters",
