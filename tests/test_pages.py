@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from snapkv.cli.app import app, run
+from snapkv.cli.app import program, run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -69,7 +69,7 @@ def shown_commands():
 
 
 def test_commands_and_options_that_pages_show_exist():
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(program())
     seen = 0
     for page, line in shown_commands():
         command = root

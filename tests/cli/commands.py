@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
-from snapkv.cli.app import app
+from snapkv.cli.app import program
 from snapkv.cli.whole_numbers import WholeNumber
 
 GIVEN = {
@@ -69,7 +69,8 @@ class Command:
         return " ".join(self.words)
 
 
-def commands(group: Any = app, before: tuple[str, ...] = ()) -> Iterator[Command]:
+def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[Command]:
+    group = group or program()
     for each in group.registered_commands:
         words = (*before, each.name or each.callback.__name__)
         yield Command(words=words, options=tuple(_options(each.callback)))

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 from typer.models import OptionInfo
 
-from snapkv.cli.app import app
+from snapkv.cli.app import program
 from snapkv.cli.examples import EXAMPLES
 from snapkv.errors import ModelNotFoundError
 from tests.app.test_text_files import write_pdf
@@ -97,7 +97,7 @@ def test_examples_are_of_commands_only():
 
 @pytest.mark.parametrize(("words", "line"), LINES, ids=[line for _, line in LINES])
 def test_the_parser_takes_every_example(words, line):
-    command, typed = get_command(app), shlex.split(line)[1:]
+    command, typed = get_command(program()), shlex.split(line)[1:]
     context = command.make_context("snapkv", list(typed))
     while hasattr(command, "commands"):
         name, command, typed = command.resolve_command(context, typed)
@@ -194,3 +194,13 @@ def test_the_budget_says_what_it_is_where_none_is_given(snapkv):
             str(command),
             text[:200],
         )
+
+
+@pytest.mark.parametrize("name", ["demo", "ask", "generate", "chat", "plan", "policies", "serve"])
+def test_a_command_comes_without_the_laboratory(name):
+    code = (
+        f"import sys; from snapkv.cli.app import run; run([{name!r}, '-h']); "
+        "print([each for each in sys.modules if each.startswith(('snapkv.lab', 'torch'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

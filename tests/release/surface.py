@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 import snapkv
-from snapkv.cli.app import app
+from snapkv.cli.app import program
 
 RECORD = Path(__file__).parent / "surface.json"
 
@@ -20,7 +20,10 @@ RECORD = Path(__file__).parent / "surface.json"
 def surface() -> dict[str, dict[str, list[str]]]:
     """What there is now, by "python" and "commands"."""
     names = {name: _parameters(getattr(snapkv, name)) for name in snapkv.__all__}
-    return {"python": names, "commands": dict(_options("snapkv", typer.main.get_command(app)))}
+    return {
+        "python": names,
+        "commands": dict(_options("snapkv", typer.main.get_command(program()))),
+    }
 
 
 def missing(promised: dict[str, dict[str, list[str]]], here: dict[str, dict[str, list[str]]]):

@@ -1,6 +1,7 @@
 """The command `snapkv`: its sub-commands, its exit status, its one-line errors."""
 
 import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -10,18 +11,9 @@ import typer
 from typer.main import get_command
 
 from snapkv import __version__
-from snapkv.cli import bench, evaluate, interrupts, library, medusa, study
-from snapkv.cli.ask import ask
-from snapkv.cli.chat import chat
-from snapkv.cli.demo import demo
+from snapkv.cli import interrupts
 from snapkv.cli.examples import EXAMPLES
-from snapkv.cli.generate import generate
 from snapkv.cli.help import SETTINGS, with_examples
-from snapkv.cli.inspect import inspect
-from snapkv.cli.leaderboard import leaderboard
-from snapkv.cli.plan import plan
-from snapkv.cli.policies import policies
-from snapkv.cli.serve import serve
 from snapkv.cli.standard_output import named_output
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, OutputError, SnapKVError
 
@@ -33,22 +25,46 @@ _COMPLETES = "_SNAPKV_COMPLETE"
 # What argument parsing raises; typer exports no name for the whole family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-app = typer.Typer(
-    name="snapkv",
-    help="Answer over very long prompts with a small key-value cache.",
-    no_args_is_help=True,
-    context_settings=SETTINGS,
-    pretty_exceptions_enable=False,
-)
-for command in (demo, ask, generate, chat, inspect, plan, policies, leaderboard):
-    app.command()(command)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(serve)
-app.add_typer(library.app)
-app.add_typer(evaluate.app)
-app.add_typer(bench.app)
-app.add_typer(study.app)
-app.add_typer(medusa.app)
-with_examples(app)
+_COMMANDS = (
+    "demo", "ask", "generate", "chat", "inspect", "plan", "policies", "leaderboard", "serve",
+)  # fmt: skip
+"""Each is a function in the module of its name."""
+
+_GROUPS = {
+    "library": "library",
+    "eval": "evaluate",
+    "bench": "bench",
+    "study": "study",
+    "medusa": "medusa",
+}
+"""Commands that have commands, and the modules with them."""
+
+_PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Of a command that takes options of another program."""
+
+
+def program(*names: str) -> typer.Typer:
+    """The program with these commands alone, or with all of them.
+
+    A command line imports what its command needs: the options of `eval` and `study` are those of
+    experiments, whose modules no other command has a use for.
+    """
+    found = typer.Typer(
+        name="snapkv",
+        help="Answer over very long prompts with a small key-value cache.",
+        no_args_is_help=True,
+        context_settings=SETTINGS,
+        pretty_exceptions_enable=False,
+    )
+    found.callback()(_common)
+    for name in names or (*_COMMANDS, *_GROUPS):
+        module = importlib.import_module(f"snapkv.cli.{_GROUPS.get(name, name)}")
+        if name in _GROUPS:
+            found.add_typer(module.app)
+        else:
+            settings = _PASSED_ON if name == "serve" else None
+            found.command(context_settings=settings)(getattr(module, name))
+    return with_examples(found)
 
 
 def _show_version(asked: bool) -> None:
@@ -57,7 +73,6 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _common(
     version: Annotated[
         bool,
@@ -93,9 +108,10 @@ def _run(arguments: list[str]) -> int:
             raise InvalidArgumentError(
                 f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
             )
-    command = get_command(app)
     if _COMPLETES in os.environ:
-        command.main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
+        get_command(program()).main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
+    known = arguments[:1] if {*arguments[:1]} <= {*_COMMANDS, *_GROUPS} else []
+    command = get_command(program(*known))
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0
