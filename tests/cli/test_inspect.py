@@ -30,7 +30,7 @@ def test_methods_and_budgets_beside_it(inspected, tiny_only):
     )
     shown = {method["label"]: method["policy"] for method in data["methods"]}
     assert list(shown) == [
-        *("adakv", "adakv@48", "streaming-llm@40", "h2o@1024", "snapkv:window_size=16@56"),
+        *("adakv", "adakv@48", "streaming-llm@40", "h2o@64", "snapkv:window_size=16@56"),
     ]
     assert shown["adakv"]["policy"]["budget"] == 64
     assert shown["adakv@48"] == shown["adakv"] | {
@@ -40,6 +40,13 @@ def test_methods_and_budgets_beside_it(inspected, tiny_only):
     assert shown["snapkv:window_size=16@56"]["budget"] == 56
     assert data["curve"] == []
     assert "budgets" not in data["request"] or data["request"]["budgets"] is None
+
+
+def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(
+    inspected, tiny_only
+):
+    data = inspected("--beside", "streaming-llm")
+    assert [method["label"] for method in data["methods"]] == ["snapkv", "streaming-llm@1024"]
 
 
 def test_budgets_come_once_and_in_their_order(inspected, tiny_only):
@@ -61,6 +68,10 @@ def test_budgets_come_once_and_in_their_order(inspected, tiny_only):
         (("--policy", "fastgen", "--budgets", "64"), "budget: expected a parameter of fastgen"),
         (("--beside", "@many"), "budget: expected a whole number such as 4096"),
         (("--beside", "@8"), "budget: expected"),
+        (("--beside", "full@64"), "beside: expected a budget for a method that takes one"),
+        (("--beside", "snapkv:budget=64@128"), "beside: expected a budget for a method that"),
+        (("--set", "budget=100", "--budgets", "64"), "set: expected none of a budget beside"),
+        (("--set", "budget=100", "--beside", "@64"), "set: expected none of a budget beside"),
         (("--beside", "nothing@64"), "policy: expected one of"),
     ],
     ids=str,

@@ -102,6 +102,13 @@ def test_pages_are_what_is_not_kept_and_bound_it(batch, group, stored, page_toke
         assert got == [c for page in best for c in cut[page]]
 
 
+def test_pages_larger_than_what_was_evicted_are_one_of_its_size():
+    """A file may say any size."""
+    keys, kept = torch.randn(1, 1, 6, 4), torch.tensor([[[1, 3]]])
+    table = PageRecall(1, page_tokens=10**12).cut(kept, None, keys, 6)
+    assert table.columns.tolist() == [[[[0, 2, 4, 5]]]]
+
+
 def test_evicted_columns_leave_out_pads_and_what_is_kept():
     kept = torch.tensor([[[-1, 3, 6]], [[0, 5, 6]]])
     columns = evicted_columns(kept, torch.tensor([2, 0]), 7)

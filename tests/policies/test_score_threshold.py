@@ -193,12 +193,14 @@ def test_how_much_is_kept_follows_the_prompt():
 
 def test_the_threshold_of_votes_is_that_of_the_automatic_budget_if_left_out():
     policy = ScoreThreshold(SnapKV(64))
-    assert policy == ScoreThreshold(SnapKV(64), at_least=AutoBudget.lost_vote)
+    assert policy.threshold == AutoBudget.lost_vote
     assert policy.describe() == {
         "name": "score-threshold",
         "policy": SnapKV(64).describe(),
-        "at_least": AutoBudget.lost_vote,
+        "at_least": None,
     }
+    with pytest.raises(InvalidTypeError, match="at_least: expected the lowest score of keydiff"):
+        replace(policy, policy=KeyDiff(64))
     layer = layer_for(SnapKV(64), 40, 3)
     auto = SnapKV(AutoBudget(least=1), window_size=4, kernel_size=1)
     limited = ScoreThreshold(SnapKV(keep_ratio=1.0, window_size=4, kernel_size=1))

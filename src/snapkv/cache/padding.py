@@ -7,6 +7,7 @@ answer had ended; as long as nothing was chosen by its attention since, it can s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -75,8 +76,9 @@ class PaddingWatch:
             self.masked_to = first.seen_tokens + new_tokens
         found = self._last = find_padding(visible, new_tokens, self.layers)
         if found is not None and found.brings_gaps and self.recall is not None:
+            recall = str(self.recall) if isinstance(self.recall, Path) else self.recall
             raise UnsupportedModelError(
-                f"attention_mask: expected no pads between turns with recall={self.recall!r}, "
+                f"attention_mask: expected no pads between turns with recall={recall!r}, "
                 "whose turns are read over all that was seen, got some; leave recall out, or ask "
                 "the rows one by one"
             )

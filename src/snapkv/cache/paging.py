@@ -61,9 +61,10 @@ class PageRecall:
         columns = evicted_columns(kept, pads, tokens)
         if not columns.shape[2]:
             return None
-        short = -columns.shape[2] % self.page_tokens
+        page_tokens = min(self.page_tokens, columns.shape[2])
+        short = -columns.shape[2] % page_tokens
         columns = torch.nn.functional.pad(columns, (0, short), value=-1)
-        pages = columns.reshape(*columns.shape[:2], -1, self.page_tokens)
+        pages = columns.reshape(*columns.shape[:2], -1, page_tokens)
         bounds = ops.page_bounds(keys, pages.to(keys.device)).to(kept.device)
         return PageTable(columns=pages.to(torch.int32), bounds=bounds, chosen_pages=self.pages)
 

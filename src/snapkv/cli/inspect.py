@@ -122,23 +122,40 @@ def _budgets(options: InspectOptions) -> list[int]:
 
 
 def _with_budget(options: InspectOptions, budget: Any) -> Any:
-    """The policy of the options with another budget."""
+    """The policy of the options with another budget.
+
+    Raises:
+        InvalidArgumentError: `--set` has set one.
+    """
     from snapkv.cli.policy import build_policy
 
+    for assignment in options.set_ or []:
+        if assignment.partition("=")[0].rpartition(".")[2] in ("budget", "keep_ratio"):
+            raise InvalidArgumentError(
+                f"set: expected none of a budget beside other budgets of the same method, got "
+                f"{assignment!r}; pass --budget"
+            )
     return build_policy(replace(options, budget=budget, keep_ratio=None))
 
 
 def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """What is shown beside the policy: a label and a policy each."""
-    from snapkv.cli.sweep import methods, specs
+    from snapkv.cli.sweep import methods, parsed, specs, takes_budget
+    from snapkv.lab.inspect.scores import scorer_of
 
-    usual = getattr(policy, "budget", None) or DEFAULT_BUDGET
+    own = getattr(scorer_of(policy) or policy, "budget", None)
+    usual = own if isinstance(own, int) else DEFAULT_BUDGET
     found = []
     for spec in specs(options.beside or []):
         name, at, text = spec.rpartition("@")
         if at and not name:
             found.append((f"{policy.name}@{text}", _with_budget(options, token_budget(text))))
             continue
+        if at and not takes_budget(*parsed(name)):
+            raise InvalidArgumentError(
+                f"beside: expected a budget for a method that takes one and has none yet, got "
+                f"{spec!r}; leave out @{text}"
+            )
         budget = token_budget(text) if at else usual
         found += [(made.label, made.policy) for made in methods([], [name or spec], [budget])]
     return found

@@ -71,11 +71,16 @@ class ScoreThreshold(AroundScores):
                 "policy: expected a budget in tokens or a keep_ratio, the most that a head keeps, "
                 f"got {self.policy.budget!r}, a threshold of its own; leave one of both out"
             )
-        if self.at_least is None and self.policy.scores_are_votes:
-            object.__setattr__(self, "at_least", AutoBudget.lost_vote)
         self._require_finite(self.at_least)
 
+    @property
+    def threshold(self) -> float:
+        """The lowest score that is kept: `at_least`, or what goes for votes."""
+        return AutoBudget.lost_vote if self.at_least is None else float(self.at_least)
+
     def _require_finite(self, at_least: object) -> None:
+        if at_least is None and self.policy.scores_are_votes:
+            return
         remedy = "pass one in the units of its scores, see ScoreThreshold"
         if isinstance(at_least, bool) or not isinstance(at_least, int | float):
             raise InvalidTypeError(
@@ -94,9 +99,8 @@ class ScoreThreshold(AroundScores):
         if not any(prefixes):
             return None
         rated = self.policy.rated(layer)
-        assert self.at_least is not None
         limits = torch.tensor(self.policy.kept_prefix_tokens(layer), device=rated.device)
-        counts = torch.minimum((rated >= self.at_least).sum(dim=-1), limits[:, None])
+        counts = torch.minimum((rated >= self.threshold).sum(dim=-1), limits[:, None])
         if all(set(row) == {own} for row, own in zip(counts.tolist(), prefixes, strict=True)):
             return None
         best = ops.keep_best(rated, counts, layer.pad_tokens)

@@ -9,7 +9,7 @@ import pytest
 from snapkv import FullCache, PageRecall, SnapKV
 from snapkv.errors import InvalidArgumentError
 from snapkv.lab.evaluate.asking import Method
-from snapkv.lab.evaluate.described_functions import drawn
+from snapkv.lab.evaluate.described_functions import _files, drawn
 from snapkv.lab.evaluate.runner import Run
 from snapkv.lab.evaluate.sample import Sample
 from snapkv.lab.evaluate.tasks import Functions
@@ -266,6 +266,17 @@ def test_a_run_asks_all_turns_by_every_way(demo, toolbox, tmp_path):
     assert [row["status"] for row in results.rows] == ["ok"] * 6
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     assert {json.loads(line)["conversation"] for line in lines} == {"500/0/1"}
+
+
+def test_files_that_cannot_be_read_are_left_out(toolbox):
+    before = list(drawn("toolbox", random.Random(0)))
+    (toolbox / ".#boxes.py").symlink_to("nowhere")
+    (toolbox / "folder.py").mkdir()
+    (toolbox / "deep.py").write_text("x = " + "-" * 20_000 + "1")
+    _files.cache_clear()
+    assert sorted(one.name for one in drawn("toolbox", random.Random(0))) == sorted(
+        one.name for one in before
+    )
 
 
 def test_a_package_that_is_not_there_or_has_too_little_is_refused(demo, toolbox):

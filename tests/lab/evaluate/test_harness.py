@@ -4,10 +4,12 @@ import errno
 import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from snapkv import default_policy
 from snapkv.app.answering import answer
@@ -222,6 +224,36 @@ def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
         alone = stepwise_log_likelihood(tiny.model, context, one, completed)
         assert score == pytest.approx(alone, abs=1e-4)
         assert greedy == (own[:, : one.shape[1]].equal(one))
+
+
+@pytest.mark.parametrize("policy", [SnapKV(40), AdaKV(SnapKV(40))], ids=lambda policy: policy.name)
+def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, policy):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "lfm2",
+        vocab_size=len(tiny.tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+    )
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    hybrid = replace(tiny, model=model)
+    context, other = ids
+    given = [other, other[:, :2], other.flip(1)]
+    found = list(log_likelihoods(hybrid, context, given, policy, 3))
+    alone = [stepwise_log_likelihood(hybrid.model, context, one, policy) for one in given]
+    assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path):
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store)
+        asked = requests("loglikelihood", (CONTEXT, " at nine"), ("The key is un", "der"))
+        with pytest.raises(InvalidArgumentError, match=r"tasks: expected .* got 'der' behind"):
+            model.loglikelihood(asked)
 
 
 def test_a_context_is_read_once_for_all_its_continuations(tiny, tmp_path, monkeypatch):
@@ -544,7 +576,7 @@ def test_a_disk_without_room_is_not_taken_for_missing_data(evaluate, folder, mon
     monkeypatch.setattr("snapkv.cache.saving.writing.os.fsync", full)
     status, _, err = evaluate("local_gate", "--results", "run")
     assert status == 1
-    assert "results: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
+    assert "output: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
     assert "No space left on device" in err.splitlines()[-1]
 
 

@@ -22,6 +22,16 @@ def test_equal_answers_are_one_run():
     assert word_changes("", "") == []
 
 
+def test_long_answers_that_go_in_circles_are_compared_as_a_whole_where_they_part():
+    """At once: small models repeat themselves."""
+    before, after = "yes" + " yes no" * 3000, "yes" + " yes no no" * 3000
+    changes = word_changes(before, after)
+    assert changes[0] == ("same", "yes yes no")
+    assert [kind for kind, _ in changes] == ["same", "gone", "new"]
+    assert "".join(text for kind, text in changes if kind != "new") == before
+    assert "".join(text for kind, text in changes if kind != "gone") == after
+
+
 @given(ANSWERS, ANSWERS)
 def test_the_runs_make_both_answers(before, after):
     changes = word_changes(before, after)

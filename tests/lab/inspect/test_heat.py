@@ -97,6 +97,13 @@ def test_an_order_that_does_not_give_what_was_kept_is_none():
     assert win_order(seen, 0) is None
 
 
+def test_a_head_that_keeps_more_than_the_slider_follows_has_none(monkeypatch):
+    seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
+    assert heat([seen], (0, 1, 0.5)).order is not None
+    monkeypatch.setattr("snapkv.lab.inspect.heat.MOST_RANKS", 11)
+    assert heat([seen], (0, 1, 0.5)).order is None
+
+
 def test_the_picture_of_a_head():
     seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
     made = heat([seen], (0, 1, 0.25))
@@ -119,10 +126,10 @@ def test_a_method_without_a_window_has_bars_only():
 
 def test_long_prompts_stay_small(monkeypatch):
     monkeypatch.setattr("snapkv.lab.inspect.heat.MOST_WEIGHT_BYTES", 50)
-    monkeypatch.setattr("snapkv.lab.inspect.heat.MOST_RANKS", 10)
+    monkeypatch.setattr("snapkv.lab.inspect.heat.MOST_RANKS", 12)
     seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
     made = heat([seen], (0, 0, 0.5))
     assert made.bin_tokens == 3
     assert len(base64.b64decode(made.weights)) == 4 * 12
-    assert numbers(made.order) == win_order(seen, 0)[:10].tolist()
+    assert numbers(made.order) == win_order(seen, 0)[:12].tolist()
     assert made.prefix_tokens == TOKENS - 4

@@ -58,6 +58,25 @@ def test_what_is_a_heading(text, expected):
     assert titles("notes.txt", text) == expected
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# a" + " " * 200_000 + "b",
+        "# " + "#" * 200_000 + "b",
+        "# " * 50_000 + "x",
+        "9.11 " * 50_000,
+    ],
+    ids=["spaces", "marks", "nested", "numbers"],
+)
+def test_a_line_that_is_longer_than_a_heading_is_none(line):
+    """At once: a stranger may have written it."""
+    assert titles("x.md", line) == []
+
+
+def test_marks_within_a_heading_stay_in_it():
+    assert titles("x.md", "# C# and # ##\n## ##\n# # x") == ["“C# and #”", "“# x”"]
+
+
 def test_comments_of_source_code_are_none():
     assert titles("gzip.py", "# Scope\n\n5.1 Fees") == []
 

@@ -185,7 +185,7 @@ def test_a_random_model_may_need_nothing_and_then_nothing_follows(demo, found):
         ({"kinds": ("letters",)}, "kinds: expected one of digits, words, tokens"),
         ({"kinds": ()}, "kinds: expected at least 1"),
         ({"items": 0}, "items: expected at least 1"),
-        ({"share": 1.5}, r"share: expected a number in \(0, 1\)"),
+        ({"needed_share": 1.5}, r"needed_share: expected a number in \(0, 1\)"),
         ({"threshold": math.nan}, "threshold: expected a number in"),
         ({"budget": 20}, "budget: expected more than window_size=16 and 4 first tokens, got 20"),
         ({"document_tokens": 5}, "document_tokens: expected at least 128"),

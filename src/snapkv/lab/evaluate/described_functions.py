@@ -83,18 +83,19 @@ def _folder(package: str) -> Path:
 @functools.cache
 def _files(folder: Path) -> tuple[str, ...]:
     """The files of a package that are short enough, in the order of their names."""
-    found = (path for path in folder.rglob("*.py") if path.stat().st_size <= _MOST_FILE_BYTES)
+    files = (path for path in folder.rglob("*.py") if path.is_file())
+    found = (path for path in files if path.stat().st_size <= _MOST_FILE_BYTES)
     names = (path.relative_to(folder) for path in found)
     return tuple(sorted(name.as_posix() for name in names if not _NO_SOURCE & {*name.parts}))
 
 
 @functools.cache
 def _functions(folder: Path, file: str) -> tuple[DescribedFunction, ...]:
-    """What a file defines; nothing where it is not Python of this version."""
+    """What a file defines; nothing where it cannot be read, or is not Python of this version."""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse((folder / file).read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):  # deep nesting, too
         return ()
     scopes: list[ast.Module | ast.ClassDef] = [tree]
     scopes += (node for node in tree.body if isinstance(node, ast.ClassDef))

@@ -309,6 +309,9 @@ class CompressedLM(LM):
 
         Blanks at the context's end belong to the continuation, and the ids are those of both read
         as one text. An empty context is one token: that of a text's beginning, or else its end.
+
+        Raises:
+            InvalidArgumentError: the continuation lies in the last token of its context.
         """
         stripped = context.rstrip()
         if not stripped:
@@ -320,6 +323,12 @@ class CompressedLM(LM):
             return ids.new_tensor([[first]]), ids
         whole = self._ids(self._prompt(context + continuation))
         place = self._ids(self._prompt(stripped)).shape[1]
+        if place >= whole.shape[1]:
+            raise InvalidArgumentError(
+                f"tasks: expected continuations with a token of their own, got {continuation!r} "
+                f"behind {stripped[-20:]!r}, which the tokenizer reads as one; give the task a "
+                "target_delimiter that parts them"
+            )
         return whole[:, :place], whole[:, place:]
 
     def _require_positions(self, tokens: int) -> None:

@@ -69,7 +69,8 @@ def _together(
     """Of each continuation, all read at once; tokens behind the shorter ones change nothing."""
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
-    end.cache.batch_repeat_interleave(len(rows))
+    for layer in end.cache.layers:  # recurrent ones, too, which take no other way to more rows
+        layer.reorder_cache(torch.zeros(len(rows), dtype=torch.int64))
     repeated = PromptEnd(cache=end.cache, logits=end.logits.expand(len(rows), -1, -1))
     chosen, leading = log_probabilities(model, repeated, rows)
     return [

@@ -33,7 +33,8 @@ class Heat:
         weights: the attention of each row to the prefix, all on one scale; see `packed_scores`.
         order: positions of the prefix, the first to be kept first, the first `MOST_RANKS` of them;
             see `packed_numbers`. None where the method does not keep the best of its scores by
-            itself, so that no other number of tokens can be told from them.
+            itself, so that no other number of tokens can be told from them, and where it keeps
+            more than `MOST_RANKS`.
         prefix_tokens: how many there are in all.
         best_tokens: how many of them are kept.
     """
@@ -58,7 +59,7 @@ def heat(layers: Sequence[SeenLayer], telling: tuple[int, int, float] | None) ->
     made = Heat(layer=seen.states.layer_idx, head=head, share=share)
     if (order := win_order(seen, head)) is not None:
         kept = int(seen.kept[head, : len(order)].sum())
-        best = packed_numbers(order[:MOST_RANKS])
+        best = packed_numbers(order[:MOST_RANKS]) if kept <= MOST_RANKS else None
         made = replace(made, order=best, prefix_tokens=len(order), best_tokens=kept)
     weights = window_weights(seen, head)
     if weights is None:

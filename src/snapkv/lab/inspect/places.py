@@ -12,7 +12,8 @@ from snapkv.app.text_files import TextFile
 _PROSE = {"", ".md", ".markdown", ".txt", ".rst", ".html", ".htm", ".xhtml", ".pdf"}
 """Files in which a line such as "# Scope" is a heading and no comment."""
 
-_MARKDOWN = re.compile(r"#{1,6}[ \t]+(?P<title>\S.*?)[ \t]*#*")
+_MARKDOWN = re.compile(r"#{1,6}[ \t]+")
+_CLOSING = re.compile(r"(?:^|[ \t])#+$")
 _UNDERLINE = re.compile(r"(=|-|~|\^)\1{2,}[ \t]*")
 _NAMED = re.compile(
     r"(?P<number>(?:§+[ \t]*|(?:Section|Article|Clause|Chapter)[ \t]+)\d{1,3}(?:\.\d{1,3})*)"
@@ -20,6 +21,7 @@ _NAMED = re.compile(
 )
 _NUMBERED = re.compile(r"(?P<number>\d{1,3}(?:\.\d{1,3})+)\.?[ \t]+(?P<title>[^\W\d_a-z].*)")
 _LONGEST_TITLE = 60
+_LONGEST_HEADING = 300
 _FENCE = "```"
 
 
@@ -104,16 +106,26 @@ def headings(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 def _title(line: str, below: str, may_begin: bool) -> str:
     """What a line is called as a heading; empty where it is none, or no paragraph may begin."""
-    if found := _MARKDOWN.fullmatch(line):
-        return _title(found["title"], "", True) or _quoted(found["title"])
+    if len(line) > _LONGEST_HEADING:
+        return ""
+    if found := _MARKDOWN.match(line):
+        title = _CLOSING.sub("", line[found.end() :]).rstrip()
+        return _section(title) or (_quoted(title) if title else "")
     if not may_begin:
         return ""
+    if section := _section(line):
+        return section
+    if line and not _UNDERLINE.fullmatch(line) and _UNDERLINE.fullmatch(below):
+        return _quoted(line)
+    return ""
+
+
+def _section(line: str) -> str:
+    """What a numbered section is called; empty where the line begins with no number of one."""
     if found := _NAMED.match(line):
         return _numbered(found["number"], found["title"])
     if found := _NUMBERED.fullmatch(line):
         return _numbered(f"§ {found['number']}", found["title"])
-    if line and not _UNDERLINE.fullmatch(line) and _UNDERLINE.fullmatch(below):
-        return _quoted(line)
     return ""
 
 

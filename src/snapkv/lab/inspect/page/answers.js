@@ -41,6 +41,6 @@ function answerCard(label, answer, method) {
 
 function keptText(kept) {
   if (!kept.share) return "No head keeps any of what the answer needs";
-  const most = kept.share >= 1 ? "One head keeps all of what the answer needs" : `The head that keeps most of what the answer needs keeps ${percentText(kept.share)}`;
+  const most = kept.share >= 1 ? "Each part of what the answer needs is kept whole by some head" : `Of each part of what the answer needs, the head that keeps most of it keeps ${percentText(kept.share)} on average`;
   return `${most}; on average ${numberText(kept.heads)} of ${kept.of_heads} heads keep a token of it`;
 }
