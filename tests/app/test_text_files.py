@@ -155,11 +155,13 @@ def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "zeros.txt").write_bytes(b"a text\0 with zeros")
+    (tmp_path / "zone.md").symlink_to("nowhere.md")
     read = text_files.read([str(tmp_path), str(tmp_path)])
     assert [document.name for document in read] == [str(tmp_path / "notes.txt")] * 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[:2] for line in lines] == [
-        ["skipped", str(tmp_path / name)] for name in names
+        ["skipped", str(tmp_path / name)] for name in [*names, "zeros.txt", "zone.md"]
     ]
     assert "got byte 0xeb at offset 2" in lines[2]
 

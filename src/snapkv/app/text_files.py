@@ -2,6 +2,7 @@
 
 import codecs
 import errno
+import mimetypes
 import os
 import re
 import sys
@@ -193,12 +194,21 @@ def _read_folder(folder: Path, notices: _Notices, without: Path | None) -> list[
 
 
 def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
-    """The document in a file; none where the file is empty or binary."""
+    """The document in a file; none where the file is empty or binary.
+
+    Raises:
+        DocumentError: it cannot be read, or is binary where its name says that it is a text.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise _unreadable(error, str(path)) from error
-    if not data.strip() or _is_binary(data):
+    if not data.strip():
+        return []
+    if _is_binary(data):
+        kind, _ = mimetypes.guess_type(path.name)
+        if kind is not None and kind.startswith("text/"):
+            raise DocumentError("file: expected text, got bytes that are none")
         return []
     return [_parse(str(path), data, notices, suffix=path.suffix.lower())]
 
@@ -213,7 +223,7 @@ def _files_below(folder: Path, without: Path | None) -> list[Path]:
             continue
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and name[0] != "."]
         paths += [Path(place, name) for name in files if name[0] != "."]
-    return sorted(path for path in paths if path.is_file())
+    return sorted(path for path in paths if path.is_file() or not path.exists())
 
 
 def _is_library(folder: str) -> bool:

@@ -121,7 +121,7 @@ def _run(arguments: list[str]) -> int:
 
 def _in_words(error: Exception) -> str:
     """What argument parsing says; of what is missing, how a command line has it."""
-    message = str(getattr(error, "format_message", error.__str__)())
+    message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     if message.startswith("Missing") and context is not None:
         (example, *_) = EXAMPLES[context.command_path.removeprefix("snapkv").strip()]

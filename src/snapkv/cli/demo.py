@@ -82,7 +82,7 @@ def demo(
         policy=default_policy(options.budget),
     )
     for label, text in shown.lines():
-        say([Text.assemble((f"{label:<12}", "bold"), text)])
+        say([Text.assemble((f"{label:<13}", "bold"), text)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,7 +117,11 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
         typer.echo(f"page: {page.write_report(results, options.report)}", err=True)
 
 
-app = typer.Typer(name="eval", help="Run an experiment of the paper.", no_args_is_help=True)
+app = typer.Typer(
+    name="eval",
+    help="Compare methods on a task: needles, RULER, LongBench, retrieval, turns, lm-eval.",
+    no_args_is_help=True,
+)
 for _kind in TASKS.values():
     _command = with_options(EvalOptions, settings=_kind, panel="Task")(_evaluate)
     app.command(name=_kind.name)(_command)

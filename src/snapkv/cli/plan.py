@@ -72,9 +72,10 @@ def plan(*, options: PlanOptions) -> None:
         _list_shapes(as_json=options.json)
         return
     if options.context is None or "," in options.context:
+        got = "none" if options.context is None else repr(options.context)
         raise InvalidArgumentError(
-            f"context: expected one number of tokens, got "
-            f"{options.context or 'none'!r}; write for instance --context 128k"
+            f"context: expected one number of tokens, got {got}; write for instance "
+            "snapkv plan --model llama-3.1-8b --context 128k"
         )
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)

@@ -32,13 +32,14 @@ def reading_progress(policy: str, on_text: TextSink | None) -> Iterator[dict[str
     with _bar(
         TextColumn("reading the prompt ({task.description})"),
         BarColumn(),
-        TextColumn("layer {task.completed} of {task.total}"),
+        TextColumn("{task.fields[reached]}"),
         TimeElapsedColumn(),
     ) as bar:
-        task = bar.add_task(policy, total=None)
+        task = bar.add_task(policy, total=None, reached="")
 
         def advance(layers: int, of_layers: int) -> None:
-            bar.update(task, completed=layers, total=of_layers)
+            reached = f"layer {layers} of {of_layers}"
+            bar.update(task, completed=layers, total=of_layers, reached=reached)
 
         def write(text: str) -> None:
             assert on_text is not None
