@@ -31,7 +31,10 @@ def package_file(package: str, *parts: str) -> Path:
 
 def find_package_file(package: str, *parts: str) -> Path | None:
     """As `package_file`; None where the package or the file is not there."""
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was not imported from a file, such as __main__
+        return None
     for folder in (spec.submodule_search_locations if spec else None) or ():
         path = Path(folder).joinpath(*parts)
         if path.exists():

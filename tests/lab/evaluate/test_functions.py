@@ -268,6 +268,11 @@ def test_a_run_asks_all_turns_by_every_way(demo, toolbox, tmp_path):
     assert {json.loads(line)["conversation"] for line in lines} == {"500/0/1"}
 
 
+def test_a_module_without_a_file_is_no_package():
+    with pytest.raises(InvalidArgumentError, match=r"package: expected stdlib, .* got '__main__'"):
+        list(drawn("__main__", random.Random(0)))
+
+
 def test_files_that_cannot_be_read_are_left_out(toolbox):
     before = list(drawn("toolbox", random.Random(0)))
     (toolbox / ".#boxes.py").symlink_to("nowhere")
