@@ -1,12 +1,11 @@
 """The examples run as their users run them, and print what they are there to show."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.fresh_process import run_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -37,17 +36,9 @@ PRINTED = {
 @pytest.mark.docs
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_prints_what_it_shows(name, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", str(EXAMPLES / name)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = run_python(EXAMPLES / name, folder=tmp_path)
     for pattern in PRINTED[name]:
-        assert re.search(pattern, done.stdout), done.stdout
+        assert re.search(pattern, printed), printed
     assert not list(tmp_path.iterdir())
 
 

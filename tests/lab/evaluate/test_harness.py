@@ -248,11 +248,14 @@ def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, pol
     assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
 
 
-def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path):
+@pytest.mark.parametrize("pair", [("The key is un", "der"), ("", "")])
+def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path, pair):
     with Store(tmp_path, {}) as store:
         model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store)
-        asked = requests("loglikelihood", (CONTEXT, " at nine"), ("The key is un", "der"))
-        with pytest.raises(InvalidArgumentError, match=r"tasks: expected .* got 'der' behind"):
+        asked = requests("loglikelihood", (CONTEXT, " at nine"), pair)
+        with pytest.raises(
+            InvalidArgumentError, match=f"tasks: expected .* got {pair[1]!r} behind"
+        ):
             model.loglikelihood(asked)
 
 

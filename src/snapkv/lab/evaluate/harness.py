@@ -229,9 +229,21 @@ class CompressedLM(LM):
         return found
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """How likely every continuation is behind its compressed context, and if it is greedy's."""
+        """How likely every continuation is behind its compressed context, and if it is greedy's.
+
+        Raises:
+            InvalidArgumentError: a continuation is empty, or lies in its context's last token.
+            PromptTooLongError: the model has no positions for one.
+        """
         pairs = [self._pair(*request.args) for request in requests]
-        for context, continuation in pairs:
+        for request, (context, continuation) in zip(requests, pairs, strict=True):
+            if not continuation.shape[1]:
+                before, behind = request.args
+                raise InvalidArgumentError(
+                    f"tasks: expected continuations with a token of their own, got {behind!r} "
+                    f"behind {before[-20:]!r}, of which the tokenizer makes none; give the task a "
+                    "target_delimiter that parts them"
+                )
             self._require_positions(context.shape[1] + continuation.shape[1])
 
         def alike(place: int) -> list[int]:
@@ -309,9 +321,6 @@ class CompressedLM(LM):
 
         Blanks at the context's end belong to the continuation, and the ids are those of both read
         as one text. An empty context is one token: that of a text's beginning, or else its end.
-
-        Raises:
-            InvalidArgumentError: the continuation lies in the last token of its context.
         """
         stripped = context.rstrip()
         if not stripped:
@@ -323,12 +332,6 @@ class CompressedLM(LM):
             return ids.new_tensor([[first]]), ids
         whole = self._ids(self._prompt(context + continuation))
         place = self._ids(self._prompt(stripped)).shape[1]
-        if place >= whole.shape[1]:
-            raise InvalidArgumentError(
-                f"tasks: expected continuations with a token of their own, got {continuation!r} "
-                f"behind {stripped[-20:]!r}, which the tokenizer reads as one; give the task a "
-                "target_delimiter that parts them"
-            )
         return whole[:, :place], whole[:, place:]
 
     def _require_positions(self, tokens: int) -> None:
