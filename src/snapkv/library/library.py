@@ -89,10 +89,13 @@ class Library:
         on_notice: gets a line about every damaged file that is met; a warning by default.
 
     Raises:
+        InvalidArgumentError: an empty name.
         LibraryError: there is something else at that place.
     """
 
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
+        if not str(folder).strip():
+            raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
         self.path = Path(folder)
         self._folder = Folder(self.path)
         self._folder.about()
