@@ -64,7 +64,7 @@ def foreign_files(folder: Path, names: Collection[str]) -> list[str]:
     """The files of a folder that are not of these names, nor what a killed writer of one left."""
     own = "|".join(map(re.escape, names))
     ours = re.compile(rf"{own}|\.({own})\.[0-9a-f]{{32}}\.partial")
-    files = (each.name for each in folder.iterdir() if not each.is_dir())
+    files = (each.name for each in folder.iterdir() if each.is_file())
     return sorted(name for name in files if not ours.fullmatch(name))
 
 
