@@ -25,22 +25,26 @@ def words(said):
             yield from words(each)
 
 
-def parts(found):
-    """What a name of the command line stands for: functions, those of a class, or a constant.
+def written(kind):
+    """What a class has, but for what Python calls by itself.
 
-    Checks of values are none of them: whoever checks an option need not heed it.
+    Whoever checks an option, or makes a dataclass of it, need not heed it.
     """
+    return {name: part for name, part in vars(kind).items() if not name.startswith("__")}
+
+
+def parts(found):
+    """What a name of the command line stands for: functions, those of a class, or a constant."""
     found = inspect.unwrap(found) if inspect.isroutine(found) else getattr(found, "fget", found)
     if inspect.isclass(found) and found.__module__.startswith("snapkv.cli."):
-        methods = (each for name, each in vars(found).items() if name != "__post_init__")
-        return [part for each in methods for part in parts(each)]
+        return [part for each in written(found).values() for part in parts(each)]
     is_ours = getattr(found, "__module__", "snapkv.cli.").startswith("snapkv.cli.")
     return [found] if is_ours and found not in COMMANDS.values() else []
 
 
 def read_by(command, kind):
     """The words of a command that takes options of a kind, and of all that it calls."""
-    own = {name: part for each in reversed(kind.__mro__) for name, part in vars(each).items()}
+    own = {name: part for each in reversed(kind.__mro__) for name, part in written(each).items()}
     todo, seen, said = [command, require_outputs], [], set()
     while todo:
         part = todo.pop()
