@@ -6,7 +6,7 @@ begun with status 200. On a server that shares documents, it also joins them wit
 """
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from fastapi import HTTPException
@@ -24,7 +24,11 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 NAME = f"{__name__}.SettingsCheck"
 """What to pass to vLLM."""
 
-_TOO_DEEP = "body: expected JSON, got lists in lists too deep to be read; nest them less deeply"
+_DEEPEST = 100
+"""Lists in lists and objects in objects of a body: far below what Python and the server can read,
+which depends on the calls under way and on `sys.setrecursionlimit`."""
+
+_TOO_DEEP = f"body: expected at most {_DEEPEST} lists in lists, got more; nest them less deeply"
 
 
 class SettingsCheck:
@@ -85,20 +89,31 @@ def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None)
 
 
 def _require_settings(text: bytes, settings: ServingSettings) -> object:
-    """The body from JSON; None for what is no JSON, which the server says itself.
-
-    One that is nested too deeply for this place may not be for the server's, with fewer calls under
-    way, and would go on unchecked.
-    """
+    """The body from JSON; None for what is no JSON, which the server says itself."""
     try:
         body = json.loads(text)
     except ValueError:
         return None
     except RecursionError as error:
         raise HTTPException(400, detail=_TOO_DEEP) from error
+    if _is_too_deep(body):
+        raise HTTPException(400, detail=_TOO_DEEP)
     try:
         require_settings(body, settings)
     except SnapKVError as error:
         # FastAPI answers with it wherever it comes up while a body is read.
         raise HTTPException(400, detail=str(error)) from error
     return body
+
+
+def _is_too_deep(body: object) -> bool:
+    level = [body]
+    for _ in range(_DEEPEST):
+        level = [inner for one in level for inner in _inside(one) if isinstance(inner, dict | list)]
+    return bool(level)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
