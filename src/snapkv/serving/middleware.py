@@ -80,7 +80,9 @@ def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None)
                 return message
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
-        body = _require_settings(bytes(text), settings)
+        body = _body_of(bytes(text))
+        if visit is None or not visit.is_about_documents:
+            _require_settings(body, settings)
         changed = None if visit is None else await visit.rewritten(body)
         whole = bytes(text) if changed is None else json.dumps(changed).encode()
         return {"type": "http.request", "body": whole, "more_body": False}
@@ -88,7 +90,15 @@ def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None)
     return receive_whole
 
 
-def _require_settings(text: bytes, settings: ServingSettings) -> object:
+def _require_settings(body: object, settings: ServingSettings) -> None:
+    try:
+        require_settings(body, settings)
+    except SnapKVError as error:
+        # FastAPI answers with it wherever it comes up while a body is read.
+        raise HTTPException(400, detail=str(error)) from error
+
+
+def _body_of(text: bytes) -> object:
     """The body from JSON; None for what is no JSON, which the server says itself."""
     try:
         body = json.loads(text)
@@ -98,11 +108,6 @@ def _require_settings(text: bytes, settings: ServingSettings) -> object:
         raise HTTPException(400, detail=_TOO_DEEP) from error
     if _is_too_deep(body):
         raise HTTPException(400, detail=_TOO_DEEP)
-    try:
-        require_settings(body, settings)
-    except SnapKVError as error:
-        # FastAPI answers with it wherever it comes up while a body is read.
-        raise HTTPException(400, detail=str(error)) from error
     return body
 
 

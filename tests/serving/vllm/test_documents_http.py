@@ -329,7 +329,7 @@ def test_a_template_of_the_request_is_rendered_and_compared(config, monkeypatch)
         ({"messages": CHAT, "prompt": TEXT}, "prompt and messages: expected one of them, got both"),
         ({"prompt": [10**6]}, "out of vocabulary"),
         ({"prompt": TEXT, "model": "law"}, "model: expected the model that reads documents"),
-        ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected inside vllm_xargs"),
+        ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected name, prompt, messages"),
     ],
     ids=str,
 )
