@@ -14,6 +14,7 @@ from fastapi import HTTPException
 from snapkv.errors import SnapKVError
 from snapkv.serving.bodies import require_settings
 from snapkv.serving.documents.front import FrontEnd, Visit
+from snapkv.serving.lifetime import end_with_parent
 from snapkv.serving.settings import ServingSettings
 
 _Message = MutableMapping[str, Any]
@@ -43,6 +44,7 @@ class SettingsCheck:
     """
 
     def __init__(self, app: _App) -> None:
+        end_with_parent()  # one of several API servers has a parent
         self._app = app
         self._settings: ServingSettings | None = None
         self._documents: FrontEnd | None = None

@@ -2,14 +2,9 @@
 
 
 def register() -> None:
-    """Make the compressed block spec known; nothing else happens until an engine asks for it.
-
-    A process that a Ray Serve replica has started also ends with it.
-    """
+    """Make the compressed block spec known; nothing else happens until an engine asks for it."""
     from snapkv.serving.blocks import register_spec
-    from snapkv.serving.lifetime import end_together
     from snapkv.serving.versions import supported_version
 
-    end_together()
     if supported_version():
         register_spec()
