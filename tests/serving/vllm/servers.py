@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _STARTED = 600  # seconds; a busy machine takes minutes
 
 
@@ -80,6 +82,23 @@ class Server:
                 return
             except subprocess.TimeoutExpired:
                 continue
+
+    def kill(self) -> list[Path]:
+        """Kill the process that answers requests, and wait for the end of all that it started.
+
+        Returns:
+            Where the processes have counted.
+        """
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        counts = [Path(file.path) for one in children for file in one.open_files()]
+        folders = {path.parent for path in counts if path.suffix == ".db"}
+        self.process.kill()
+        self.process.wait()
+        deadline = time.monotonic() + 30
+        while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children):
+            assert time.monotonic() < deadline, [one.cmdline() for one in children]
+            time.sleep(0.1)
+        return sorted(folders)
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
