@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv.serving.lifetime import METRICS, end_with_parent, metrics_folder
+from snapkv.serving.lifetime import METRICS, end_with_parent, metrics_folder, own_folder
 
 linux = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
@@ -87,7 +87,9 @@ def test_a_process_that_nobody_has_started_so_watches_none(monkeypatch):
 def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
     monkeypatch.delenv(METRICS, raising=False)
     with metrics_folder():
-        assert Path(os.environ[METRICS]).is_dir()
-        folder = os.environ[METRICS]
-    assert METRICS not in os.environ
-    assert not Path(folder).exists()
+        folder = own_folder()
+        assert folder.is_dir()
+    assert own_folder() is None
+    assert not folder.exists()
+    monkeypatch.setenv(METRICS, "/of/the/user")
+    assert own_folder() is None

@@ -28,6 +28,12 @@ def metrics_folder() -> Iterator[None]:
             del os.environ[METRICS]  # what this process starts next has no such folder
 
 
+def own_folder() -> Path | None:
+    """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
+    folder = Path(os.environ.get(METRICS, ""))
+    return folder if folder.name.startswith(_OURS) else None
+
+
 def end_with_parent() -> None:
     """Watch the process that has started this one, and kill this one when that one is gone.
 
@@ -50,7 +56,6 @@ def _outlive(process: int) -> None:
         ended = select.poll()  # not select.select, which takes no handle above 1023
         ended.register(handle, select.POLLIN)
         ended.poll()
-    folder = Path(os.environ.get(METRICS, ""))
-    if folder.name.startswith(_OURS):
+    if folder := own_folder():
         shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -95,9 +95,11 @@ class Server:
         self.process.kill()
         self.process.wait()
         deadline = time.monotonic() + 30
-        while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children):
-            assert time.monotonic() < deadline, [one.cmdline() for one in children]
+        while (left := [one for one in children if _runs(one)]) and time.monotonic() < deadline:
             time.sleep(0.1)
+        for one in left:
+            one.kill()
+        assert not left
         return sorted(folders)
 
     def output(self) -> str:
@@ -139,3 +141,11 @@ class Server:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0, **options
         )
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it does, and is no zombie either, which only its new parent could bury."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
