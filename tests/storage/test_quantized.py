@@ -166,6 +166,52 @@ def test_turns_and_recall_choose_from_what_was_seen():
     assert turning.report().kept_tokens == BUDGET
 
 
+def after_a_turn(model, lengths, options):
+    """What rows of these lengths hold and answer behind a second turn, in a batch and alone."""
+    rows, longest, turn = len(lengths), max(lengths), random_ids(len(lengths), 60, 1)
+    ids, mask = random_ids(rows, longest), torch.ones(rows, longest + 61, dtype=torch.int64)
+    for row, tokens in enumerate(lengths):
+        mask[row, : longest - tokens] = 0
+
+    def talk(chosen, first):
+        cache, seen, logits = CompressedCache(model, POLICY, **options), 0, []
+        for piece in (ids[chosen, first:], turn[chosen], random_ids(rows, 1, 2)[chosen]):
+            seen += piece.shape[1]
+            if piece.shape[1] > 1:
+                cache.expect_prompt(seen)
+            shown = mask[chosen, first : first + seen]
+            at = (shown.cumsum(-1) - 1).clamp(min=0)[:, -piece.shape[1] :]
+            logits.append(call(model, cache, piece, attention_mask=shown, position_ids=at)[:, -1])
+        return logits[-1], [cache.kept_positions(layer) for layer in range(4)], cache
+
+    every = torch.arange(rows)
+    return talk(every, 0), [talk(every[r : r + 1], longest - n) for r, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recall": "host"}, {"turns": "compress"}], ids=str
+)
+def test_a_row_that_fitted_the_budget_beside_a_longer_one_chooses_as_alone(options):
+    model = tiny_model("llama")
+    (logits, kept, cache), alone = after_a_turn(model, (25, 90), {"quantize": "fp8", **options})
+    for row, (own_logits, own_kept, _) in enumerate(alone):
+        for layer in range(4):
+            for found, own in zip(kept[layer][row], own_kept[layer][0], strict=True):
+                assert found[found >= 0].tolist() == own[own >= 0].tolist()
+        close = 0.05 if not options and row == 0 else 1e-3  # less of it is in few bits than alone
+        assert (logits[row] - own_logits[0]).abs().max() <= close * own_logits.abs().max()
+    assert cache.layers[0].store.coded_tokens == BUDGET
+
+
+def test_recall_brings_back_what_was_read_and_not_its_codes():
+    """Also of a prompt that fits the budget, of which nothing was dropped."""
+    model, held = tiny_model("llama"), {}
+    for bits in (None, "int4"):
+        held[bits] = after_a_turn(model, (30,), {"recall": "host", "quantize": bits})[1][0]
+    for exact, coded in zip(held[None][1], held["int4"][1], strict=True):
+        assert torch.equal(exact, coded)
+
+
 def test_rows_crops_resets_and_files(tmp_path):
     model, token = tiny_model("llama"), random_ids(2, 1, 1)
     cache = read(model, quantize="int8")

@@ -98,7 +98,7 @@ def choose_for_whole_rows(
         new if fits else 0 for new, fits in zip(own_queries(layer, turn_tokens), whole, strict=True)
     ]
     absorb_tail(layer)
-    store = layer.store
+    store, chosen_slots = layer.store, layer.slots.chosen_slots
     prompt = prompt_layer(call, layer, new_tokens, slots, None)
     if isinstance(store, RaggedStore):
         held, order = layer.slots.columns(store) >= 0, None
@@ -123,6 +123,7 @@ def choose_for_whole_rows(
                 parts_heads=selection.head_tokens is not None,
             )
         )
+        layer.settle(chosen_slots)
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
         layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 
