@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
-from snapkv.ops import ScoreOptions
+from snapkv.ops import ScoreOptions, attention_weights, keep_best
 from snapkv.policies import (
     H2O,
     RKV,
@@ -17,12 +17,15 @@ from snapkv.policies import (
     AdaKV,
     DecodeStep,
     DuoAttention,
+    EvictingPolicy,
+    Eviction,
     FastGen,
     FullCache,
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
     Scissorhands,
+    Selection,
     SnapKV,
     StreamingLLM,
 )
@@ -104,6 +107,46 @@ ROOMY = {
     "fastgen": FastGen(1, **KINDS),
     "duo-attention": replace(DUO, recent_tokens=200),
 }
+
+
+@dataclass(frozen=True)
+class Summed(EvictingPolicy):
+    """Keeps what the last queries attended to most, in sum, the same in so many heads."""
+
+    name = "summed"
+    query_tokens = 1
+    max_decode_tokens = BUDGET
+    heads: int = 1
+
+    def select(self, layer):
+        scores = self._received(layer)
+        kept = keep_best(scores[:, :1], [min(BUDGET, scores.shape[-1])])
+        return Selection.of(layer, kept.expand(-1, self.heads, -1), scores=scores)
+
+    def evict(self, step):
+        scores = step.scores + self._received(step)
+        if scores.shape[-1] <= BUDGET:
+            return Eviction(scores=scores)
+        kept = keep_best(scores[:, :1], [BUDGET])
+        return Eviction(keep_indices=kept.expand(-1, self.heads, -1), scores=scores)
+
+    def _received(self, states):
+        weights = attention_weights(
+            states.queries[:, :, -1:], states.keys, score_options=states.score_options
+        )
+        return weights[:, :, -1].mean(dim=1, keepdim=True).expand(-1, self.heads, -1)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, 10])
+def test_scores_and_choices_of_one_head_are_those_of_all(prompt):
+    model, ids = tiny_model("llama"), random_ids(2, prompt + 20)
+    shared, own = (CompressedCache(model, Summed(heads=heads)) for heads in (1, 2))
+    for piece in (ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)):
+        with torch.no_grad():
+            found, expected = (model(piece, past_key_values=cache) for cache in (shared, own))
+        torch.testing.assert_close(found.logits, expected.logits)
+        for layer in range(4):
+            assert torch.equal(shared.kept_positions(layer), own.kept_positions(layer))
 
 
 def sizes(policy, steps, tokens=PROMPT, layer=0):

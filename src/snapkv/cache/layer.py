@@ -273,7 +273,8 @@ class CompressedLayer(DynamicLayer):
 
         Where tokens were dropped, all of them have been.
         """
-        whole, self.store = self.store, self.storage.settle(self.store, kept_tokens, self.policy.name)
+        whole = self.store
+        self.store = self.storage.settle(whole, kept_tokens, self.policy.name)
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
@@ -303,6 +304,8 @@ class CompressedLayer(DynamicLayer):
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
         scores = eviction.scores
         if eviction.keep_indices is None:
+            if scores is not None:
+                scores = scores.expand(-1, self.keys.shape[1], -1)
             self.notes = replace(self.notes, slot_scores=scores)
             return
         slots, seen = self.store.slots, self.seen_tokens
@@ -407,5 +410,6 @@ class CompressedLayer(DynamicLayer):
 
 
 def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
-    """(B, heads, K): the scores of (B, H or 1, K) slots; anything for -1."""
-    return scores.gather(2, kept.expand(-1, heads, -1).clamp(min=0))
+    """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
+    kept = kept.expand(-1, heads, -1).clamp(min=0)
+    return scores.expand(-1, heads, -1).gather(2, kept)
