@@ -237,9 +237,9 @@ class CompressedLayer(DynamicLayer):
     # What the attention seam asks of a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
-        """Take the new tokens' ids, behind those of the prompt or instead of the last step's."""
+        """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
         known = self.notes.token_ids
-        if self.slots.kept is None and known is not None:
+        if self.notes.last_queries is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self.notes = replace(self.notes, token_ids=token_ids)
 
