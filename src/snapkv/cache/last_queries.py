@@ -42,11 +42,14 @@ def forget_queries(layer: CompressedLayer) -> None:
 def look_back(layer: CompressedLayer, queries: Tensor) -> Tensor:
     """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
 
-    Holds on to those for the steps to come.
+    Holds on to those for the steps to come. Of a turn in parts the step has the queries of all.
     """
     history, tail = layer.history_tokens, layer.notes.last_queries
     if not history:
-        return queries if layer.slots.gaps is None else _with_tail(layer, queries)
+        queries = _with_tail(layer, queries)
+        if tail is not None:
+            forget_queries(layer)
+        return queries
     if layer.slots.gaps is None and tail is not None:  # of no pads, so no more is needed
         _hold(layer, last_tokens(tail, history - queries.shape[-2]))
     queries = last_tokens(_with_tail(layer, queries), history)

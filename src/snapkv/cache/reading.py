@@ -134,8 +134,7 @@ class Reading:
         """Read the next tokens over all that was seen, in layers that can recall it."""
         for layer in self.layers:
             if layer.offloaded is not None:
-                is_away = layer.slots.kept is not None or not layer.store.hands_over
-                layer.offloaded.is_due = is_away and (is_open or layer.store.slots == 0)
+                layer.offloaded.is_due = not layer.holds_all and (is_open or layer.store.slots == 0)
 
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int, end_ids: tuple[int, ...] = ()) -> Iterator[None]:

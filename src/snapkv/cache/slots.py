@@ -185,10 +185,10 @@ class SlotMap(RowRecord):
         """For each row of a compressed layer whether nothing of it was dropped yet.
 
         A short row of a padded batch fits the budget where a longer one does not. False for all
-        where rows have no pads, so are of one length, and where nothing can be chosen again.
+        where rows have no pads, so are of one length.
         """
         pads = self.packed_pads
-        if pads is None or not store.chooses_again:
+        if pads is None:
             return [False] * store.keys.shape[0]
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
