@@ -118,7 +118,7 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._padding = PaddingWatch(compressed, later.recall)
+        self._padding = PaddingWatch(compressed)
         self._check = VoteCheck()
 
     # What transformers asks of a cache.
@@ -146,7 +146,6 @@ class CompressedCache(Cache):
         keys, values = layer.update(key_states, value_states)
         if self.reading.narrowing is not None:
             self.reading.narrowing.note(layer)
-        self._padding.tell(layer)
         if self.reading.coming_ids is not None:
             layer.remember_ids(self.reading.coming_ids[1].to(key_states.device))
         handoff.offer(
@@ -190,14 +189,12 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 layer.crop(tokens_to_remove)
-        self._padding.forget()
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
         super().reset()
         handoff.withdraw(self.reading)
         self._check.doubts.clear()
-        self._padding.forget()
         self.reading.forget()
 
     def activate_past_recording(self) -> None:
