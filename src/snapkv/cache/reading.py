@@ -75,22 +75,27 @@ class Reading:
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts = 0, False
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, count: int) -> None:
         """Take the last tokens back from all layers.
 
         Raises:
             InvalidArgumentError: a layer refuses; then none has changed.
         """
+        seen = self.seen_tokens
         for layer in self.layers:
-            layer.require_croppable(tokens_to_remove)
+            layer.require_croppable(count)
+        if any(layer.must_recall(count) for layer in self.layers):
+            for layer in self.layers:
+                layer.recall()
         for layer in self.layers:
-            layer.take_back(-tokens_to_remove)
-        self.forget_unread_end()
+            layer.take_back(count)
+        self.forget_end_within(seen)
 
-    def forget_unread_end(self) -> None:
-        """Tokens were taken back: an end that they reached is to be announced again."""
-        if self.prompt_end is not None and self.seen_tokens < self.prompt_end:
+    def forget_end_within(self, seen_tokens: int) -> None:
+        """Some of so many tokens were taken back: an end among them is to be announced again."""
+        if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
             self.prompt_end = None
+        self._recall_for_a_turn()
 
     # Where the prompt ends.
 
@@ -125,10 +130,11 @@ class Reading:
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
         self.turn_start, self.prompt_end = seen, prompt_tokens
-        self._recall(True)
+        self._recall_for_a_turn()
 
-    def _recall(self, is_open: bool) -> None:
-        """Read the next tokens over all that was seen, in layers that can recall it."""
+    def _recall_for_a_turn(self) -> None:
+        """Read the tokens of a turn over all that was seen, in layers that can recall it."""
+        is_open = self.prompt_end is None or self.seen_tokens < self.prompt_end
         for layer in self.layers:
             if layer.offloaded is not None:
                 is_away = layer.slots.kept is not None or not layer.store.hands_over
@@ -144,7 +150,7 @@ class Reading:
         except BaseException:
             if self.seen_tokens == seen:
                 self.prompt_end = before
-                self._recall(False)
+                self._recall_for_a_turn()
             raise
 
     def require_room(self, new_tokens: int) -> None:

@@ -133,13 +133,15 @@ class SlotMap(RowRecord):
     def whole_rows(self, store: TokenStore) -> list[bool]:
         """For each row of a compressed layer whether nothing of it was dropped yet.
 
-        A short row of a padded batch fits the budget where a longer one does not. False for all
-        where rows have no pads, so are of one length, and where nothing can be chosen again.
+        A short row of a padded batch fits the budget where a longer one does not; so does one row
+        of several where each has a budget of its own. False for all where rows and heads hold as
+        many tokens each, and where nothing can be chosen again.
         """
-        pads = self.pads
-        if pads is None or not store.chooses_again:
+        is_even = self.pads is None and self.fillers is None and not store.unmasked_slots
+        if is_even or not store.chooses_again:
             return [False] * store.keys.shape[0]
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
+        pads = 0 if self.pads is None else self.pads
         rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
         return rows
 

@@ -280,8 +280,7 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         return
     queries = look_back(layer, call.query)
     every = layer.turns.refresh_every
-    due = every is not None and layer.seen_tokens - layer.slots.chosen_at >= every
-    if not due or layer.slots.kept is None:
+    if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return
     if layer.store.keys.shape[1] != call.key.shape[1]:
         raise UnsupportedModelError(
@@ -301,8 +300,11 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         fair=layer.spans.fair,
         **of_layer(whole, layer),
     )
-    with torch.no_grad():
-        layer.end_prompt(layer.policy.select(prompt), prompt)
+    selection = select(layer, prompt)
+    if selection is None:
+        layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
+    else:
+        layer.end_prompt(selection, prompt)
 
 
 _PHASES: dict[Phase, Callable[..., Attended]] = {
