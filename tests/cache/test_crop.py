@@ -119,11 +119,9 @@ def test_a_crop_within_a_prompt_that_comes_in_pieces(recall):
     assert kept_of(cache) == kept_of(fresh(model, TEXT))
 
 
-@pytest.mark.parametrize(
-    "policy", [SnapKV(22, window_size=2), PyramidKV(22, window_size=2)], ids=str
-)
+@pytest.mark.parametrize("kind", [SnapKV, PyramidKV])
 @pytest.mark.parametrize("recall", RECALLS, ids=str)
-def test_all_layers_recall_for_a_crop_or_none(recall, policy):
+def test_all_layers_recall_for_a_crop_or_none(recall, kind):
     """In some layers the tokens behind what was dropped reach further than the window."""
     policy = kind(22, window_size=2)
     for tokens in range(1, 8):
@@ -146,6 +144,35 @@ def test_all_layers_recall_for_a_crop_behind_a_refresh():
     for token in LATER.split(1, dim=1):
         read(model, cache, token)
     assert cache.report().kept_tokens < 22 + 6
+
+
+@pytest.mark.parametrize(
+    "policy", [FullCache(), SnapKV(60, window_size=12)], ids=["full", "snapkv"]
+)
+@pytest.mark.parametrize("recall", [None, *RECALLS], ids=str)
+@pytest.mark.parametrize("tokens", [15, 20, 25])
+def test_a_crop_into_the_pads_of_a_row(recall, policy, tokens):
+    """What is left of them is none of the tokens that follow."""
+    model, mask = tiny_model("llama"), torch.ones(2, 25 + 40, dtype=torch.int64)
+    mask[0, :15] = 0
+    cache, fresh = (CompressedCache(model, policy, recall=recall) for _ in range(2))
+    padded(model, cache, TEXT[:, :25], mask[:, :25])
+    cache.crop(-tokens)
+    left = torch.cat([torch.zeros_like(mask[:, : 25 - tokens]), torch.ones_like(mask[:, :40])], 1)
+    left[1] = 1
+    text = torch.cat([TEXT[:, : 25 - tokens], TEXT[:, 25:65]], dim=1)
+    padded(model, cache, text[:, 25 - tokens :], left)
+    padded(model, fresh, text, left)
+    assert kept_of(cache) == kept_of(fresh)
+    token, left = LATER[:, :1], torch.nn.functional.pad(left, (0, 1), value=1)
+    found, expected = (padded(model, each, token, left) for each in (cache, fresh))
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@torch.no_grad()
+def padded(model, cache, ids, mask):
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
 
 
 # Layers that are not compressed.

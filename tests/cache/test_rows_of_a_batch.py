@@ -10,6 +10,7 @@ from snapkv import (
     RKV,
     TOVA,
     AdaKV,
+    AutoBudget,
     CompressedCache,
     CriticalKV,
     ExpectedAttention,
@@ -108,6 +109,15 @@ def require_same_tokens(found, expected):
         assert head[head >= 0].tolist() == own[own >= 0].tolist()
 
 
+def require_as_alone(together, row, alone):
+    for found, expected in zip(together.passes, alone.passes, strict=True):
+        found = found[row : row + 1, found.shape[1] - expected.shape[1] :]
+        torch.testing.assert_close(found, expected, **CLOSE)
+    for layer in together.cache.compressed_layers:
+        found = together.cache.kept_positions(layer)[row]
+        require_same_tokens(found, alone.cache.kept_positions(layer)[0])
+
+
 @pytest.mark.parametrize("prompts", [(70, 95, 52), (20, 90), (33, 33)], ids=str)
 @pytest.mark.parametrize(("policy", "options"), CASES)
 def test_each_row_is_as_alone(policy, options, prompts):
@@ -127,9 +137,38 @@ def test_each_row_is_as_alone(policy, options, prompts):
         for number, (ids, pieces, answer) in enumerate(turns):
             ids = ids[row : row + 1, own if number == 0 else 0 :]
             alone.turn(ids, pieces, answer[row : row + 1])
-        for found, expected in zip(together.passes, alone.passes, strict=True):
-            found = found[row : row + 1, found.shape[1] - expected.shape[1] :]
-            torch.testing.assert_close(found, expected, **CLOSE)
-        for layer in together.cache.compressed_layers:
-            found = together.cache.kept_positions(layer)[row]
-            require_same_tokens(found, alone.cache.kept_positions(layer)[0])
+        require_as_alone(together, row, alone)
+
+
+OF_OWN_BUDGETS = {
+    "score-threshold": ScoreThreshold(SnapKV(500, **PICK), at_least=0.012),
+    "adakv-auto": AdaKV(SnapKV(AutoBudget(lost_vote=0.012, least=4), **PICK)),
+    "snapkv-auto": SnapKV(AutoBudget(lost_vote=0.016, least=4), **PICK),
+}
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (3, 0)], ids=str)
+@pytest.mark.parametrize("policy", OF_OWN_BUDGETS.values(), ids=OF_OWN_BUDGETS)
+def test_a_row_that_has_kept_everything_chooses_at_its_next_turn(policy, pads):
+    """Rows of one length may keep different numbers of tokens, and one of them all."""
+    prompt = random_ids(2, 60, 1)
+    prompt[0] = prompt[0, 0]
+    turns = [(prompt, 60, random_ids(2, 2, 2)), (random_ids(2, 30, 3), 21, random_ids(2, 2, 4))]
+    together = Rows(policy, {}, pads)
+    together.turn(*turns[0])
+    layers = together.cache.reading.layers
+    assert any(layer.slots.kept is not None and len({*held_of(layer)}) > 1 for layer in layers)
+    together.turn(*turns[1])
+    for row, own in enumerate(pads):
+        alone = Rows(policy, {}, [0])
+        for number, (ids, pieces, answer) in enumerate(turns):
+            ids = ids[row : row + 1, own if number == 0 else 0 :]
+            alone.turn(ids, pieces, answer[row : row + 1])
+        require_as_alone(together, row, alone)
+
+
+def held_of(layer):
+    """For each row whether every head holds every token of it."""
+    held = (layer.stored_positions() >= 0).sum(dim=-1).amin(dim=-1)
+    pads = 0 if layer.slots.pads is None else layer.slots.pads
+    return (held == layer.seen_tokens - pads).tolist()

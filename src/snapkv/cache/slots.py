@@ -193,7 +193,7 @@ class SlotMap(RowRecord):
         return replace(
             super().cropped(tokens, slots),
             start=min(self.start, seen),
-            pads=self.pads if seen else None,
+            pads=None if self.pads is None or not seen else self.pads.clamp(max=seen),
             chosen_at=min(self.chosen_at, seen),
         )
 
