@@ -43,19 +43,15 @@ class Handoff:
         return self.reading.prompt_end
 
     @property
-    def turn_tokens(self) -> int:
-        """How many tokens the prompt or turn has, whether it comes in pieces or not."""
-        return self.prompt_end - self.reading.turn_start
-
-    @property
     def drafts(self) -> int:
         """How many of the tokens seen stand behind the prompt's end; negative before it."""
         return self.layer.seen_tokens - self.prompt_end
 
     def take_back(self) -> None:
         """Undo the update, whose attention is refused."""
+        seen = self.layer.seen_tokens
         self.layer.take_back(self.new_tokens)
-        self.reading.forget_unread_end()
+        self.reading.forget_end_within(seen)
 
 
 _current = threading.local()
