@@ -301,7 +301,7 @@ def _save(talk: Talk) -> Iterator[Stage]:
 
 def load(path: Path, model: PreTrainedModel, case: Case) -> Any:
     """The cache of a file, and the tensors that lie beside it."""
-    # A policy that was made with token ids is not written down with them.
+    # Files of the first release have how many token ids a policy was made with, not which.
     given = {"policy": POLICIES["fastgen"]()} if case.policy == "fastgen" else {}
     return CompressedCache.load_with(path, model, **given)
 

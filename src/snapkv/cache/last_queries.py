@@ -35,10 +35,12 @@ def forget_queries(layer: CompressedLayer) -> None:
 def look_back(layer: CompressedLayer, queries: Tensor) -> Tensor:
     """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
 
-    Holds on to those for the steps to come.
+    Holds on to those for the steps to come. Of a turn in parts the step has the queries of all.
     """
     history = layer.history_tokens
     if not history:
+        queries = _with_tail(layer, queries)
+        forget_queries(layer)
         return queries
     queries = last_tokens(_with_tail(layer, queries), history)
     _hold(layer, queries)

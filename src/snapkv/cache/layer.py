@@ -16,7 +16,7 @@ from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.states import fillers_left
-from snapkv.storage.base import Storage
+from snapkv.storage.base import Storage, TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
@@ -242,9 +242,9 @@ class CompressedLayer(DynamicLayer):
     # What the attention seam asks of a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
-        """Take the new tokens' ids, behind those of the prompt or instead of the last step's."""
+        """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
         known = self.notes.token_ids
-        if self.slots.kept is None and known is not None:
+        if self.notes.last_queries is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self.notes = replace(self.notes, token_ids=token_ids)
 
@@ -271,13 +271,23 @@ class CompressedLayer(DynamicLayer):
         if selection is not None:
             self._keep(selection, at)
         kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
-        self.store = self.storage.settle(self.store, kept_tokens, self.policy.name)
+        self.settle(kept_tokens)
+
+    def settle(self, kept_tokens: int) -> None:
+        """Store the first slots as it is done behind a prompt; what that would change is offloaded.
+
+        Where tokens were dropped, all of them have been.
+        """
+        whole = self.store
+        self.store = self.storage.settle(whole, kept_tokens, self.policy.name)
+        if self.slots.kept is None and not self.store.is_exact:
+            self._offload(whole, kept_tokens)
 
     def _keep(self, selection: Selection, at: int) -> None:
         """Keep the selected slots of a prompt that ended after so many tokens."""
         tokens = selection.prompt_tokens
         columns = self.slots.columns_of(selection.keep_indices, self.store)
-        self.offload_first(tokens)
+        self._offload(self.store, tokens)
         self.cut_pages(columns, self.keys, tokens)
         if selection.head_tokens is None:
             self.store = self.store.keep(selection.keep_indices, tokens)
@@ -299,6 +309,8 @@ class CompressedLayer(DynamicLayer):
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
         scores = eviction.scores
         if eviction.keep_indices is None:
+            if scores is not None:
+                scores = scores.expand(-1, self.keys.shape[1], -1)
             self.notes = replace(self.notes, slot_scores=scores)
             return
         slots, seen = self.store.slots, self.seen_tokens
@@ -343,11 +355,16 @@ class CompressedLayer(DynamicLayer):
         """Whether the next tokens are read over all that was seen, and vote on it."""
         return self.offloaded is not None and self.offloaded.is_due
 
-    def offload_first(self, tokens: int) -> None:
-        """Put those of the first tokens off the device that are not yet; the layer is whole."""
+    @property
+    def holds_all(self) -> bool:
+        """Whether all that was seen is at hand as it came."""
+        return self.slots.kept is None and self.store.hands_over and self.store.is_exact
+
+    def _offload(self, whole: TokenStore, tokens: int) -> None:
+        """Put those of the first tokens off the device that are not yet."""
         if self.offloaded is not None:
             done = self.offloaded.tokens
-            self.offloaded.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
+            self.offloaded.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
 
     def cut_pages(self, kept: Tensor, keys: Tensor, tokens: int) -> None:
         """Note the pages of what is not kept, if steps are to choose among them.
@@ -366,7 +383,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is None:
             return
         seen, slots = self.seen_tokens, self.store.slots
-        self.offload_first(seen)
+        self._offload(self.store, seen)
         none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
         self.store = self.store.keep(none, slots)
         self.slots = self.slots.chosen(none, seen)
@@ -385,7 +402,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is None:
             return
         self.offloaded.is_due = False
-        if self.slots.kept is None and self.store.hands_over:
+        if self.holds_all:
             return
         self.notes = replace(self.notes, pages=None)
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
@@ -398,5 +415,6 @@ class CompressedLayer(DynamicLayer):
 
 
 def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
-    """(B, heads, K): the scores of (B, H or 1, K) slots; anything for -1."""
-    return scores.gather(2, kept.expand(-1, heads, -1).clamp(min=0))
+    """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
+    kept = kept.expand(-1, heads, -1).clamp(min=0)
+    return scores.expand(-1, heads, -1).gather(2, kept)

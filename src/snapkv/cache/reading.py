@@ -137,8 +137,7 @@ class Reading:
         is_open = self.prompt_end is None or self.seen_tokens < self.prompt_end
         for layer in self.layers:
             if layer.offloaded is not None:
-                is_away = layer.slots.kept is not None or not layer.store.hands_over
-                layer.offloaded.is_due = is_away and (is_open or layer.store.slots == 0)
+                layer.offloaded.is_due = not layer.holds_all and (is_open or layer.store.slots == 0)
 
     @contextlib.contextmanager
     def announced(self, prompt_tokens: int) -> Iterator[None]:

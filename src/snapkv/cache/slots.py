@@ -135,10 +135,9 @@ class SlotMap(RowRecord):
 
         A short row of a padded batch fits the budget where a longer one does not; so does one row
         of several where each has a budget of its own. False for all where rows and heads hold as
-        many tokens each, and where nothing can be chosen again.
+        many tokens each.
         """
-        is_even = self.pads is None and self.fillers is None and not store.unmasked_slots
-        if is_even or not store.chooses_again:
+        if self.pads is None and self.fillers is None and not store.unmasked_slots:
             return [False] * store.keys.shape[0]
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
         pads = 0 if self.pads is None else self.pads

@@ -30,6 +30,7 @@ from snapkv.hf.phases import Phase, phase_of
 from snapkv.hf.selection import (
     choose_for_whole_rows,
     evict,
+    hold_for_eviction,
     keep_to_cap,
     of_layer,
     prompt_layer,
@@ -268,7 +269,10 @@ def _attend_behind(
     output = attend_stored(call, layer)
     if turn is not None and turn.drafts <= 0:
         choose_for_whole_rows(call, layer, is_end=turn.drafts == 0)
-    evict(call, layer)
+    if turn is not None and turn.drafts < 0:
+        hold_for_eviction(call, layer, turn.turn_tokens)
+    else:
+        evict(call, layer, None if turn is None else turn.turn_tokens + turn.drafts)
     _follow(call, layer)
     layer.store.rest()
     return output

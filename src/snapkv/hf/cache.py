@@ -383,8 +383,8 @@ class CompressedCache(Cache):
         Args:
             path: the file. It is read in full and checked first; nothing in it is run.
             model: the model that filled the cache, on any device.
-            options: `policy`, where it is not one of the package's, or needs a tokenizer; `recall`,
-                "host" if left out, and `recall_bytes`, for a cache that was saved with recall.
+            options: `policy`, where it is not one of the package's; `recall`, "host" if left out,
+                and `recall_bytes`, for a cache that was saved with recall.
 
         Raises:
             CacheFileError: no such file, or not one that `save` has written, whole and unchanged.

@@ -43,6 +43,11 @@ class Handoff:
         return self.reading.prompt_end
 
     @property
+    def turn_tokens(self) -> int:
+        """How many tokens the prompt or turn has, whether it comes in pieces or not."""
+        return self.prompt_end - self.reading.turn_start
+
+    @property
     def drafts(self) -> int:
         """How many of the tokens seen stand behind the prompt's end; negative before it."""
         return self.layer.seen_tokens - self.prompt_end

@@ -59,7 +59,7 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end
         remember_queries(layer, call.query, 0)
         return
     absorb_tail(layer)
-    store = layer.store
+    store, chosen_slots = layer.store, layer.slots.chosen_slots
     prompt = prompt_layer(call, layer, new_tokens, slots, layer.slots.fillers)
     if isinstance(store, RaggedStore):
         held = layer.slots.columns(store) >= 0
@@ -83,16 +83,29 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end
                 parts_heads=selection.head_tokens is not None,
             )
         )
+        layer.settle(chosen_slots)
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
         layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 
 
-def evict(call: AttentionCall, layer: CompressedLayer) -> None:
-    """Let a policy that evicts while generating see this step and drop what it will."""
+def hold_for_eviction(call: AttentionCall, layer: CompressedLayer, turn_tokens: int) -> None:
+    """Hold the queries of a part of a turn, at whose end a policy evicts as if it came at once."""
+    if isinstance(layer.policy, EvictingPolicy):
+        remember_queries(layer, call.query, turn_tokens)
+
+
+def evict(call: AttentionCall, layer: CompressedLayer, tokens: int | None = None) -> None:
+    """Let a policy that evicts while generating see this step and drop what it will.
+
+    Args:
+        call: the attention to the step.
+        layer: whose tokens it keeps.
+        tokens: of the step, where those before the call's own were held for it.
+    """
     policy = layer.policy
     if not isinstance(policy, EvictingPolicy):
         return
-    new_tokens = call.query.shape[2]
+    new_tokens = call.query.shape[2] if tokens is None else tokens
     absorb_tail(layer)
     store, slots, notes = layer.store, layer.slots, layer.notes
     if isinstance(store, RaggedStore):
