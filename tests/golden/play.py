@@ -68,13 +68,11 @@ class Talk:
         self.mask = torch.empty(self.rows, 0, dtype=torch.int64)
 
     def ask(self, tokens: int, seed: int) -> None:
-        """The next prompt; in a batch the first row's is shorter, of a later turn the last's."""
+        """The next prompt; in a batch the first row's first one is shorter."""
         ids = drawn_ids(self.rows, tokens, seed)
         mask = torch.ones_like(ids)
         if self.rows == 2 and not self.mask.shape[1]:
             mask[0, : min(PADS, tokens // 3)] = 0
-        elif self.rows > 1 and self.case.rows == "gaps":
-            mask[-1, : tokens // 2] = 0
         self._hear(ids * mask, mask)
 
     def _hear(self, ids: Tensor, mask: Tensor | None = None) -> None:

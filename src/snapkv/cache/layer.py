@@ -149,23 +149,24 @@ class CompressedLayer(DynamicLayer):
             self.notes = self.notes.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; count and errors as in `require_croppable`."""
-        self.require_croppable(tokens_to_remove)
-        self.take_back(-tokens_to_remove)
+        """Forget the last tokens, a non-positive count, as transformers has it."""
+        count = require_removable(tokens_to_remove)
+        self.require_croppable(count)
+        if self.must_recall(count):
+            self.recall()
+        self.take_back(count)
 
-    def require_croppable(self, tokens_to_remove: int) -> None:
-        """Recall what a crop needs; takes a non-positive count, as transformers does.
+    def require_croppable(self, count: int) -> None:
+        """Refuse to take back so many of the last tokens where that cannot be.
 
         Raises:
-            InvalidArgumentError: a positive count, or tokens that some head does not hold.
+            InvalidArgumentError: some head does not hold them, and they cannot be recalled.
         """
-        count, is_compressed = require_removable(tokens_to_remove), self.slots.kept is not None
-        if not count:
+        is_compressed = self.slots.kept is not None
+        can_recall = self.offloaded is not None and count <= self.seen_tokens
+        if not count or (is_compressed and can_recall):
             return
-        if self.offloaded is not None and is_compressed:
-            if count > self.slots.whole_tail(self.store):
-                self.recall()
-        elif is_compressed and not self.is_croppable:
+        if is_compressed and not self.is_croppable:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most 0, since none of the tokens that "
                 f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
@@ -173,6 +174,11 @@ class CompressedLayer(DynamicLayer):
                 "prompts"
             )
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
+
+    def must_recall(self, count: int) -> bool:
+        """Whether so many of the last tokens cannot be taken back before all are recalled."""
+        is_away = self.offloaded is not None and self.slots.kept is not None
+        return bool(count) and is_away and count > self.slots.whole_tail(self.store)
 
     def take_back(self, count: int) -> None:
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
@@ -182,7 +188,6 @@ class CompressedLayer(DynamicLayer):
         self.store = self.store.crop(count)
         self.slots, self.notes = self.slots.cropped(count, left), self.notes.cropped(count, left)
         if self.offloaded is not None:
-            self.offloaded.is_due = False
             self.offloaded.crop(self.seen_tokens)
 
     def __copy__(self) -> "CompressedLayer":
