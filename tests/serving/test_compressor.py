@@ -11,12 +11,11 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.serving import layer_runs
-from snapkv.serving.choices import EndOfPrompt
 from snapkv.serving.compressor import Compressor, QueryRecorder
 from snapkv.serving.layers import voting_layer
 from snapkv.serving.layouts import layout_of, slots
 from snapkv.serving.layouts.plain import PlainLayout
-from snapkv.serving.orders import Move, Order
+from snapkv.serving.orders import Move
 from snapkv.serving.plans import Plan
 from tests.families import random_ids, tiny_model
 

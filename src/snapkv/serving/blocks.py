@@ -108,7 +108,8 @@ class CompressedManager(FullAttentionManager):
         if plan is None or not self.enable_caching or dropped > 0:
             return 0
         held, size = seen_tokens - dropped, self.block_size
-        return cdiv(plan.room(seen_tokens, held, step_tokens, size), size)
+        blocks: int = cdiv(plan.room(seen_tokens, held, step_tokens, size), size)
+        return blocks
 
     def take_room(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
         """Set blocks aside for what a step keeps: some fresh ones, and of its own for the rest.

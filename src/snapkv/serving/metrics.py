@@ -84,6 +84,7 @@ class PromptMetrics:
     def __init__(self, vllm_config: Any) -> None:
         self._labels = _labels(vllm_config)
         self._series = _series()
+        self._waits = self._series["waits"].labels(*self._labels)  # 0 from the start
         self._counted: set[str] = set()
 
     def compressed(self, order: Order, blocks_freed: int) -> None:
@@ -93,7 +94,7 @@ class PromptMetrics:
 
     def waits(self) -> None:
         """Count that a request waits for want of room for what is kept, of it or an older one."""
-        self._series["waits"].labels(*self._labels).inc()
+        self._waits.inc()
 
     def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
         """Count one prompt; that of a preempted request counts once."""

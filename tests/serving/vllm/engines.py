@@ -102,8 +102,7 @@ class Engine:
     @property
     def waits(self) -> int:
         """How often requests have waited for want of room for what is kept."""
-        metrics = self.scheduler._metrics
-        return int(metrics._series["waits"].labels(*metrics._labels)._value.get())
+        return int(self.scheduler._metrics._waits._value.get())
 
     @property
     def block_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Random clients on servers whose pool is too small for all: every answer is that of the request alone.
+"""Random clients on servers with too small a pool: every answer is that of the request alone.
 
     make soak MINUTES=10
 
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
-
 from snapkv.serving import Limits
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
 from tests.serving.vllm.engines import Engine, greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 

@@ -272,7 +272,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     long = request("long", [1] * (BLOCKS * PAGE), 1, {})
     scheduler.add_request(long)
     assert scheduler.grammar_compile_error_reqs == {"long"}
-    with pytest.raises(InvalidArgumentError, match="the cache's 25 blocks.*which need 26;"):
+    with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
         scheduler._require_blocks(long)
 
 

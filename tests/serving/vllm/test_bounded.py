@@ -230,7 +230,7 @@ def test_an_eviction_that_finds_no_room_waits(small):
     with small_engine(small, budget=256, parameters=WINDOW, limits=limits, **sizes) as engine:
         (alone,) = engine.answers([ids_of(256)], greedy(100))
         before = engine.waits
-        (several,) = engine.outputs([ids_of(256)], greedy(100, n=5, temperature=1e-6))
+        (several,) = engine.outputs([ids_of(256)], greedy(100, n=5, temperature=1.0, min_p=1.0))
         assert [list(one.token_ids) for one in several.outputs] == [alone] * 5
         assert engine.waits > before
         assert not engine.leftovers()
