@@ -3,10 +3,11 @@
     make soak MINUTES=10
 
 Prompts begin with openings that many share, so that with prefix caching most blocks have several
-owners when what is kept of a prompt needs blocks of its own. One round asks every kind of server;
-rounds go on with other seeds until the time is up. What differs is printed and ends it.
+owners when what is kept of a prompt needs blocks of its own. Kinds of servers take turns, with new
+seeds, until the time is up. What differs is printed and ends it.
 """
 
+import itertools
 import random
 import sys
 import tempfile
@@ -180,17 +181,18 @@ def answered_together(
 
 
 def main(minutes: float) -> None:
-    """Rounds until the time is up."""
-    until, seed = time.monotonic() + 60 * minutes, 0
+    """One server after the other until the time is up, at least one."""
+    until = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
         small = model(Path(folder))
-        while time.monotonic() < until:
-            for server in SERVERS:
-                found = soak(small, server, seed, requests=200)
-                print(f"round {seed}, {found}", flush=True)
-                if found.wrong:
-                    raise SystemExit("\n".join(map(str, found.wrong)))
-            seed += 1
+        for number in itertools.count():
+            server = list(SERVERS)[number % len(SERVERS)]
+            found = soak(small, server, number, requests=80)
+            print(f"seed {number}, {found}", flush=True)
+            if found.wrong:
+                raise SystemExit("\n".join(map(str, found.wrong)))
+            if time.monotonic() > until:
+                return
 
 
 if __name__ == "__main__":
