@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from snapkv.hf.cache import CompressedCache
+from snapkv.policies import Eviction
 
 SINK_TOKENS = 4
 """Never hidden: heads with nothing to say look at the first tokens, whatever these are."""
@@ -64,9 +65,9 @@ def leave_out(
 ) -> LeaveOut:
     """Hide parts of a prompt from the answer, not from the prompt, as a compressed cache does.
 
-    The prompt has been read whole. The answer that the full cache gives is fed again while a span
-    of keys and values is hidden from it in all heads and layers. Spans are split where the answer
-    suffered most, until the checks are used up or the spans are small.
+    The prompt has been read whole. The answer that the full cache gives is fed again behind a copy
+    that has dropped a span in all heads and layers that can be compressed. Spans are split where
+    the answer suffered most, until the checks are used up or the spans are small.
 
     Args:
         model: the model.
@@ -83,10 +84,10 @@ def leave_out(
     if checks < 1 or len(answer) < 2 or last - first < _SMALLEST_SPAN:
         return LeaveOut(answer_ids=tuple(answer), spans=())
     ids = torch.tensor([answer], device=model.device)
-    baseline, _ = _read_again(model, copy.copy(cache), ids, prompt_tokens, None)
+    baseline, _ = _read_again(model, copy.copy(cache), ids)
 
     def hide(start: int, stop: int) -> Span:
-        score, changed = _read_again(model, copy.copy(cache), ids, prompt_tokens, (start, stop))
+        score, changed = _read_again(model, _without(cache, start, stop), ids)
         return Span(start=start, stop=stop, loss=baseline - score, changed=changed)
 
     beginnings = _split(first, last, min(_FIRST_SPANS, checks))
@@ -133,21 +134,20 @@ def _greedy(
     return answer
 
 
-def _read_again(
-    model: Any,
-    cache: CompressedCache,
-    answer: Tensor,
-    prompt_tokens: int,
-    hidden: tuple[int, int] | None,
-) -> tuple[float, bool]:
+def _without(cache: CompressedCache, start: int, stop: int) -> CompressedCache:
+    """A copy that has dropped these tokens, in every layer that can be compressed."""
+    rest = copy.copy(cache)
+    for layer in rest.reading.layers:
+        slots = torch.arange(layer.store.slots, device=layer.keys.device)
+        kept = slots[(slots < start) | (slots >= stop)]
+        layer.apply_eviction(Eviction(keep_indices=kept.expand(1, 1, -1)))
+    return rest
+
+
+def _read_again(model: Any, cache: CompressedCache, answer: Tensor) -> tuple[float, bool]:
     """Mean log-likelihood of the answer behind its first token, and whether a choice changed."""
-    mask = torch.ones(1, prompt_tokens + answer.shape[1] - 1, dtype=torch.int64)
-    if hidden is not None:
-        mask[:, slice(*hidden)] = 0
     cache.expect_tokens(answer[:, :-1])
-    logits = model(
-        answer[:, :-1], past_key_values=cache, attention_mask=mask.to(model.device)
-    ).logits[0]
+    logits = model(answer[:, :-1], past_key_values=cache).logits[0]
     likely = logits.float().log_softmax(dim=-1)
     wanted = answer[0, 1:]
     chosen = likely.gather(1, wanted[:, None]).mean()
