@@ -171,17 +171,21 @@ SHOWN: dict[str, Shown] = {
         (f"window 16, {_DEFAULT}", "window 16, centred 7", "window 16, 0+6"),
     ),
     "drafts": Shown(
-        "medusa", "float32, times faster than plain, full cache", ("decoding", "1,025", "4,097")
+        "medusa",
+        "float32, times faster than plain, full cache",
+        ("decoding", "1,025", "4,097"),
+        ("plain, SnapKV", "Medusa, SnapKV", "self-speculation, SnapKV drafts"),
     ),
     "drafts-16-bit": Shown(
         "medusa",
         "bfloat16, times faster than plain, full cache",
         ("decoding", "1,025", "4,097", "7,937"),
+        ("plain, SnapKV", "Medusa, full cache", "Medusa, SnapKV"),
     ),
     "slow": Shown(
         "methods",
         "Bytes and time per token",
-        ("cache", "keys and values", "held beside them", "ms per token", "against the full cache"),
+        ("cache", "ms per token", "against the full cache"),
         (
             "full cache",
             "SnapKV, kernel 7",
@@ -220,7 +224,7 @@ SHOWN: dict[str, Shown] = {
     "pooling": Shown(
         "pooling",
         "All groups together",
-        ("setting", "1/16", "1/8", "1/4"),
+        ("setting", "1/8", "1/4"),
         (
             f"window 16, {_DEFAULT}",
             "window 16, 0+12, sinks still",
@@ -232,13 +236,12 @@ SHOWN: dict[str, Shown] = {
     "kernels": Shown(
         "quality",
         "4,096 tokens, 8 documents",
-        ("method", "budget 128", "budget 256", "budget 512"),
+        ("method", "budget 256", "budget 512"),
         (
             "full cache",
             "SnapKV, window 16, max 13",
             "SnapKV, window 16, max 7",
             "SnapKV, window 16, no pooling",
-            "sinks and recent",
             "random",
             "keys and values held",
         ),
@@ -276,7 +279,7 @@ SHOWN: dict[str, Shown] = {
     "sinks": Shown(
         "methods",
         "First tokens",
-        ("method", "64 tokens, 0 sinks", "64 tokens, 4 sinks", "384 tokens, 4 sinks"),
+        ("method", "64 tokens, 0 sinks", "64 tokens, 4 sinks"),
     ),
     "streaming": Shown(
         "streaming",
@@ -293,6 +296,11 @@ SHOWN: dict[str, Shown] = {
         "instructions",
         "Right answers, 96 of 700 tokens kept",
         ("method", "question", "instructions", "code", "begin", "end"),
+        (
+            "full | visible",
+            "snapkv:window_size=16@96 | hidden | as it is",
+            "snapkv:window_size=16@96 | hidden | protected",
+        ),
     ),
     "flat": Shown(
         "flat",
@@ -336,7 +344,7 @@ SHOWN: dict[str, Shown] = {
     "turns": Shown(
         "evaluation",
         "Several turns",
-        ("method", "1", "2", "3", "4", "5", "mean", "difference", "cache"),
+        ("method", "1", "5", "mean", "difference", "cache"),
     ),
     "bits": Shown(
         "bits",
@@ -352,7 +360,7 @@ SHOWN: dict[str, Shown] = {
     "selective": Shown(
         "selective",
         "Time on the demo model",
-        ("reading", "seconds", "of the exact time"),
+        ("reading", "of the exact time"),
     ),
     "selective-right": Shown(
         "selective", "Right answers", ("reading", "magic number", "needle", "lines", "all")
@@ -380,7 +388,7 @@ SHOWN: dict[str, Shown] = {
     "serving": Shown(
         "serving",
         "16 requests of 4,000 tokens at once",
-        ("engine", "seconds", "prefill s", "decode s", "most at once", "found"),
+        ("engine", "seconds", "prefill s", "decode s", "most at once"),
     ),
     "same": Shown("serving", "The same answers", ("what", "equal to those of", "equal", "of")),
     "documents": Shown(
@@ -422,7 +430,7 @@ SHOWN: dict[str, Shown] = {
     "compatibility": Shown(
         "compatibility",
         "Compatibility",
-        ("check", "Python", "torch", "transformers", "vLLM", "outcome"),
+        ("check", "Python", "torch", "transformers", "outcome"),
     ),
 }
 """By the names of the marks."""
