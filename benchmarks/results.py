@@ -147,7 +147,7 @@ def filled(text: str) -> str:
 
 
 _DEFAULT = "fading 0.935, 4 sinks"
-_WINDOWS = ("vote | 1", "sinks and recent | 1", "vote | 4", "sinks and recent | 4")
+_WINDOWS = ("vote | 4", "sinks and recent | 4")
 
 SHOWN: dict[str, Shown] = {
     "hidden": Shown(
@@ -160,7 +160,6 @@ SHOWN: dict[str, Shown] = {
             "KVzip",
             "Compactor",
             "KeyDiff",
-            "Random",
             "SnapKV, kernel 13",
         ),
     ),
@@ -212,6 +211,7 @@ SHOWN: dict[str, Shown] = {
         "shared_documents",
         "Registering a document",
         ("tokens kept", "heads", "seconds", "of reading it once"),
+        ("1,024 | alike", "1,024 | of different length"),
     ),
     "first-day": Shown(
         "first_day",
@@ -306,6 +306,7 @@ SHOWN: dict[str, Shown] = {
         "flat",
         "Time per token by length of the prompt, budget 512",
         ("prompt tokens", "ms per token", "against the shortest"),
+        ("1,024", "8,192"),
     ),
     "batch": Shown(
         "flat",
@@ -322,7 +323,7 @@ SHOWN: dict[str, Shown] = {
         "Vote, selection and gather",
         ("prompt tokens", "reading, s", "compressing, ms", "share"),
     ),
-    "peak": Shown("flat", "Memory", ("cache", "peak", "held after it")),
+    "peak": Shown("flat", "Memory", ("cache", "peak", "held after it"), ("transformers", "snapkv")),
     "appending": Shown(
         "appending",
         "Appending in place",
@@ -363,6 +364,7 @@ SHOWN: dict[str, Shown] = {
         "serving_caps",
         "8 documents of 1,024 tokens, budget 128",
         ("cap", "right in vLLM", "right in the library"),
+        ("none", "256", "128"),
     ),
     "selective": Shown(
         "selective",
@@ -415,6 +417,7 @@ SHOWN: dict[str, Shown] = {
         "sharing",
         "Ten methods for little more than one",
         ("prompt", "one method, s", "ten methods, s", "ratio"),
+        ("1,024", "4,096"),
     ),
     "workers": Shown(
         "workers",
@@ -429,12 +432,6 @@ SHOWN: dict[str, Shown] = {
     ),
     "hit-rate": Shown(
         "studies", "hit-rate", ("kept", "window", "weighted", "beyond the first 4"), _WINDOWS
-    ),
-    "questions": Shown(
-        "studies",
-        "instructions",
-        ("questions", "overlap", "of halves"),
-        ("1 and 1", "1 and 2", "1 and 3"),
     ),
     "compatibility": Shown(
         "compatibility",
