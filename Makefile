@@ -79,7 +79,7 @@ ANSWERS := $(addprefix tests/serving/vllm/test_,seams.py engine.py graphs.py gen
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray tests/serving/ray
 
-check: $(INSTALLED) ## Lint, formatting, types and the numbers of the structure
+check: $(INSTALLED) ## Lint, formatting, types and what each part weighs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

@@ -10,6 +10,17 @@ from snapkv.errors import missing_package
 _MODULES = {"bm25s": "bm25s", "Stemmer": "PyStemmer"}
 
 
+def require_word_index() -> None:
+    """Raise where an index cannot be made, before anything else is waited for.
+
+    Raises:
+        MissingDependencyError: bm25s or PyStemmer is not installed.
+    """
+    for module, package in _MODULES.items():
+        if importlib.util.find_spec(module) is None:
+            raise missing_package("rag: retrieval", package)
+
+
 class WordIndex:
     """An index of texts.
 
@@ -21,9 +32,7 @@ class WordIndex:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        for module, package in _MODULES.items():
-            if importlib.util.find_spec(module) is None:
-                raise missing_package("rag: retrieval", package)
+        require_word_index()
         import bm25s
         import Stemmer
 

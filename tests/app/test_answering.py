@@ -12,9 +12,10 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from snapkv import FullCache, Random, SnapKV
+from snapkv import FullCache, Random, SnapKV, StreamingLLM
 from snapkv.app.answering import _Stopwatch, answer
 from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import PREFILLS
 from snapkv.app.prompts import Prompt, chat_prompt, question_prompt, text_prompt
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import (
@@ -71,11 +72,25 @@ def test_a_compressed_answer_says_what_it_took(demo, prompt):
     assert result.finish_reason == "stop"
     assert result.prompt_tokens == prompt.token_ids(demo.tokenizer).shape[1]
     assert result.new_tokens == 4  # blue, stone, the full stop, the end of the turn
+    assert result.kept_tokens == 48
     assert result.cache.kept_tokens == 48 + 3  # the last token is never fed back
     assert result.first_token_ms > result.token_ms > 0
     assert result.policy["name"] == "snapkv"
     assert result.policy["budget"] == 48
     assert json.loads(json.dumps(asdict(result)))["cache"]["kept_tokens"] == 51
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_kept_tokens_are_those_of_the_prompt_however_it_was_read(demo, prompt, name):
+    given = {"cap_tokens": 56, "chunk_tokens": 32} if name == "chunked" else {}
+    prefill = PREFILLS[name](**given)
+    result = answer(demo, prompt, SnapKV(48, window_size=16), SHORT, prefill=prefill)
+    assert result.kept_tokens == 48 < result.cache.kept_tokens
+
+
+def test_what_was_evicted_for_the_answers_own_tokens_is_not_kept(demo, prompt):
+    result = answer(demo, prompt, StreamingLLM(48), SHORT)
+    assert result.kept_tokens == 48 - (result.new_tokens - 1)
 
 
 def test_the_stream_is_the_answer(demo, prompt):

@@ -55,6 +55,7 @@ class Command:
 
     words: tuple[str, ...]
     options: tuple[Option, ...]
+    callback: Callable[..., None]
 
     def call(self, *more: str, document: Any) -> list[str]:
         needed = [GIVEN[option.name] for option in self.options if option.required]
@@ -73,7 +74,8 @@ def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[Comman
     group = group or program()
     for each in group.registered_commands:
         words = (*before, each.name or each.callback.__name__)
-        yield Command(words=words, options=tuple(_options(each.callback)))
+        options = tuple(_options(each.callback))
+        yield Command(words=words, options=options, callback=each.callback)
     for each in group.registered_groups:
         yield from commands(each.typer_instance, (*before, each.typer_instance.info.name))
 

@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+from snapkv import default_policy
+from snapkv.hf.saved import policy_of
+
 ASK = ("-q", "Where is the key?", "--answer-start", "The key is under the")
 SMALL = ("--budget", 48, "--window-size", 16, "--kernel-size", 13, "--max-new-tokens", 6)
 
@@ -18,10 +21,11 @@ def test_the_answer_alone_is_on_standard_output(snapkv, demo_only, document):
     assert done.status == 0
     assert done.out == "The key is under the blue stone.\n"
     costs = dict(re.findall(r"│ ([a-z ]+?) +│ (\S.*?) +│", done.err))
-    assert costs["kept tokens"].startswith("51 of ")  # the budget and three fed back
+    assert costs["kept tokens"] == f"48 of {costs['prompt tokens']}"  # the budget
+    assert costs["generated"] == "4"
     assert costs.keys() == {
-        "prompt tokens", "kept tokens", "lost votes", "cache", "full cache", "first token",
-        "per token", "whole answer",
+        "prompt tokens", "kept tokens", "generated", "lost votes", "cache", "full cache",
+        "first token", "per token", "whole answer",
     }  # fmt: skip
 
 
@@ -44,6 +48,7 @@ def test_json_is_one_object_and_nothing_else(snapkv, demo_only, document):
     (answer,) = record["runs"]
     assert answer["text"] == "The key is under the blue stone."
     assert answer["policy"]["kernel_size"] == 13
+    assert answer["kept_tokens"] == 48
     assert answer["cache"]["held_bytes"] < answer["cache"]["full_bytes"]
     assert next(iter(record)) == "answer"
     assert record["answer"] == answer["text"]
@@ -102,6 +107,18 @@ def test_compare_shows_both_caches_side_by_side(snapkv, demo_only, document, mon
     assert "full" in header
     assert answers.count("The key is under the blue stone.") == 2
     assert done.out.splitlines()[-1] == "same answer"
+
+
+def test_the_default_is_not_called_by_the_papers_name_and_json_has_all_of_it(
+    snapkv, demo_only, document
+):
+    usual = ("ask", document, *ASK, "--budget", 48, "--max-new-tokens", 2)
+    shown = snapkv(*usual, "--compare").out
+    assert "default" in shown.splitlines()[1]
+    assert "snapkv" not in shown
+    (run,) = json.loads(snapkv(*usual, "--json").out)["runs"]
+    assert run["method"] == "default"
+    assert policy_of(run["policy"]) == default_policy(48)
 
 
 def test_compare_in_json_is_a_run_per_cache(snapkv, demo_only, document):

@@ -83,6 +83,10 @@ def test_what_goes_wrong_ends_a_turn_and_not_the_conversation(chat, tmp_path):
     [
         (("--compare",), "compare: expected it with ask"),
         (("--answer-start", "x"), "answer_start: expected it with ask"),
+        (("--medusa", "demo"), "medusa: expected it with ask"),
+        (("--assistant", "demo"), "assistant: expected it with ask"),
+        (("--prompt-lookup", 4), "prompt_lookup: expected it with ask"),
+        (("--self-speculate",), "self_speculate: expected it with ask"),
         (("--policy", "h2o", "--recall", "host"), "policy: expected one that only compresses"),
         (("--recall-pages", 8, "--recall", "none"), "recall_pages: expected --recall host or a"),
         (("--recall-pages", 0), "pages: expected at least 1"),

@@ -30,6 +30,18 @@ def test_a_table_is_on_standard_output_and_the_answers_are_where_it_says(
     assert len((here / folder[1] / "samples.jsonl").read_text().splitlines()) == 2 * 2 * 3
 
 
+def test_a_budget_above_the_prompt_says_that_nothing_was_dropped(snapkv, tiny_only, here):
+    given = (*NEEDLE, "--budget", "64,1k", "--limit", 1, "--results", "o")
+    shown = " ".join(snapkv(*given).out.split())
+    assert "default@1024: nothing was dropped of 4 of 4 prompts" in shown
+    assert shown.count("nothing was dropped") == 1
+    rows = json.loads(snapkv(*given, "--json").out)["rows"]
+    found = {row["method"]: (row["samples"], row["compressed"]) for row in rows}
+    assert found == {"full": (1, 0), "default@64": (1, 1), "default@1024": (1, 0)}
+    whole = {row["method"] for row in rows if row["kept_tokens"] == row["prompt_tokens"]}
+    assert whole == {"full", "default@1024"}
+
+
 def test_many_columns_become_rows(snapkv, tiny_only, here):
     lengths = ",".join(map(str, range(300, 390, 10)))
     done = snapkv(*NEEDLE[:2], "--lengths", lengths, "--depths", 1, "--budget", 64)

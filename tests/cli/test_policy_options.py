@@ -27,6 +27,7 @@ from snapkv.cli.options import RunOptions
 from snapkv.cli.policy import build_policy
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.policies import POLICIES
+from snapkv.policies.default import method_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,24 @@ def test_options_become_the_policy(options, policy):
 
 
 AUTO = SnapKV("auto", window_size=16, pooling="fading")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "default"),
+        ({"budget": 64}, "default"),
+        ({"keep_ratio": 0.25}, "default"),
+        ({"policy": "snapkv"}, "snapkv"),
+        ({"pooling": "max"}, "snapkv"),
+        ({"window_size": 32}, "snapkv, fading"),
+        ({"policy": "full"}, "full"),
+        ({"policy": "adakv", "set_": ["policy.pooling=fading"]}, "adakv"),
+    ],
+    ids=str,
+)
+def test_the_papers_name_stands_for_the_papers_method_alone(options, name):
+    assert method_name(build_policy(RunOptions(**options)).describe()) == name
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_a_way_of_reading_with_its_parameters(text, expected):
         ("selective:lyer=3", "did you mean layer"),
         ("selective:layer", "as NAME=VALUE"),
         ("selective:layer=a", "layer: expected a whole number"),
+        ("selective:least_tokens=few", "write for instance --prefill selective:least_tokens=4k"),
         ("selective:layer=0", "layer: expected"),
         ("selective:keep_ratio=some", "keep_ratio: expected a number"),
         ("selective:keep_ratio=2", "keep_ratio: expected a number in"),

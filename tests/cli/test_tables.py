@@ -37,6 +37,7 @@ def answers():
             policy={"name": name},
             prompt_tokens=4096,
             new_tokens=30,
+            kept_tokens=226.5,
             first_token_ms=123456.0,
             token_ms=88.0,
             cache=cache,

@@ -2,12 +2,15 @@
 
 import copy
 import json
+from collections import Counter
 
 import pytest
 import torch
 
 from snapkv import AdaKV, FullCache, KVzip, Library, LibraryError, SnapKV
 from snapkv.app.models import LoadedModel
+from snapkv.hf import identity
+from snapkv.library import folder
 from tests.families import tiny_model
 from tests.lab.evaluate.tiny import tiny_loaded
 from tests.library.conftest import TEXTS
@@ -55,6 +58,35 @@ def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
     assert len(set(caches(library)) & set(before)) == 2
     assert len(caches(library)) == 4
     assert {record.name: record.text for record in library.documents} == texts
+
+
+def test_an_add_looks_once_at_what_is_there_however_many_documents_come(library, tiny, monkeypatch):
+    looks = Counter()
+    stamp, files = folder._stamp, folder._files
+    monkeypatch.setattr(folder, "_stamp", lambda file: looks.update([file.name]) or stamp(file))
+    monkeypatch.setattr(folder, "_files", lambda *asked: looks.update("/") or files(*asked))
+    texts = [(f"new {number}", f"Text {number}.") for number in range(5)]
+    texts += [(name, f"{text} No more.") for name, text in TEXTS.items()]
+    assert whats(library.add(tiny.model, tiny.tokenizer, texts)) == ["read"] * 5 + ["changed"] * 3
+    assert looks.pop("/") == 5
+    assert list(looks.values()) == [1] * len(TEXTS)
+    assert len(caches(library)) == len(library.documents) == 8
+
+
+def test_a_model_is_known_by_its_weights_once_a_call(library, tiny, monkeypatch):
+    calls, weights = [], identity._weights
+    monkeypatch.setattr(identity, "_weights", lambda *asked: calls.append(1) or weights(*asked))
+    library.parts(tiny.model, tiny.tokenizer, library.search("rent roses bank"))
+    assert len(calls) == 1
+    library.add(tiny.model, tiny.tokenizer, [("a", "One."), ("b", "Another.")])
+    assert len(calls) == 2
+
+
+def test_asking_looks_at_the_records_of_what_was_found_alone(library, tiny, monkeypatch):
+    hits, looks, stamp = library.search("rent", 1), [], folder._stamp
+    monkeypatch.setattr(folder, "_stamp", lambda file: looks.append(file.stem) or stamp(file))
+    library.parts(tiny.model, tiny.tokenizer, hits)
+    assert looks == [hits[0].key]
 
 
 def test_the_words_of_a_question_find_documents_with_their_best_passage(tmp_path, tiny):

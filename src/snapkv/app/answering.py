@@ -3,10 +3,10 @@
 import contextlib
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class Answer:
         policy: the method's name and its parameters.
         prompt_tokens: length of the prompt.
         new_tokens: tokens generated, an end-of-turn token included.
+        kept_tokens: tokens of the prompt that were stored when the answer was complete, the mean
+            over heads and compressed layers.
         first_token_ms: from handing over the prompt to the first token: reading the prompt,
             compressing the cache, and one choice.
         token_ms: per token after the first, the median, or the mean where some came together; None
@@ -61,6 +63,7 @@ class Answer:
     policy: dict[str, Any]
     prompt_tokens: int
     new_tokens: int
+    kept_tokens: float
     first_token_ms: float
     token_ms: float | None
     cache: CacheReport
@@ -168,6 +171,7 @@ def answer_ids(
         policy=cache.policy.describe(),
         prompt_tokens=prompt_tokens,
         new_tokens=len(new_ids),
+        kept_tokens=_stored_of(cache, prompt_tokens),
         first_token_ms=watch.first_token_ms,
         token_ms=watch.token_ms,
         total_ms=watch.total_ms,
@@ -176,6 +180,12 @@ def answer_ids(
         protected=cache.options["protect"] or [],
     )
     return found, output
+
+
+def _stored_of(cache: CompressedCache, tokens: int) -> float:
+    """How many of the first tokens a cache of one row stores, the mean over heads and layers."""
+    stored = [layer.stored_positions() for layer in cache.reading.layers]
+    return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
@@ -393,5 +403,5 @@ class _Stopwatch(TextStreamer):
         if not steps:
             return None
         if max(self._counts) == 1:
-            return statistics.median(steps) * 1000
+            return median(steps) * 1000
         return sum(steps) / sum(self._counts[1:]) * 1000

@@ -2,8 +2,8 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Self
 
 from snapkv.validation import require_at_least, require_ratio
 
@@ -18,6 +18,11 @@ class Prefill(ABC):
     @abstractmethod
     def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """A block in which the model reads prompts so; see `snapkv.prefill`."""
+
+    def completed(self, model: Any) -> Self:
+        """With what is known of a model by now in place of what it leaves open."""
+        del model
+        return self
 
     @property
     def note(self) -> str:
@@ -63,6 +68,12 @@ class _WithChosenTokens(Prefill):
         require_at_least("least_tokens", self.least_tokens, 0)
         if self.layer is not None:
             require_at_least("layer", self.layer, 1)
+
+    def completed(self, model: Any) -> Self:
+        """With the layer that is known of the model."""
+        from snapkv.prefill.early_layer import default_early_layer
+
+        return self if self.layer else replace(self, layer=default_early_layer(model))
 
     @property
     def note(self) -> str:

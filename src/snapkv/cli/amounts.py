@@ -11,13 +11,18 @@ from snapkv.validation import AUTO, require_int
 _PREFIXES = " kmgt"
 
 
-def count(name: str, text: str) -> int:
+def count(name: str, text: str, before: str | None = None) -> int:
     """A whole number; 4k stands for 4096, 1.5k for 1536, 1m for 1048576.
+
+    Args:
+        name: what it is of.
+        text: the number.
+        before: what stands right before it on a command line; None for the option of that name.
 
     Raises:
         InvalidArgumentError: something else, or a part of one.
     """
-    return _count(name, text, "a whole number such as 4096, 4k or 1.5k")
+    return _count(name, text, "a whole number such as 4096, 4k or 1.5k", before)
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
@@ -135,7 +140,7 @@ def byte_count(name: str, text: str) -> int:
     return int(number * (1024 if binary else 1000) ** _PREFIXES.index(prefix or " "))
 
 
-def _count(name: str, text: str, expected: str) -> int:
+def _count(name: str, text: str, expected: str, before: str | None = None) -> int:
     found, sign = _parted(text.strip().removeprefix("-")), -1 if text.strip()[:1] == "-" else 1
     hint = "4k"
     if found is not None:
@@ -146,8 +151,9 @@ def _count(name: str, text: str, expected: str) -> int:
             if is_count and whole == int(whole):
                 return sign * int(whole)
             hint = f"{number}{prefix}" if whole == int(whole) and prefix else f"{round(whole)}"
+    example = f"{before or f'{_option(name)} '}{hint}"
     raise InvalidArgumentError(
-        f"{name}: expected {expected}, got {text!r}; write for instance {_option(name)} {hint}"
+        f"{name}: expected {expected}, got {text!r}; write for instance {example}"
     )
 
 

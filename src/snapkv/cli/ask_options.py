@@ -5,7 +5,7 @@ from typing import Annotated
 
 from snapkv.app.prefills import Exact
 from snapkv.cli import panels
-from snapkv.cli.options import RunOptions
+from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import require_share
@@ -46,10 +46,7 @@ class AskOptions(RunOptions):
             "recompute": self.recompute,
         }
         alone = {
-            "medusa": self.medusa,
-            "assistant": self.assistant,
-            "prompt_lookup": self.prompt_lookup,
-            "self_speculate": self.self_speculate or None,
+            **{name: getattr(self, name) or None for name in DRAFTS},
             "prefill": None if self.reading == Exact() else self.prefill,
             "protect": self.protect,
             "protect_first": self.protect_first or None,

@@ -68,6 +68,13 @@ class BenchOptions(ComparedOptions, WritingOptions):
         """Check the lists, too, before torch and the model are waited for."""
         for name in ("lengths", "batch"):
             require_each_at_least(name, integers(name, getattr(self, name)), 1)
+        of_models = ("model", "revision", "trust_remote_code")
+        for name in of_models if self.shape else ("num_layers",):
+            if given := getattr(self, name):
+                expected = "none beside --shape" if self.shape else "--shape beside it"
+                raise InvalidArgumentError(
+                    f"{name}: expected {expected}, got {given}; leave it out"
+                )
         super().__post_init__()
 
 
@@ -188,6 +195,11 @@ def throughput(
         raise InvalidArgumentError(
             f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
             "what the device has"
+        )
+    if options.batch != BenchOptions.batch:
+        raise InvalidArgumentError(
+            f"batch: expected none, since the largest one that fits is looked for, got "
+            f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
         )
     from snapkv.lab.measure.throughput import ThroughputBench
 

@@ -11,7 +11,7 @@ import typer
 
 from snapkv.app import text_files
 from snapkv.cache.saving.writing import replacing
-from snapkv.cli.options import RunOptions, with_options
+from snapkv.cli.options import DRAFTS, RunOptions, with_options
 from snapkv.cli.outputs import Output, require_output
 from snapkv.cli.standard_output import write, write_json
 from snapkv.cli.whole_numbers import WholeNumber
@@ -93,7 +93,7 @@ def _require_sense(
     Raises:
         InvalidArgumentError: such an option or file.
     """
-    for name in ("compare", "check", "answer_start"):
+    for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
             raise InvalidArgumentError(
                 f"{name}: expected it with ask, got it with chat; leave it out"

@@ -74,7 +74,9 @@ def demo(
     from snapkv.cli.grid import say
     from snapkv.cli.loading import load_model
     from snapkv.policies import default_policy
+    from snapkv.word_index import require_word_index
 
+    require_word_index()
     loaded = load_model(options)
     shown = Demonstration(
         loaded=loaded,
@@ -130,7 +132,7 @@ class Demonstration:
 
         tokenizer = self.loaded.tokenizer
         prompt = question_prompt(tokenizer, text, FIRST.text, answer_start=FIRST.start)
-        with reading_progress(policy.name, None) as progress:
+        with reading_progress(policy, None) as progress:
             return answer(self.loaded, prompt, policy, FIRST.settings, **progress)
 
     def _again(self) -> Iterator[tuple[str, str]]:

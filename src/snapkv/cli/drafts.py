@@ -4,7 +4,7 @@ from snapkv.app import draft_methods
 from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel
 from snapkv.cli.loading import load_other
-from snapkv.cli.options import RunOptions
+from snapkv.cli.options import DRAFTS, RunOptions
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import Policy
 
@@ -15,13 +15,9 @@ def require_drafts_that_fit(options: RunOptions, policy: Policy) -> None:
     Raises:
         InvalidArgumentError: such options.
     """
-    ways = {
-        "--medusa": options.medusa is not None,
-        "--assistant": options.assistant is not None,
-        "--prompt-lookup": options.prompt_lookup is not None,
-        "--self-speculate": options.self_speculate,
-    }
-    given = [way for way, is_given in ways.items() if is_given]
+    ways = [f"--{name.replace('_', '-')}" for name in DRAFTS]
+    values = (getattr(options, name) for name in DRAFTS)
+    given = [way for way, value in zip(ways, values, strict=True) if value not in (None, False)]
     if len(given) > 1:
         raise InvalidArgumentError(
             f"drafts: expected one of {', '.join(ways)}, got {' and '.join(given)}; leave one out"

@@ -70,8 +70,9 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     from snapkv.cli.progress import answers_progress
     from snapkv.cli.session import versions
     from snapkv.lab.inspect import as_page, inspect_prompt
+    from snapkv.policies.default import method_name
 
-    policies = [(policy.name, policy), *_beside(options, policy)]
+    policies = [(method_name(policy.describe()), policy), *_beside(options, policy)]
     loaded = load_model(options)
     prompt = question_prompt(
         loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
@@ -142,6 +143,7 @@ def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """What is shown beside the policy: a label and a policy each."""
     from snapkv.cli.sweep import methods, parsed, specs, takes_budget
     from snapkv.lab.inspect.scores import scorer_of
+    from snapkv.policies.default import method_name
 
     own = getattr(scorer_of(policy) or policy, "budget", None)
     usual = own if isinstance(own, int) else DEFAULT_BUDGET
@@ -149,7 +151,8 @@ def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     for spec in specs(options.beside or []):
         name, at, text = spec.rpartition("@")
         if at and not name:
-            found.append((f"{policy.name}@{text}", _with_budget(options, token_budget(text))))
+            label = f"{method_name(policy.describe())}@{text}"
+            found.append((label, _with_budget(options, token_budget(text))))
             continue
         if at and not takes_budget(*parsed(name)):
             raise InvalidArgumentError(

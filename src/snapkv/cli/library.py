@@ -71,17 +71,11 @@ class AddOptions(PolicyOptions):
         super().__post_init__()
         if self.bits is not None:
             require_choice("bits", self.bits, _BITS)
-        if self.policy == _AS_IT_IS and self.has_parameters:
+        if self.policy == _AS_IT_IS and (self.has_parameters or self.seed is not None):
             raise InvalidArgumentError(
                 "policy: expected a method for its parameters, got parameters alone; pass for "
                 "instance --policy adakv --set policy=kvzip"
             )
-
-    @property
-    def has_parameters(self) -> bool:
-        """Whether any parameter of a method is given."""
-        own = (self.budget, self.keep_ratio, self.window_size, self.kernel_size, self.pooling)
-        return any(each is not None for each in (*own, self.decay, self.group_reduce, self.set_))
 
 
 app = typer.Typer(
@@ -197,13 +191,12 @@ def opened(folder: str, *, quiet: bool = False) -> "Library":
     """The library in a folder; what it notices goes to standard error.
 
     Raises:
+        InvalidArgumentError: an empty name.
         LibraryError: there is something else.
     """
     from snapkv.library.library import Library
 
-    if not folder.strip():
-        raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
-    return Library(Path(folder), on_notice=_ignore if quiet else _warn)
+    return Library(folder, on_notice=_ignore if quiet else _warn)
 
 
 def like(library: "Library", options: Any) -> Any:

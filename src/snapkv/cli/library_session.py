@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.text import Text
@@ -23,10 +22,12 @@ from snapkv.cli.remedies import Try
 from snapkv.cli.session import show_answers
 from snapkv.kvzip import require_one_reading
 from snapkv.library.blending import DEFAULT_RECOMPUTE
+from snapkv.library.embeddings import embeddings_folder
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
 from snapkv.validation import DEFAULT
+from snapkv.word_index import require_word_index
 
 _DOCUMENTS = 3
 
@@ -46,10 +47,13 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
     settings, policy = options.settings(), build_policy(options)
     require_one_reading(policy, "have documents compressed by it where they are added")
     warnings: list[str] = []
-    library = Library(Path(str(options.library)), on_notice=warnings.append)
+    library = Library(str(options.library), on_notice=warnings.append)
     is_compressed = library.required().policy["name"] != FullCache.name
     if is_compressed and _is_unsaid(options):
-        policy = FullCache()
+        options, policy = replace(options, policy=FullCache.name), FullCache()
+    require_word_index()
+    if options.rerank:
+        embeddings_folder()
     loaded = load_model(like(library, options))
     found = look_up(
         loaded,
@@ -78,9 +82,8 @@ def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]
 
 
 def _is_unsaid(options: AskOptions) -> bool:
-    """Whether no method is named, nor how much it keeps: what was compressed then stays."""
-    is_default = options.policy == DEFAULT and not options.set_
-    return is_default and options.budget is None and options.keep_ratio is None
+    """Whether no method is named, nor a parameter of one: what was compressed then stays."""
+    return options.policy == DEFAULT and not options.has_parameters
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,11 @@ class _AskedLibrary:
         self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
     ) -> Answer:
         del drafts
-        with reading_progress(policy.name, on_text) as progress:
+        with reading_progress(policy, on_text) as progress:
             return self.question.answer(policy, progress["on_text"])
 
     def full(self, tokens: int | None = None) -> Answer:
-        with reading_progress(FullCache().name, None):
+        with reading_progress(FullCache(), None):
             return self.question.answer_in_full(tokens)
 
     def trying(self, answer: Answer) -> Try:

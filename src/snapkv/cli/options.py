@@ -125,6 +125,12 @@ class PolicyOptions(ModelOptions):
         elif self.policy in (DEFAULT, "snapkv") and not self.set_:
             self._require_room(FADING_SINKS if pooling == "fading" else 0)
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether any parameter of a method is given."""
+        own = (self.budget, self.keep_ratio, self.window_size, self.kernel_size, self.pooling)
+        return any(each is not None for each in (*own, self.decay, self.group_reduce, self.set_))
+
     def _require_room(self, sink_tokens: int) -> None:
         """Refuse a number of tokens that has no room for the window and what is always kept."""
         is_default = self.policy == DEFAULT
@@ -244,6 +250,10 @@ class RunOptions(MethodOptions):
     def reading(self) -> Prefill:
         """How the prompt is read."""
         return read_prefill(self.prefill)
+
+
+DRAFTS = ("medusa", "assistant", "prompt_lookup", "self_speculate")
+"""The options that name where drafts come from."""
 
 
 @dataclass(frozen=True, kw_only=True)

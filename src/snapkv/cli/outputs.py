@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from snapkv.cache.saving.writing import is_stream
+from snapkv.cache.saving.writing import foreign_files, is_stream
 from snapkv.cli import panels
 from snapkv.errors import InvalidArgumentError
 
@@ -46,6 +46,11 @@ class Output:
         del path
         return False
 
+    def strangers(self, path: Path) -> list[str]:
+        """Files of somebody else's, beside which nothing shall be written."""
+        del path
+        return []
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder(Output):
@@ -65,6 +70,12 @@ class RunFolder(Output):
         with contextlib.suppress(OSError, ValueError, TypeError):
             return self.key in json.loads((path / self.record).read_bytes())
         return False
+
+    def strangers(self, path: Path) -> list[str]:
+        """Files that are there already and of no run."""
+        with contextlib.suppress(OSError):  # what it may be instead is said where it is needed
+            return [] if self.is_own(path) else foreign_files(path, self.files)
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +174,11 @@ def require_output(
             )
         if not output.is_own(path):
             _require_replaceable(name, target, output, inputs, force)
+    if found := output.strangers(path):
+        raise InvalidArgumentError(
+            f"{name}: expected a new or empty folder, or that of the same run, got {text!r} with "
+            f"{found[0]!r} in it; choose another folder"
+        )
 
 
 def _is_there(name: str, target: Path) -> bool:

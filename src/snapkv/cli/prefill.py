@@ -56,11 +56,11 @@ def _parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
         )
     hint = get_type_hints(kind)[name]
     if int in (hint, *get_args(hint)):
-        return name, count(name, value)
+        return name, count(name, value, f"--prefill {kind.name}:{name}=")
     try:
         return name, float(value)
     except ValueError:
         raise InvalidArgumentError(
             f"{name}: expected a number, got {value!r}; write for instance "
-            f"{kind.name}:{name}={getattr(kind, name)}"
+            f"--prefill {kind.name}:{name}={getattr(kind, name)}"
         ) from None

@@ -16,14 +16,16 @@ from rich.progress import (
 )
 
 from snapkv.app.answering import TextSink
+from snapkv.policies import Policy
+from snapkv.policies.default import method_name
 
 
 @contextmanager
-def reading_progress(policy: str, on_text: TextSink | None) -> Iterator[dict[str, Any]]:
+def reading_progress(method: Policy | str, on_text: TextSink | None) -> Iterator[dict[str, Any]]:
     """Show how far through the layers the prompt is, until the answer begins.
 
     Args:
-        policy: the method's name, for the label.
+        method: who reads, for the label.
         on_text: where the answer goes, if anywhere while it is made.
 
     Yields:
@@ -35,7 +37,8 @@ def reading_progress(policy: str, on_text: TextSink | None) -> Iterator[dict[str
         TextColumn("{task.fields[reached]}"),
         TimeElapsedColumn(),
     ) as bar:
-        task = bar.add_task(policy, total=None, reached="")
+        label = method if isinstance(method, str) else method_name(method.describe())
+        task = bar.add_task(label, total=None, reached="")
 
         def advance(layers: int, of_layers: int) -> None:
             reached = f"layer {layers} of {of_layers}"

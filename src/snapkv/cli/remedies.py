@@ -102,8 +102,7 @@ def _larger_budgets(answer: Answer) -> Iterator[int]:
     """Twice what was kept of the prompt, four times, ... as long as it is less than the prompt."""
     budget = parameter_of(answer.policy, "budget")
     if not isinstance(budget, int):
-        behind = answer.cache.seen_tokens - answer.prompt_tokens
-        budget = max(1, round(answer.cache.kept_tokens - behind))
+        budget = max(1, round(answer.kept_tokens))
     while (budget := 2 * budget) < answer.prompt_tokens:
         yield budget
 

@@ -30,6 +30,7 @@ from snapkv.cli.remedies import Try
 from snapkv.cli.standard_output import write, write_json
 from snapkv.cli.tables import answers_table
 from snapkv.policies import FullCache, Policy
+from snapkv.policies.default import method_name
 
 
 def answer_and_show(
@@ -151,7 +152,7 @@ class _AskedPrompt:
         self, policy: Policy, drafts: DraftMethod | None, on_text: TextSink | None = None
     ) -> Answer:
         """The answer of a method, with its progress shown."""
-        with reading_progress(policy.name, on_text) as progress:
+        with reading_progress(policy, on_text) as progress:
             return answer(
                 self.loaded,
                 self.prompt,
@@ -176,7 +177,7 @@ class _AskedPrompt:
 
 def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
     """An answer ready for JSON; layer by layer is long, so only where that is asked for."""
-    record = asdict(answer)
+    record = {"method": method_name(answer.policy), **asdict(answer)}
     if not with_layers:
         record["cache"] = {key: told for key, told in record["cache"].items() if key != "layers"}
     return record

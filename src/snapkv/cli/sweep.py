@@ -72,7 +72,7 @@ def _later(word: str) -> Later:
     """What later questions do, by its word; pages have their number behind a colon."""
     name, _, pages = word.partition(":")
     if name == _RECALL_PAGES:
-        return PageRecall(count(_RECALL_PAGES, pages))
+        return PageRecall(count(_RECALL_PAGES, pages, f"--turns {_RECALL_PAGES}:"))
     require_choice("turns", word, _LATER_WORDS)
     return cast(LaterWord, word)
 

@@ -18,6 +18,7 @@ from snapkv.library.library import Outcome
 from snapkv.library.records import Record
 from snapkv.plan import CacheNeeds, Footprint, Plan
 from snapkv.plan.weights import is_counted
+from snapkv.policies.default import method_name
 from snapkv.validation import format_bytes
 
 
@@ -27,7 +28,7 @@ def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
         rows.insert(0, ("answer", *(answer.text.strip() for answer in answers)))
-    names = (str(answer.policy["name"]) for answer in answers)
+    names = (method_name(answer.policy) for answer in answers)
     return Grid(headings=("", *names), rows=tuple(rows), left=1 + len(answers), ruled=with_text)
 
 
@@ -35,7 +36,8 @@ def _costs(answer: Answer) -> dict[str, str]:
     cache = answer.cache
     costs = {
         "prompt tokens": f"{answer.prompt_tokens:,}",
-        "kept tokens": f"{cache.kept_tokens:,.0f} of {cache.seen_tokens:,}",
+        "kept tokens": f"{answer.kept_tokens:,.0f} of {answer.prompt_tokens:,}",
+        "generated": f"{answer.new_tokens:,}",
         "lost votes": str(LostInWords.of(cache)),
         "cache": f"{format_bytes(cache.held_bytes)} ({cache.held_bytes / cache.full_bytes:.0%})",
         "full cache": format_bytes(cache.full_bytes),

@@ -32,12 +32,14 @@ def write(
     path: Path,
     beside: Mapping[str, Tensor],
     bits: Bits | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a `CompressedCache` that was made with these options, and tensors beside it.
 
     Keys and values are written in so few bits, and are in the model's dtype when they are loaded.
+    The model's `identity`, where it is known, need not be found again.
     """
-    model = identity_of(cache.model)
+    model = identity or identity_of(cache.model)
     tensors, notes = encoded(cache.layers, cache.reading, options, model, beside)
     if bits is not None:
         tensors, notes["packed"] = pack(tensors, bits)
@@ -83,14 +85,19 @@ def read(
     path: Path,
     model: PreTrainedModel,
     policy: Policy | None,
-    recall: Recall | None,
-    recall_bytes: int | None,
+    recall: Recall | None = None,
+    recall_bytes: int | None = None,
+    identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """A cache of that class out of a file, and the tensors that were saved beside it."""
+    """A cache of that class out of a file, and the tensors that were saved beside it.
+
+    The model's `identity`, where it is known, need not be found again.
+    """
     _require_one_device(model)
     file = read_sealed(path)
     with fitting_together(path):
         tensors, notes = contents(file)
+        require_identity(identity or identity_of(model), notes["model"])
         cache = _rebuilt(kind, tensors, notes, model, policy, recall, recall_bytes)
     return cache, tensors_beside(tensors)
 
@@ -137,8 +144,7 @@ def _rebuilt(
     recall: Recall | None,
     recall_bytes: int | None,
 ) -> Any:
-    """A cache out of what a file holds."""
-    require_identity(identity_of(model), notes["model"])
+    """A cache out of what a file holds, of the same model."""
     if notes["recalls"]:
         recall = _recalled(notes.get("pages"), "host" if recall is None else recall)
     elif recall is not None:

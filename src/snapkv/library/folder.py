@@ -5,7 +5,7 @@ import fcntl
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,22 +95,28 @@ class Folder:
 
     def records(self) -> tuple[dict[str, Record], list[Fault]]:
         """All documents by their keys, in the order of their names; and damaged records."""
-        known: dict[str, tuple[Stamp, Record | Fault]] = {}
-        for file in _files(self.path / _DOCUMENTS, _RECORD_NAME):
-            with contextlib.suppress(FileNotFoundError):  # it was removed a moment ago
-                stamp = _stamp(file)
-                before = self._known.get(file.stem)
-                is_fresh = before is not None and before[0] == stamp
-                known[file.stem] = before if before and is_fresh else (stamp, _read_record(file))
-        self._known = known
-        found = [entry for _, entry in known.values()]
+        files = _files(self.path / _DOCUMENTS, _RECORD_NAME)
+        found = [entry for file in files if (entry := self._entry(file)) is not None]
+        there = {file.stem for file in files}
+        self._known = {key: known for key, known in self._known.items() if key in there}
         whole = [entry for entry in found if isinstance(entry, Record)]
         named = {record.key: record for record in sorted(whole, key=lambda each: each.name)}
         return named, [entry for entry in found if isinstance(entry, Fault)]
 
     def record(self, key: str) -> Record | None:
         """The document of that key as it is now; None where it is gone, or damaged."""
-        return self.records()[0].get(key)
+        entry = self._entry(self._record_file(key))
+        return entry if isinstance(entry, Record) else None
+
+    def _entry(self, file: Path) -> Record | Fault | None:
+        """What a record says, read again where its file has changed; None where that is gone."""
+        try:
+            stamp = _stamp(file)
+            if self._known.get(file.stem, (None,))[0] != stamp:
+                self._known[file.stem] = stamp, _read_record(file)
+        except FileNotFoundError:
+            return None
+        return self._known[file.stem][1]
 
     def cache_file(self, record: Record) -> Path:
         """Where its cache is."""
@@ -166,13 +172,16 @@ class Folder:
             with naming(path):
                 raise error
 
-    def write(self, text: Text, tokens: int, save: Callable[[Path], None]) -> Record:
+    def write(
+        self, text: Text, tokens: int, save: Callable[[Path], None], before: Record | None
+    ) -> Record:
         """Add a document, or replace it.
 
         Args:
             text: the document.
             tokens: how many it has.
             save: writes its cache to the file that it is given.
+            before: what it replaces; None for a new document, or a damaged record.
 
         Raises:
             OutputError: a file cannot be written; what was there before still is.
@@ -181,6 +190,7 @@ class Folder:
         sha256 = digest_of(text.text)
         file = self.path / _CACHES / f"{text.key}-{sha256[:16]}-{uuid.uuid4().hex[:8]}.safetensors"
         place = self._record_file(text.key)
+        is_damaged = before is None and os.path.lexists(place)
         _require_own_record(place)
         for folder in (file.parent, place.parent):
             with naming(folder):
@@ -202,22 +212,29 @@ class Folder:
             seal=seal_of(file, checked=False),
         )
         replace_file(place, record.as_json())
-        self._remove_caches(text.key, kept=file.name)
+        if before is not None:
+            _unlink(self.cache_file(before))
+        elif is_damaged:
+            self._remove_caches([text.key], kept=file.name)
         return record
 
-    def remove(self, key: str) -> None:
-        """Forget a document; the record goes first, so that nobody looks for a cache that is gone.
+    def remove(self, keys: Collection[str]) -> None:
+        """Forget documents; records go first, so that nobody looks for a cache that is gone.
 
         Raises:
             OutputError: the files cannot be removed.
         """
-        place = self._record_file(key)
-        with naming(place):
-            place.unlink(missing_ok=True)
-        self._remove_caches(key)
+        for place in map(self._record_file, keys):
+            with naming(place):
+                place.unlink(missing_ok=True)
+        self._remove_caches(keys)
 
-    def clean(self) -> None:
-        """Remove what adders have left that were killed; nothing that has no name of ours."""
+    def clean(self) -> dict[str, Record]:
+        """Remove what adders have left that were killed; nothing that has no name of ours.
+
+        Returns:
+            All documents, as in `records`.
+        """
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
@@ -232,13 +249,14 @@ class Folder:
             for file in _files(folder, _PARTIAL_NAME):
                 if _is_partial_of(file.name, name):
                     _unlink(file)
+        return records
 
     def _record_file(self, key: str) -> Path:
         return self.path / _DOCUMENTS / f"{key}.json"
 
-    def _remove_caches(self, key: str, kept: str = "") -> None:
+    def _remove_caches(self, keys: Collection[str], kept: str = "") -> None:
         for file in _files(self.path / _CACHES, _CACHE_NAME):
-            if file.name.startswith(f"{key}-") and file.name != kept:
+            if file.name.partition("-")[0] in keys and file.name != kept:
                 _unlink(file)
 
 

@@ -3,8 +3,9 @@
 import functools
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from snapkv.library.folder import Fault, Folder
 from snapkv.library.frame import question_ids
 from snapkv.library.parts import Part, joined_ids
 from snapkv.library.reader import Reader
-from snapkv.library.records import Record, Text, digest_of, each_once, keys_of, unique_name
+from snapkv.library.records import Record, Text, digest_of, each_once, keys_of
 from snapkv.library.searching import Hit, Passages, gone, require_some
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits
@@ -88,10 +89,13 @@ class Library:
         on_notice: gets a line about every damaged file that is met; a warning by default.
 
     Raises:
+        InvalidArgumentError: an empty name.
         LibraryError: there is something else at that place.
     """
 
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
+        if not str(folder).strip():
+            raise InvalidArgumentError("library: expected a folder, got an empty name; pass a name")
         self.path = Path(folder)
         self._folder = Folder(self.path)
         self._folder.about()
@@ -169,12 +173,13 @@ class Library:
         texts = each_once(documents)
         with self._folder.changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
-            self._folder.clean()
+            known = self._folder.clean()  # nobody else changes it, so it is looked at once
+            names = Counter(record.name for record in known.values())
             outcomes = []
             for done, text in enumerate(texts):
                 if on_progress:
                     on_progress(text.name, done, len(texts))
-                outcomes.append(self._add(reader, text))
+                outcomes.append(self._add(reader, text, known.get(text.key), names))
         return outcomes
 
     def remove(self, names: Iterable[str]) -> list[Record]:
@@ -189,8 +194,7 @@ class Library:
         with self._folder.changing():
             records, _ = self._folder.records()
             found = {key: records[key] for name in names for key in keys_of(name, records)}
-            for key in found:
-                self._folder.remove(key)
+            self._folder.remove(found)
         return list(found.values())
 
     def verify(self) -> list[Fault]:
@@ -334,9 +338,10 @@ class Library:
         policy = about.made_policy(tokenizer)
         return Reader(model=model, tokenizer=tokenizer, about=about, policy=policy)
 
-    def _add(self, reader: Reader, text: Text) -> Outcome:
-        records, _ = self._folder.records()
-        known = records.get(text.key)
+    def _add(
+        self, reader: Reader, text: Text, known: Record | None, names: Counter[str]
+    ) -> Outcome:
+        """Read a text, unless it is what is known of it, among documents of these names."""
         what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
             what = "changed"
@@ -345,19 +350,20 @@ class Library:
                 return _outcome("skipped", known)
             what = "mended"
         start = time.perf_counter()
-        named = Text(
-            name=unique_name(text, list(records.values())), text=text.text, source=text.source
-        )
+        taken = names[text.name] - (known is not None and known.name == text.name)
+        named = replace(text, name=text.source if taken and text.source else text.name)
         try:
-            record = self._written(reader, named, reader.read(named))
+            record = self._written(reader, named, reader.read(named), known)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
+        names.subtract([known.name] if known else [])
+        names.update([record.name])
         return _outcome(what, record, time.perf_counter() - start)
 
-    def _written(self, reader: Reader, text: Text, part: Part) -> Record:
+    def _written(self, reader: Reader, text: Text, part: Part, before: Record | None) -> Record:
         save = functools.partial(reader.save, part)
         tokens = part.input_ids.shape[1] - part.prefix_tokens
-        return self._folder.write(text, tokens, save)
+        return self._folder.write(text, tokens, save, before)
 
     def _part(self, reader: Reader, hit: Hit) -> Part:
         """A document with its cache; where an adder has replaced it, the new one."""
@@ -386,7 +392,7 @@ class Library:
         try:
             with self._folder.changing():
                 if self._folder.record(record.key) == record:
-                    self._written(reader, text, part)
+                    self._written(reader, text, part, record)
         except (LibraryError, OutputError) as error:
             self._on_notice(f"library: {record.name!r} is not mended: {error}")
         return part

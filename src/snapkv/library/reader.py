@@ -71,7 +71,7 @@ class Reader:
             CacheFileError: the file cannot be written.
         """
         cache, beside = part.cache, {"input_ids": part.input_ids}
-        saved.write(cache, cache.options, path, beside, self.about.bits)
+        saved.write(cache, cache.options, path, beside, self.about.bits, self.about.model)
 
     def load(self, path: Path) -> Part:
         """A document out of its file.
@@ -80,7 +80,9 @@ class Reader:
             CacheFileError: no such file, or not as it was written.
         """
         own = self.policy if self.policy.needs else None
-        cache, beside = CompressedCache.load_with(path, self.model, policy=own)
+        cache, beside = saved.read(
+            CompressedCache, path, self.model, own, identity=self.about.model
+        )
         ids = beside["input_ids"].to(self.model.device)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
@@ -136,12 +136,6 @@ class Record:
 def digest_of(text: str) -> str:
     """SHA-256 of a text in UTF-8, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def unique_name(text: Text, taken: Sequence[Record]) -> str:
-    """The name of a text, or where another document has it, that of its file."""
-    others = {record.name for record in taken if record.key != text.key}
-    return text.source if text.name in others and text.source else text.name
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.snapkv import SnapKV
-from snapkv.validation import SMALL_WINDOW
+from snapkv.validation import DEFAULT, SMALL_WINDOW
 
 
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,3 +29,17 @@ def default_policy(budget: int | str | AutoBudget | None = None, **given: Any) -
         InvalidTypeError: a value of the wrong type.
     """
     return SnapKV(budget, **default_parameters(given))  # type: ignore[arg-type] # it checks
+
+
+def method_name(described: Mapping[str, Any]) -> str:
+    """What people call the policy that `Policy.describe` has described.
+
+    That is `DEFAULT` where all but how much it keeps is the default's; and the paper's name alone
+    does not stand for votes that fade.
+    """
+    usual = default_policy().describe()
+    own = {name for name, value in described.items() if value != usual.get(name)}
+    if own <= {"budget", "keep_ratio"}:
+        return DEFAULT
+    name = str(described["name"])
+    return f"{name}, fading" if described.get("pooling") == "fading" else name

@@ -8,7 +8,7 @@ import torch
 
 from snapkv import H2O, TOVA, AdaKV, DuoAttention, FullCache, KVzip, SnapKV
 from snapkv.app.answering import answer
-from snapkv.app.prefills import Exact, GemFilter
+from snapkv.app.prefills import Exact, GemFilter, Selective
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, UnsupportedModelError
 from snapkv.hf.known_heads import remember_head_scores
@@ -72,7 +72,7 @@ def test_a_record_is_what_answering_gives(tiny, tmp_path):
             "score": 0.0,
             "prompt_tokens": given.prompt_tokens,
             "new_tokens": 3,
-            "kept_tokens": 66,
+            "kept_tokens": 64,
             "held_bytes": given.cache.held_bytes,
             "full_bytes": given.cache.full_bytes,
         }
@@ -214,6 +214,18 @@ def test_methods_that_share_a_reading_answer_as_those_that_read_alone(tiny, tmp_
     )
     assert len(together) == 4 * len(methods)
     assert together == alone
+
+
+def test_a_layer_that_a_study_has_found_meanwhile_is_no_longer_the_same_method(
+    tiny, tmp_path, monkeypatch
+):
+    part = [Method(label="part", policy=SnapKV(40), prefill=Selective(least_tokens=16))]
+    run(tiny, tmp_path, methods=part)
+    assert records(tmp_path)[0]["policy"]["prefill"]["layer"] == 1
+    run(tiny, tmp_path, methods=part)
+    monkeypatch.setattr("snapkv.prefill.early_layer.known_early_layer", lambda model: 2)
+    with pytest.raises(InvalidArgumentError, match="policy: expected part to be what it was"):
+        run(tiny, tmp_path, methods=part)
 
 
 def test_a_prompt_is_read_once_for_all_methods_that_read_exactly(tiny, tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ def test_a_row_is_means_of_scores_and_medians_of_times():
         "policy": {"name": "full"},
         "status": "ok",
         "samples": 3,
+        "compressed": 3,
         "failed": {},
         "score": 0.5,
         "interval": [0.0, 1.0],

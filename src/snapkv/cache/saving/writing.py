@@ -6,7 +6,7 @@ import re
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -58,6 +58,14 @@ def replacing(path: Path) -> Iterator[Path]:
                 partial.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not every system can flush a folder
             _flush(target.parent, os.O_RDONLY)
+
+
+def foreign_files(folder: Path, names: Collection[str]) -> list[str]:
+    """The files of a folder that are not of these names, nor what a killed writer of one left."""
+    own = "|".join(map(re.escape, names))
+    ours = re.compile(rf"{own}|\.({own})\.[0-9a-f]{{32}}\.partial")
+    files = (each.name for each in folder.iterdir() if each.is_file())
+    return sorted(name for name in files if not ours.fullmatch(name))
 
 
 def open_for_lines(path: Path) -> IO[bytes]:

@@ -185,7 +185,7 @@ def costs(given: Answer) -> Record:
     return {
         "prompt_tokens": given.prompt_tokens,
         "new_tokens": given.new_tokens,
-        "kept_tokens": given.cache.kept_tokens,
+        "kept_tokens": given.kept_tokens,
         "held_bytes": given.cache.held_bytes,
         "full_bytes": given.cache.full_bytes,
         "first_token_ms": given.first_token_ms,

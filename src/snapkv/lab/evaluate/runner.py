@@ -170,7 +170,7 @@ def _untold(description: str, done: int, total: int) -> None:
 
 
 def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods, with what was found of the model's heads where one goes by that.
+    """The methods, with what was found of the model's heads or layers where one goes by that.
 
     Raises:
         InvalidArgumentError: no method, or two of one label, or nothing was found of the heads.
@@ -190,7 +190,12 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
         policy, options = loaded.completed(method.policy), cache_options(method.later)
         CompressedCache(loaded.model, policy, **options)
     return tuple(
-        replace(method, policy=with_known_heads(loaded.model, method.policy)) for method in methods
+        replace(
+            method,
+            policy=with_known_heads(loaded.model, method.policy),
+            prefill=method.prefill.completed(loaded.model),
+        )
+        for method in methods
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from snapkv.cache.saving.writing import append_line, replace_file
+from snapkv.cache.saving.writing import append_line, foreign_files, replace_file
 from snapkv.errors import InvalidArgumentError, OutputError
 
 Record = dict[str, Any]
@@ -40,8 +40,8 @@ class Store:
         fields: what every record has beside what it answers.
 
     Raises:
-        InvalidArgumentError: the folder holds another run or a damaged one, another process writes
-            into it, or it cannot be written.
+        InvalidArgumentError: the folder holds another run or a damaged one, or files of somebody
+            else's; another process writes into it, or it cannot be written.
     """
 
     def __init__(self, folder: Path, run: Record, *, fields: Sequence[str] = ()) -> None:
@@ -51,6 +51,7 @@ class Store:
         self._path = folder / "samples.jsonl"
         with _needing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            self._require_own()
         self._file = self._opened()
         try:
             self._claim()
@@ -108,6 +109,16 @@ class Store:
         except OutputError as error:
             return error
         return None
+
+    def _require_own(self) -> None:
+        """Refuse a folder that is of no run and has files of somebody else's in it."""
+        if (self.folder / "run.json").exists():
+            return
+        if found := foreign_files(self.folder, ("run.json", "samples.jsonl")):
+            raise InvalidArgumentError(
+                f"results: expected a new or empty folder, or that of the same run, got "
+                f"{self.folder} with {found[0]!r} in it; choose another folder"
+            )
 
     def _opened(self) -> IO[bytes]:
         """The file of the answers, locked; not one that another run has just replaced."""

@@ -16,13 +16,14 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     """One row per method, setting and cell, in the order in which they are asked for.
 
     A row holds: task, metric, method, question, cell, policy; status ("ok" where any sample was
-    answered, else the reason of the first), samples (answered), failed (by reason), score (mean, 0
-    to 1, None where none was answered), interval (of the mean, see `mean_interval`; None for a
-    single sample), difference (from the full cache, see `Difference`; None where it did not run),
-    prompt_tokens, kept_tokens, held_bytes and full_bytes (means), token_ms and first_token_ms
-    (medians), scores (by sample), and for turns conversations (by sample, the one it is of). Where
-    records have the loss of the references, it also holds loss (mean, nats per token, None where
-    none is known), loss_interval, loss_difference and losses.
+    answered, else the reason of the first), samples (answered), compressed (those of whose prompt
+    anything was dropped), failed (by reason), score (mean, 0 to 1, None where none was answered),
+    interval (of the mean, see `mean_interval`; None for a single sample), difference (from the full
+    cache, see `Difference`; None where it did not run), prompt_tokens, kept_tokens, held_bytes and
+    full_bytes (means), token_ms and first_token_ms (medians), scores (by sample), and for turns
+    conversations (by sample, the one it is of). Where records have the loss of the references, it
+    also holds loss (mean, nats per token, None where none is known), loss_interval, loss_difference
+    and losses.
 
     Args:
         records: answers; a folder may hold more than are asked for.
@@ -72,6 +73,7 @@ def _row(records: list[Record], task: Task) -> Record:
         "policy": first["policy"],
         "status": "ok" if answered else failed[0],
         "samples": len(answered),
+        "compressed": sum(each["kept_tokens"] < each["prompt_tokens"] for each in answered),
         "failed": {reason: failed.count(reason) for reason in sorted(set(failed))},
         "score": mean_of(answered, "score"),
         "interval": interval and list(interval),

@@ -3,6 +3,7 @@
 import csv
 import html
 import io
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from snapkv.lab.evaluate.summary import (
     shown_loss,
     shown_score,
 )
+from snapkv.policies import FullCache
 from snapkv.validation import format_bytes
 
 _BEFORE_SCORES = ("method", "question")
@@ -46,7 +48,7 @@ class MethodTable:
 
     Attributes:
         title: what is measured.
-        caption: what the intervals are.
+        caption: what the intervals are, and which methods dropped nothing of some prompts.
         headings: of the columns.
         rows: texts under the headings; scores times 100, or why there is none. Those that a paper
             gives for the model come last, and say so.
@@ -71,7 +73,8 @@ def method_table(results: Results) -> MethodTable:
     )
     return MethodTable(
         title=f"{task.name}: {task.metric} by {axis}",
-        caption=f"95 %: interval of the mean, {METHOD}{_OF_LOSS if has_losses(results) else ''}",
+        caption=f"95 %: interval of the mean, {METHOD}{_OF_LOSS if has_losses(results) else ''}"
+        f"{_left_whole(results.rows)}",
         headings=(
             *(*_BEFORE_SCORES, *map(str, columns), "mean", "95 %"),
             *(*compared.headings, "cache", "ms/token"),
@@ -81,6 +84,21 @@ def method_table(results: Results) -> MethodTable:
         ),
         best=_best(lines, columns),
     )
+
+
+def _left_whole(rows: Sequence[Record]) -> str:
+    """Of which methods some prompts were as short as the budget, so that nothing was dropped."""
+    asked, whole = Counter[str](), Counter[str]()
+    for row in rows:
+        if row["policy"]["name"] != FullCache.name and "compressed" in row:  # as in later releases
+            asked[row["method"]] += row["samples"]
+            whole[row["method"]] += row["samples"] - row["compressed"]
+    found = (
+        f"; {name}: nothing was dropped of {n:,} of {asked[name]:,} prompts"
+        for name, n in whole.items()
+        if n
+    )
+    return "".join(found)
 
 
 def has_losses(results: Results) -> bool:

@@ -1,0 +1,285 @@
+"""The seeded faults: which text of the source becomes which, and which tests must notice."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One wrong line.
+
+    Attributes:
+        name: what is wrong.
+        file: below the package's folder.
+        old: text that stands once in the file.
+        new: what is put in its place.
+        tests: arguments of pytest; at least one test of these must fail.
+        vllm: whether those need vLLM.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    vllm: bool = False
+
+
+OPS = ("tests/ops",)
+FAULTS = (
+    Fault(
+        name="of equal votes the higher position wins",
+        file="ops/votes/top_k.py",
+        old="(tied.cumsum(dim=-1) <= room)",
+        new="(tied.flip(-1).cumsum(dim=-1).flip(-1) <= room)",
+        tests=("tests/policies/test_selection_contract.py", "tests/ops"),
+    ),
+    Fault(
+        name="of equal votes the higher position wins, where rows keep different numbers",
+        file="ops/votes/top_k.py",
+        old="torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :most]",
+        new="torch.sort(scores.flip(-1), dim=-1, descending=True, stable=True)"
+        ".indices[..., :most].neg().add(scores.shape[-1] - 1)",
+        tests=("tests/policies/test_selection_contract.py", "tests/ops"),
+    ),
+    Fault(
+        name="one pad of a row can win",
+        file="ops/votes/top_k.py",
+        old="torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]",
+        new="torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None] - 1",
+        tests=("tests/policies/test_selection_contract.py", "tests/ops"),
+    ),
+    Fault(
+        name="a query of the window does not see its own token",
+        file="ops/votes/reference.py",
+        old="positions <= positions[prompt_tokens - window_tokens :, None]",
+        new="positions < positions[prompt_tokens - window_tokens :, None]",
+        tests=OPS,
+    ),
+    Fault(
+        name="in blocks, a query of the window does not see its own token",
+        file="ops/votes/blocked.py",
+        old="device=scores.device) > own",
+        new="device=scores.device) >= own",
+        tests=OPS,
+    ),
+    Fault(
+        name="in blocks, the cap of scores is not scaled back",
+        file="ops/votes/blocked.py",
+        old=".tanh_().mul_(softcap)",
+        new=".tanh_()",
+        tests=OPS,
+    ),
+    Fault(
+        name="in blocks, a sink's share of the softmax is forgotten",
+        file="ops/votes/blocked.py",
+        old="total + 1",
+        new="total",
+        tests=OPS,
+    ),
+    Fault(
+        name="query heads vote for the KV head of another group",
+        file="ops/votes/reference.py",
+        old="grouped = votes.view(B, num_kv_heads, Hq // num_kv_heads, P)",
+        new="grouped = votes.view(B, Hq // num_kv_heads, num_kv_heads, P).transpose(1, 2)",
+        tests=OPS,
+    ),
+    Fault(
+        name="votes are pooled forward instead of backward",
+        file="ops/votes/reference.py",
+        old="F.pad(votes, (behind, before), value=outside)",
+        new="F.pad(votes, (before, behind), value=outside)",
+        tests=OPS,
+    ),
+    Fault(
+        name="a vote fades twice as fast",
+        file="ops/votes/reference.py",
+        old="decay * last)",
+        new="decay * decay * last)",
+        tests=OPS,
+    ),
+    Fault(
+        name="ragged heads are gathered from the KV head of another group",
+        file="storage/ragged.py",
+        old="* keys.shape[1] // index.shape[1]",
+        new="% keys.shape[1]",
+        tests=("tests/hf/test_combinations.py", "tests/policies/test_uneven.py"),
+    ),
+    Fault(
+        name="the first token of a ragged head is taken for none",
+        file="storage/ragged.py",
+        old="from_end > counts[..., None]",
+        new="from_end >= counts[..., None]",
+        tests=("tests/policies/test_uneven.py", "tests/cache"),
+    ),
+    Fault(
+        name="ragged rows keep the lengths of other rows",
+        file="storage/ragged.py",
+        old="tuple(self.head_tokens[row] for row in rows.tolist())",
+        new="tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
+        tests=("tests/policies/test_uneven.py", "tests/cache", "tests/hf"),
+    ),
+    Fault(
+        name="the last edge of ragged heads is read as a whole block",
+        file="ops/ragged/layout.py",
+        old="(edges if offset or block == whole else blocks)",
+        new="(edges if offset and block < whole else blocks)",
+        tests=("tests/ops/test_ragged.py",),
+    ),
+    Fault(
+        name="ragged attention lets a token see the next one",
+        file="ops/ragged/grouped.py",
+        old="ahead.triu(longest + S - Q + 1)",
+        new="ahead.triu(longest + S - Q + 2)",
+        tests=("tests/ops/test_ragged.py",),
+    ),
+    Fault(
+        name="a crop leaves the values of the tokens behind",
+        file="storage/dense.py",
+        old="self.keys[..., :-tokens, :], self.values[..., :-tokens, :]",
+        new="self.keys[..., :-tokens, :], self.values[..., tokens:, :]",
+        tests=("tests/hf/test_cache.py", "tests/cache"),
+    ),
+    Fault(
+        name="the append buffer writes over the last token that it handed out",
+        file="storage/append_buffer.py",
+        old="first.as_strided(new.shape, strides, stored * D)",
+        new="first.as_strided(new.shape, strides, (stored - 1) * D)",
+        tests=("tests/storage/test_append_buffer.py",),
+    ),
+    Fault(
+        name="static storage counts a crop as one token",
+        file="storage/static.py",
+        old="self.filled.sub_(tokens)",
+        new="self.filled.sub_(1)",
+        tests=("tests/models/test_static.py",),
+    ),
+    Fault(
+        name="codes are a step too fine",
+        file="storage/codes.py",
+        old="/ _LEVELS[bits])",
+        new="/ (_LEVELS[bits] + 1))",
+        tests=("tests/storage/test_quantized.py",),
+    ),
+    Fault(
+        name="the two codes of a byte change places",
+        file="storage/codes.py",
+        old="[codes & 15, codes >> 4]",
+        new="[codes >> 4, codes & 15]",
+        tests=("tests/storage/test_quantized.py",),
+    ),
+    Fault(
+        name="offloaded tokens come back that were taken back",
+        file="storage/offload.py",
+        old="end=min(piece.end, tokens)",
+        new="end=piece.end",
+        tests=("tests/cache/test_recall.py",),
+    ),
+    Fault(
+        name="offloaded rows keep the pads of other rows",
+        file="storage/offload.py",
+        old="rows=change(piece.rows), shift=change(piece.shift)",
+        new="rows=change(piece.rows)",
+        tests=("tests/cache", "tests/hf"),
+    ),
+    Fault(
+        name="drafts are judged by the token behind them",
+        file="decoding/acceptance.py",
+        old="tokens[paths[:, 1:]] == chosen[paths[:, :-1]]",
+        new="tokens[paths[:, 1:]] == chosen[paths[:, 1:]]",
+        tests=("tests/decoding/test_acceptance.py",),
+    ),
+    Fault(
+        name="a rejected draft may be drawn again",
+        file="decoding/acceptance.py",
+        old="above = (rest - draft_probabilities[accepted]).clamp(min=0)",
+        new="above = rest",
+        tests=("tests/decoding/test_acceptance.py",),
+    ),
+    Fault(
+        name="a candidate sees candidates that are no ancestors",
+        file="decoding/tree.py",
+        old="seen[node] |= seen[parent]",
+        new="seen[node] |= seen[: parent + 1].any(dim=0)",
+        tests=("tests/decoding",),
+    ),
+    Fault(
+        name="a saved file may have changed",
+        file="cache/saving/files.py",
+        old="if _digest(file, start) != sealed:",
+        new="if len(_digest(file, start)) != len(sealed):",
+        tests=("tests/cache/test_saving.py",),
+    ),
+    Fault(
+        name="sinks are turned from where they were turned to before",
+        file="storage/sinks.py",
+        old="sinks = torch.where(were_moved, original, sinks)",
+        new="sinks = torch.where(were_moved, sinks, sinks)",
+        tests=("tests/policies/test_sinks.py", "tests/policies/test_streaming.py"),
+    ),
+    Fault(
+        name="a prompt's last token counts as decoding",
+        file="hf/phases.py",
+        old="seen_tokens - new_tokens >= prompt_end",
+        new="seen_tokens - new_tokens >= prompt_end - 1",
+        tests=("tests/hf",),
+    ),
+    Fault(
+        name="a joined document's keys stand one position off",
+        file="library/joining.py",
+        old="torch.full((1, 1), step,",
+        new="torch.full((1, 1), step + 1,",
+        tests=("tests/library/test_blending.py",),
+    ),
+    Fault(
+        name="TOVA lets one head decide for all",
+        file="policies/tova.py",
+        old="weights[:, :, -1].mean(dim=1, keepdim=True)",
+        new="weights[:, :1, -1]",
+        tests=("tests/policies",),
+    ),
+    Fault(
+        name="H2O forgets what tokens received before",
+        file="policies/h2o.py",
+        old="step.scores + _received(step)",
+        new="_received(step)",
+        tests=("tests/policies",),
+    ),
+    Fault(
+        name="AdaKV shares out a token too few",
+        file="policies/allocation.py",
+        old="order[: total - sum(whole)]",
+        new="order[: total - sum(whole) - 1]",
+        tests=("tests/policies",),
+    ),
+    Fault(
+        name="vLLM is told the slots of tokens that were dropped",
+        file="serving/held.py",
+        old="right=True",
+        new="right=False",
+        tests=("tests/serving/test_held.py",),
+    ),
+    Fault(
+        name="vLLM's blocks: a request counts rounded room as dropped",
+        file="serving/blocks.py",
+        old="self.dropped_tokens[request_id] = order.seen_tokens - room",
+        new="self.dropped_tokens[request_id] = order.dropped_tokens - 1",
+        tests=("tests/serving/vllm/test_accounting.py", "tests/serving/vllm/test_engine.py"),
+        vllm=True,
+    ),
+    Fault(
+        name="vLLM's blocks: kept tokens are written into blocks that others share",
+        file="serving/blocks.py",
+        old="return self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0",
+        new="return False",
+        tests=("tests/serving/vllm/test_accounting.py", "tests/serving/vllm/test_engine.py"),
+        vllm=True,
+    ),
+    Fault(
+        name="vLLM's rows: a resumed request goes on with what it held before",
+        file="serving/runners/compressing.py",
+        old="        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
+        new="",
+        tests=("tests/serving/vllm/test_scheduling.py", "tests/serving/vllm/test_engine.py"),
+        vllm=True,
+    ),
+)
