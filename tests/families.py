@@ -89,16 +89,19 @@ CASES = tuple(
 
 
 def tiny_config(family: str, **changes):
-    return AutoConfig.for_model(family, **{**_BASE, **_OWN[family], **changes})
+    return AutoConfig.for_model(family, **{**_BASE, **_OWN.get(family, {}), **changes})
 
 
 @functools.cache
 def tiny_model(family: str, implementation: str = "sdpa") -> PreTrainedModel:
+    """The model of a family, with an attention that is peaked."""
+    return peaked_model(tiny_config(family), implementation)
+
+
+def peaked_model(config, implementation: str) -> PreTrainedModel:
     """A model whose attention is peaked, so that what is kept matters."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(family), attn_implementation=implementation
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2 and "embed" not in name:

@@ -19,10 +19,10 @@ _hidden: dict[int, torch.Tensor] = {}
 
 
 def _masked_eager(module, query, key, value, attention_mask, **options):
-    """Eager attention that hides this layer's dropped columns from every generated token."""
+    """Eager attention that hides this layer's dropped columns from all tokens behind them."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     hidden = _hidden.get(module.layer_idx)
-    if hidden is not None and query.shape[2] == 1:
+    if hidden is not None and hidden.shape[-1] < key.shape[2]:
         hidden = hidden.repeat_interleave(query.shape[0] // hidden.shape[0], dim=0)
         heads = query.shape[1] // hidden.shape[1]
         bias = torch.zeros(
@@ -104,6 +104,27 @@ def stepwise_logits(
     finally:
         _hidden.clear()
     return torch.stack(logits, dim=1)
+
+
+@torch.no_grad()
+def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, positions):
+    """Logits (B, N, V) of one pass over a full cache, in which layers hide columns seen before.
+
+    Args:
+        reference: `unwrapped` with "masked_oracle".
+        full: transformers' own cache, which has read all that stands before.
+        hidden: per layer (B, H, seen) bool.
+        ids: (B, N).
+        mask: (B, seen + N) int64, zero for pads.
+        positions: (B, N).
+    """
+    _hidden.update(hidden)
+    try:
+        return reference(
+            ids, past_key_values=full, attention_mask=mask, position_ids=positions
+        ).logits
+    finally:
+        _hidden.clear()
 
 
 def masked_generate(model: PreTrainedModel, cache, ids: torch.Tensor, **options) -> torch.Tensor:

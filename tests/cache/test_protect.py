@@ -186,27 +186,6 @@ def test_protected_positions_stay_in_every_storage(storage, rows, tmp_path):
     assert _positions(loaded, 2) == _positions(again, 2)
 
 
-def test_answers_of_several_turns_keep_spans_where_pads_stand_between_them():
-    model, (ids, mask) = tiny_model("llama"), _padded("pads")
-    for policy in (
-        METHODS["h2o"],
-        METHODS["adakv"],
-        METHODS["snapkv"],
-        METHODS["scissorhands"],
-        METHODS["r-kv"],
-    ):
-        options = {} if policy.name != "snapkv" else {"turns": "compress"}
-        cache = CompressedCache(model, policy, protect=[*SPANS, (100, 103)], **options)
-        text = _generate(model, cache, ids, mask)
-        more = torch.ones(2, 44, dtype=mask.dtype)
-        more[0, 4:18] = 0  # a shorter question behind the answer
-        mask_now = torch.cat([mask, more], dim=1)
-        text = torch.cat([text, random_ids(2, 40, 9)], dim=1)
-        _generate(model, cache, text, mask_now)
-        held = _positions(cache, 2)
-        assert all(PLACES | {100, 101, 102} <= head for row in held for head in row), policy.name
-
-
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v3", "qwen3"])
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "tova", "expected-attention"])
 def test_protected_positions_stay_in_other_families(family, name):

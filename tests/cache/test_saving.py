@@ -63,6 +63,7 @@ KINDS = {
     "counts": (Scissorhands(40), {}),
     "last queries": (RKV(40, evict_every=4), {}),
     "heads": (DuoAttention([[0.3, 0.1], [0, 0], [1, 0.4], [0.2, 0.9]], recent_tokens=20), {}),
+    "token ids": (FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7)), {}),
     "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
 }
 
@@ -109,15 +110,19 @@ def test_layers_of_every_family_come_back(family, tmp_path):
     assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
 
 
-def test_a_method_that_needs_a_tokenizer_is_passed_again(demo, tmp_path):
+def test_a_method_that_needs_a_tokenizer_is_saved_with_its_tokens(demo, tmp_path):
     policy = FastGen(0.9).with_tokenizer(demo.tokenizer)
     ids = demo.tokenizer("The key, it is said, is under the stone. " * 5, return_tensors="pt")
     cache = CompressedCache(demo.model, policy)
     begun = generated(demo.model, cache, ids.input_ids, 3)
     cache.save(tmp_path / "one")
-    loaded = CompressedCache.load(tmp_path / "one", demo.model, policy=policy)
+    loaded = CompressedCache.load(tmp_path / "one", demo.model)
+    assert loaded.policy == CompressedCache.load(tmp_path / "one", demo.model, policy=policy).policy
     again = [generated(demo.model, one, begun, 3) for one in (cache, loaded)]
     assert torch.equal(*again)
+    others = FastGen(0.9, special_ids=(*policy.special_ids[1:], 5), punctuation_ids=(9,))
+    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
+        CompressedCache.load(tmp_path / "one", demo.model, policy=others)
     with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
         CompressedCache.load(tmp_path / "one", demo.model, policy=POLICY)
 

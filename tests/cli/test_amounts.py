@@ -65,6 +65,12 @@ def test_the_hint_for_bytes_is_one_that_works(text):
     assert byte_count("gpu_memory", hint) > 0
 
 
+@pytest.mark.parametrize("hint", ["2GB", "1.5GB", "4096MB", "2621440B"])
+def test_a_number_of_bytes_without_a_unit_gets_the_likely_one(hint):
+    with pytest.raises(InvalidArgumentError, match=rf"--share-bytes {hint}$"):
+        byte_count("share_bytes", hint.rstrip("GMB"))
+
+
 @pytest.mark.parametrize(
     ("command", "option"),
     [

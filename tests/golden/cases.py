@@ -93,7 +93,7 @@ TURNS: dict[str, dict[str, Any]] = {
     "little": {"recall": "host", "recall_bytes": 2_000},
     "refresh": {"recall": "host", "refresh_every": 3},
 }
-ROWS = ("one", "padded", "gaps")
+ROWS = ("one", "padded")
 READINGS = ("whole", "pieces", "told", "capped", "layerwise", "twice")
 THEN = (
     "turns",
@@ -181,6 +181,11 @@ assert tuple(AXES) == tuple(field.name for field in fields(Case))
 def parse(text: str) -> Case:
     """The case that has this name."""
     return Case(*text.split("/"))
+
+
+def is_known(text: str) -> bool:
+    """Whether every choice of that name is still one."""
+    return all(part in AXES[axis] for axis, part in zip(AXES, text.split("/"), strict=True))
 
 
 def two_choices() -> list[Case]:

@@ -68,13 +68,11 @@ class Talk:
         self.mask = torch.empty(self.rows, 0, dtype=torch.int64)
 
     def ask(self, tokens: int, seed: int) -> None:
-        """The next prompt; in a batch the first row's is shorter, of a later turn the last's."""
+        """The next prompt; in a batch the first row's first one is shorter."""
         ids = drawn_ids(self.rows, tokens, seed)
         mask = torch.ones_like(ids)
         if self.rows == 2 and not self.mask.shape[1]:
             mask[0, : min(PADS, tokens // 3)] = 0
-        elif self.rows > 1 and self.case.rows == "gaps":
-            mask[-1, : tokens // 2] = 0
         self._hear(ids * mask, mask)
 
     def _hear(self, ids: Tensor, mask: Tensor | None = None) -> None:
@@ -303,7 +301,7 @@ def _save(talk: Talk) -> Iterator[Stage]:
 
 def load(path: Path, model: PreTrainedModel, case: Case) -> Any:
     """The cache of a file, and the tensors that lie beside it."""
-    # A policy that was made with token ids is not written down with them.
+    # Files of the first release have how many token ids a policy was made with, not which.
     given = {"policy": POLICIES["fastgen"]()} if case.policy == "fastgen" else {}
     return CompressedCache.load_with(path, model, **given)
 

@@ -29,7 +29,6 @@ KINDS = {
     "sums": replace(_PLAIN, policy="h2o"),
     "counts": replace(_PLAIN, policy="scissorhands"),
     "strategies": replace(_PLAIN, policy="fastgen"),
-    "gaps": replace(_PLAIN, rows="gaps"),
     "latent": Case(model="deepseek"),
     "sliding": Case(model="gemma3"),
     "document": replace(_PLAIN, turns="recall", then="document"),

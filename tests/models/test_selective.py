@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from snapkv import (
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.prefill import gemfilter, layer_by_layer, selective
-from snapkv.prefill.selective import _TokensThatGoOn
+from snapkv.prefill.selective import _TokensThatGoOn, _voting
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
 HYBRID = ("cohere2", "gemma2", "gemma3_text", "gpt_oss")
@@ -211,17 +212,26 @@ def test_what_goes_on_by_hand(keep_ratio, expected):
         decay=0.5,
         sink_tokens=0,
         least_tokens=0,
-        group_reduce="max",
     )
-    layer = prompt_of(torch.tensor([[3, 3, 3, 8, 8], [8, 8, 5, 6, 7]]), tokens=12)
+    layer = prompt_of([[3, 3, 3, 8, 8], [8, 8, 5, 6, 7]], tokens=12)
     assert policy.choose(layer).keep_indices.tolist() == [[expected]]
 
 
+def test_query_heads_of_a_kv_head_are_one_voice_by_hand():
+    """One query head gives 0.9 to token 2 and 8 has the highest mean of all four, but 5 goes on.
+
+    The means of the first KV head are 0.45, 0 and 0.45 for 2, 5 and 8, of the second 0, 0.6, 0.4.
+    """
+    layer = prompt_of([[2] * 9 + [8], [8] * 8 + [0] * 2, *[[5] * 6 + [8] * 4] * 2], tokens=12)
+    voting = replace(_voting(0.1, 0), window_size=2, decay=0.5, sink_tokens=0)
+    assert voting.choose(layer).keep_indices.tolist() == [[[5, 10, 11]]]
+
+
 def prompt_of(looks_at, tokens):
-    """A layer of two heads whose last two queries look at these tokens, in equal parts."""
+    """A layer of two KV heads; of each query head the last two look at these, in equal parts."""
     keys = torch.eye(tokens)[None, None].repeat(1, 2, 1, 1)
-    queries = torch.zeros(1, 2, 2, tokens)
-    for head, places in enumerate(looks_at.tolist()):
+    queries = torch.zeros(1, len(looks_at), 2, tokens)
+    for head, places in enumerate(looks_at):
         for place in set(places):
             share = torch.tensor(places.count(place) / len(places))
             queries[0, head, :, place] = 60.0 + share.log()

@@ -2,14 +2,16 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
-from snapkv.ops import ScoreOptions
+from snapkv.ops import ScoreOptions, attention_weights, keep_best
 from snapkv.policies import (
     H2O,
     RKV,
@@ -17,17 +19,21 @@ from snapkv.policies import (
     AdaKV,
     DecodeStep,
     DuoAttention,
+    EvictingPolicy,
+    Eviction,
     FastGen,
     FullCache,
     PromptLayer,
     PromptThenDecode,
     PyramidKV,
     Scissorhands,
+    Selection,
     SnapKV,
     StreamingLLM,
 )
 from snapkv.policies.pyramidkv import exact_budgets
 from snapkv.policies.scissorhands import layer_budgets
+from snapkv.prefill import layer_by_layer
 from tests.families import random_ids, tiny_model
 from tests.ops.states import random_layer
 from tests.oracle import hidden_columns, stepwise_logits, unwrapped
@@ -104,6 +110,76 @@ ROOMY = {
     "fastgen": FastGen(1, **KINDS),
     "duo-attention": replace(DUO, recent_tokens=200),
 }
+
+
+@torch.no_grad()
+def after_a_turn_in_parts(policy, tokens, way):
+    """The last logits and what is held behind a second turn, which came in parts so large."""
+    model, seen = tiny_model("llama"), 0
+    cache = CompressedCache(model, policy)
+    for turn, whole in enumerate(
+        (random_ids(2, PROMPT), random_ids(2, 23, 1), random_ids(2, 1, 2))
+    ):
+        if turn < 2:
+            cache.expect_prompt(seen + whole.shape[1])
+        for part in whole.split(tokens, dim=1):
+            cache.expect_tokens(part)
+            seen += part.shape[1]
+            with way(model):
+                logits = model(part, past_key_values=cache).logits[:, -1]
+    return logits, [cache.kept_positions(layer) for layer in range(4)]
+
+
+@pytest.mark.parametrize("way", [nullcontext, partial(layer_by_layer, chunk_tokens=6)])
+@pytest.mark.parametrize("name", ["tova", "h2o", "streaming-llm", "r-kv", "fastgen, every choice"])
+def test_a_turn_in_parts_is_evicted_from_at_its_end(name, way):
+    """As where it comes at once: no part of it sees less of what was kept."""
+    if way is not nullcontext and "fastgen" in name:
+        pytest.skip("refused: it looks at tokens, which come all at once")
+    expected, own = after_a_turn_in_parts(METHODS[name], PROMPT, nullcontext)
+    found, kept = after_a_turn_in_parts(METHODS[name], 6 if way is nullcontext else PROMPT, way)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(*pair) for pair in zip(kept, own, strict=True))
+
+
+@dataclass(frozen=True)
+class Summed(EvictingPolicy):
+    """Keeps what the last queries attended to most, in sum, the same in so many heads."""
+
+    name = "summed"
+    query_tokens = 1
+    max_decode_tokens = BUDGET
+    heads: int = 1
+
+    def select(self, layer):
+        scores = self._received(layer)
+        kept = keep_best(scores[:, :1], [min(BUDGET, scores.shape[-1])])
+        return Selection.of(layer, kept.expand(-1, self.heads, -1), scores=scores)
+
+    def evict(self, step):
+        scores = step.scores + self._received(step)
+        if scores.shape[-1] <= BUDGET:
+            return Eviction(scores=scores)
+        kept = keep_best(scores[:, :1], [BUDGET])
+        return Eviction(keep_indices=kept.expand(-1, self.heads, -1), scores=scores)
+
+    def _received(self, states):
+        weights = attention_weights(
+            states.queries[:, :, -1:], states.keys, score_options=states.score_options
+        )
+        return weights[:, :, -1].mean(dim=1, keepdim=True).expand(-1, self.heads, -1)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, 10])
+def test_scores_and_choices_of_one_head_are_those_of_all(prompt):
+    model, ids = tiny_model("llama"), random_ids(2, prompt + 20)
+    shared, own = (CompressedCache(model, Summed(heads=heads)) for heads in (1, 2))
+    for piece in (ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)):
+        with torch.no_grad():
+            found, expected = (model(piece, past_key_values=cache) for cache in (shared, own))
+        torch.testing.assert_close(found.logits, expected.logits)
+        for layer in range(4):
+            assert torch.equal(shared.kept_positions(layer), own.kept_positions(layer))
 
 
 def sizes(policy, steps, tokens=PROMPT, layer=0):

@@ -109,6 +109,15 @@ def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, quer
     assert kept_sets_of_one(policy, large) == [0, 2, *window]
 
 
+@pytest.mark.parametrize("higher", [1, 3])
+def test_of_one_token_at_two_places_the_lower_wins_whatever_its_last_bits(higher):
+    """The model computes one value for it, up to rounding: in a batch not as alone."""
+    values = [1.0, 2.1, 1.0, 2.1, 1.0]
+    values[higher] = math.nextafter(2.1, 3.0) * (1 + 2**-23)
+    policy = CriticalKV(SnapKV(3, window_size=1, kernel_size=1), first_share=0.5)
+    assert kept_sets_of_one(policy, voted_layer([[0.5, *[0.1] * 4]], values)) == [0, 1, 5]
+
+
 def test_summed_heads_count_as_their_mean():
     """Two query heads of a KV head: what is weighed is the attention per query and head."""
     layer = voted_layer([[0.5, 0.0002, 0.0]] * 4, [1.0, 1.0, 3.5])

@@ -174,6 +174,12 @@ SEAMS = (
         test="test_the_first_runner_keeps_block_lists_and_rows",
     ),
     Seam(
+        parts="`sample_tokens`, `discard_request_mask`, `input_batch.generators`",
+        purpose="a prompt that is still being read draws nothing from its seed",
+        runner=FIRST,
+        test="test_the_first_runner_takes_back_what_a_prompt_drew_from_its_seed",
+    ),
+    Seam(
         parts="`_is_uniform_decode`",
         purpose="no graph of a whole step is replayed where queries are put aside",
         runner=FIRST,

@@ -4,6 +4,7 @@ import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.serving.bodies import require_settings
+from snapkv.serving.names import OF_A_REQUEST
 from snapkv.serving.settings import ServingSettings
 
 SETTINGS = ServingSettings(budget=512)
@@ -24,7 +25,8 @@ RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}
         {**RIGHT, "vllm_xargs": "snapkv_budget"},  # vLLM itself refuses it
         {"sampling_params": {"extra_args": {"snapkv_budget": 64}}},
         {"sampling_params": 7, "extra_body": [1], "use_beam_search": True},
-        {"metadata": {"snapkv_run": "7"}},
+        {"metadata": {"snapkv_run": "7", "budget": 64}},
+        {"thinking_token_budget": 64, "documents": [], "Budget": 64, "vllm_xargs": {"Budget": 64}},
     ],
     ids=str,
 )
@@ -38,13 +40,20 @@ def test_right_settings_and_other_peoples_fields_pass(body):
         ({"vllm_xargs": {"snapkv_budget": 3}}, "snapkv_budget: expected more than window_size"),
         ({"sampling_params": {"extra_args": {"snapkv_budget": 3}}}, "expected more than"),
         ({"snapkv_budget": 64}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
-        ({"SnapKV_budget": 64}, "SnapKV_budget: expected inside vllm_xargs"),
+        ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* write "vllm_xargs": {"snapkv_budget": ...}'),
+        *(
+            ({name: 64}, f'{name}: expected inside .* write "vllm_xargs": {{"snapkv_{name}": ...}}')
+            for name in (*OF_A_REQUEST, "document")
+        ),
+        ({"sampling_params": {"budget": 64}}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
+        ({"extra_body": {"vllm_xargs": {"cap": 64}}}, "cap: expected inside vllm_xargs"),
         ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: expected inside"),
         ({"extra_body": RIGHT}, "snapkv_budget: expected inside"),
         ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: expected inside"),
         ({**RIGHT, "use_beam_search": True}, "snapkv_budget: expected none with use_beam_search"),
         ({"vllm_xargs": {"budget": 64}}, "budget: .* write snapkv_budget"),
         ({"vllm_xargs": {"protect_first": 4}}, "write snapkv_protect_first"),
+        ({"vllm_xargs": {"document": "law"}}, "write snapkv_document"),
         ({"vllm_xargs": {"snapkv-window-size": 16}}, "write snapkv_window_size"),
         ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "write snapkv_decay"),
         ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* write snapkv_budget"),

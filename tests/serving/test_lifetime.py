@@ -1,78 +1,95 @@
-"""A process that ends with another one."""
+"""Processes that end with the one that started them."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from snapkv.serving.lifetime import VARIABLE, end_together
+from snapkv.serving.lifetime import METRICS, end_with_parent, metrics_folder, own_folder
 
 linux = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
 )
 
-PARENT = f"""
-import os, subprocess, sys
-os.environ[{VARIABLE!r}] = str(os.getpid())
-child = "import time; from snapkv.serving.lifetime import end_together; end_together();"
-child += "print('up', flush=True); time.sleep(60)"
-subprocess.Popen([sys.executable, "-c", child]).wait()
+SERVER = """
+import multiprocessing, os, resource, sys, time
+from snapkv.serving.lifetime import METRICS, end_with_parent, metrics_folder
+
+def worker(files):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(files)]
+    end_with_parent()
+    open(os.path.join(os.environ[METRICS], str(os.getpid())), "w").close()
+    print("up", flush=True)
+    time.sleep(60)
+
+def engine(context, files):
+    context.Process(target=worker, args=(files,)).start()
+    worker(0)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    with metrics_folder():
+        print(os.environ[METRICS], flush=True)
+        context.Process(target=engine, args=(context, int(sys.argv[2]))).start()
+        time.sleep(60)
 """
 
 
 @linux
-def test_the_child_of_a_killed_process_ends_too():
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout.readline() == b"up\n"
-        parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == b""  # ends when the last process that could write is gone
+@pytest.mark.parametrize(("method", "files"), [("spawn", 0), ("fork", 1100)])
+def test_a_killed_front_end_leaves_no_engine_no_worker_and_no_folder(tmp_path, method, files):
+    """Also where a handle has a number that `select.select` does not take."""
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    command = [sys.executable, str(script), method, str(files)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        folder = Path(front.stdout.readline().strip())
+        assert [front.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        assert len(list(folder.iterdir())) == 2
+        front.send_signal(signal.SIGKILL)
+        assert front.stdout.read() == ""  # ends when the last process that could write is gone
+    assert not folder.exists()
 
 
 @linux
-def test_a_process_whose_companion_has_gone_ends_at_once(monkeypatch):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    code = f"import os; os.environ[{VARIABLE!r}] = '{ended.pid}'\n"
-    code += "import time; from snapkv.serving.lifetime import end_together; end_together();"
-    code += "time.sleep(60)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
-    assert done.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("named", [None, "itself"])
-def test_without_a_companion_nothing_is_watched(monkeypatch, named):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    if named:
-        monkeypatch.setenv(VARIABLE, str(os.getpid()))
-    before = threading.active_count()
-    end_together()
-    assert threading.active_count() == before
-
-
-def test_where_no_process_can_be_watched_nothing_happens(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
-    monkeypatch.delattr(os, "pidfd_open", raising=False)
-    before = threading.active_count()
-    end_together()
-    assert threading.active_count() == before
-
-
-@linux
-def test_a_process_with_many_open_files_ends_too():
-    """Its handle of the companion has a number that `select.select` does not take."""
-    ended = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+def test_a_process_whose_parent_has_gone_ends_at_once_and_a_users_folder_stays(tmp_path):
     code = f"""
-import os, resource, time
-from snapkv.serving.lifetime import end_together
-resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-os.environ[{VARIABLE!r}] = "{ended.pid}"
-end_together()
+import multiprocessing, os, subprocess, sys, time
+from types import SimpleNamespace
+from snapkv.serving.lifetime import end_with_parent
+gone = subprocess.Popen([sys.executable, "-c", ""])
+gone.wait()
+os.environ[{METRICS!r}] = {str(tmp_path)!r}
+multiprocessing.parent_process = lambda: gone
+end_with_parent()
 time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
-    ended.wait()
     assert done.returncode == -signal.SIGKILL
+    assert tmp_path.exists()
+
+
+def test_a_process_that_nobody_has_started_so_watches_none(monkeypatch):
+    before = threading.active_count()
+    end_with_parent()
+    monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    end_with_parent()
+    assert threading.active_count() == before
+
+
+def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
+    monkeypatch.delenv(METRICS, raising=False)
+    with metrics_folder():
+        folder = own_folder()
+        assert folder.is_dir()
+    assert own_folder() is None
+    assert not folder.exists()
+    monkeypatch.setenv(METRICS, "/of/the/user")
+    assert own_folder() is None

@@ -7,6 +7,8 @@ import torch
 
 from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.serving.documents.sharing import Sharing
+from snapkv.serving.limits import Limits
 from snapkv.serving.methods import kept_tokens
 from snapkv.serving.protecting import ProtectingFirst
 from snapkv.serving.settings import ServingSettings
@@ -47,6 +49,24 @@ def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
     off = ServingSettings(budget=0)
     assert off.for_request(None) is None
     assert off.for_request({"snapkv_budget": 64}) == SnapKV(64)
+
+
+def test_the_log_is_told_all_that_decides_what_is_kept():
+    assert ServingSettings().summary == (
+        "policy snapkv, budget 1024, window_size 32, kernel_size 7, pooling max, sink_tokens 0, "
+        "group_reduce mean, protect_first 0, max_window_size 128, max_kernel_size 129, cap 0, "
+        "chunk_tokens 1024, decode_budget 0, decode_policy r-kv, evict_every 128, share no"
+    )
+    own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
+    sharing = Sharing(most_bytes=2 << 30, across_keys=True, folder="/documents")
+    said = ServingSettings(policy="adakv", budget=0, parameters=own, sharing=sharing).summary
+    words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
+    assert all(word in said.split(", ") for word in words)
+    assert said.endswith("share 2.0 GiB across keys in /documents")
+    limits = Limits(cap=2048, decode_budget=4096)
+    assert (
+        "cap 2048, chunk_tokens 1024, decode_budget 4096" in ServingSettings(limits=limits).summary
+    )
 
 
 def test_other_methods_keep_positions_and_have_their_own_parameters():

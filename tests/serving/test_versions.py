@@ -1,6 +1,8 @@
 """Which vLLM the plugin goes with."""
 
+import importlib
 import importlib.metadata
+import sys
 
 import pytest
 
@@ -40,3 +42,13 @@ def test_a_missing_vllm_is_named(monkeypatch):
     pretend(monkeypatch)
     with pytest.raises(MissingDependencyError, match="not installed; run pip install"):
         versions.require_supported_version()
+
+
+@pytest.mark.parametrize("module", ["requests", "scheduler", "worker"])
+def test_what_vllm_is_told_to_load_checks_it_before_all_else(monkeypatch, module):
+    """By vLLM's own command nobody else does; another vLLM may not even have what they import."""
+    pretend(monkeypatch, vllm="0.33.1")
+    monkeypatch.delitem(sys.modules, f"snapkv.serving.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingDependencyError, match=r"below 0\.33.*got 0\.33\.1; run pip"):
+        importlib.import_module(f"snapkv.serving.{module}")

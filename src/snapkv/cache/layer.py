@@ -16,7 +16,7 @@ from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.policies.states import fillers_left
-from snapkv.storage.base import Storage
+from snapkv.storage.base import Storage, TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
@@ -149,23 +149,24 @@ class CompressedLayer(DynamicLayer):
             self.notes = self.notes.without_first(unused)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; count and errors as in `require_croppable`."""
-        self.require_croppable(tokens_to_remove)
-        self.take_back(-tokens_to_remove)
+        """Forget the last tokens, a non-positive count, as transformers has it."""
+        count = require_removable(tokens_to_remove)
+        self.require_croppable(count)
+        if self.must_recall(count):
+            self.recall()
+        self.take_back(count)
 
-    def require_croppable(self, tokens_to_remove: int) -> None:
-        """Recall what a crop needs; takes a non-positive count, as transformers does.
+    def require_croppable(self, count: int) -> None:
+        """Refuse to take back so many of the last tokens where that cannot be.
 
         Raises:
-            InvalidArgumentError: a positive count, or tokens that some head does not hold.
+            InvalidArgumentError: some head does not hold them, and they cannot be recalled.
         """
-        count, is_compressed = require_removable(tokens_to_remove), self.slots.kept is not None
-        if not count:
+        is_compressed = self.slots.kept is not None
+        can_recall = self.offloaded is not None and count <= self.seen_tokens
+        if not count or (is_compressed and can_recall):
             return
-        if self.offloaded is not None and is_compressed:
-            if count > self.slots.whole_tail(self.store):
-                self.recall()
-        elif is_compressed and not self.is_croppable:
+        if is_compressed and not self.is_croppable:
             raise InvalidArgumentError(
                 f"tokens_to_remove: expected at most 0, since none of the tokens that "
                 f"{self.policy.name} has counted and evicted by is still whole, got {count}; reset "
@@ -173,6 +174,11 @@ class CompressedLayer(DynamicLayer):
                 "prompts"
             )
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
+
+    def must_recall(self, count: int) -> bool:
+        """Whether so many of the last tokens cannot be taken back before all are recalled."""
+        is_away = self.offloaded is not None and self.slots.kept is not None
+        return bool(count) and is_away and count > self.slots.whole_tail(self.store)
 
     def take_back(self, count: int) -> None:
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
@@ -182,7 +188,6 @@ class CompressedLayer(DynamicLayer):
         self.store = self.store.crop(count)
         self.slots, self.notes = self.slots.cropped(count, left), self.notes.cropped(count, left)
         if self.offloaded is not None:
-            self.offloaded.is_due = False
             self.offloaded.crop(self.seen_tokens)
 
     def __copy__(self) -> "CompressedLayer":
@@ -237,9 +242,9 @@ class CompressedLayer(DynamicLayer):
     # What the attention seam asks of a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
-        """Take the new tokens' ids, behind those of the prompt or instead of the last step's."""
+        """Take the new tokens' ids, behind those of its turn, or instead of the last step's."""
         known = self.notes.token_ids
-        if self.slots.kept is None and known is not None:
+        if self.notes.last_queries is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
         self.notes = replace(self.notes, token_ids=token_ids)
 
@@ -266,13 +271,23 @@ class CompressedLayer(DynamicLayer):
         if selection is not None:
             self._keep(selection, at)
         kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
-        self.store = self.storage.settle(self.store, kept_tokens, self.policy.name)
+        self.settle(kept_tokens)
+
+    def settle(self, kept_tokens: int) -> None:
+        """Store the first slots as it is done behind a prompt; what that would change is offloaded.
+
+        Where tokens were dropped, all of them have been.
+        """
+        whole = self.store
+        self.store = self.storage.settle(whole, kept_tokens, self.policy.name)
+        if self.slots.kept is None and not self.store.is_exact:
+            self._offload(whole, kept_tokens)
 
     def _keep(self, selection: Selection, at: int) -> None:
         """Keep the selected slots of a prompt that ended after so many tokens."""
         tokens = selection.prompt_tokens
         columns = self.slots.columns_of(selection.keep_indices, self.store)
-        self.offload_first(tokens)
+        self._offload(self.store, tokens)
         self.cut_pages(columns, self.keys, tokens)
         if selection.head_tokens is None:
             self.store = self.store.keep(selection.keep_indices, tokens)
@@ -294,6 +309,8 @@ class CompressedLayer(DynamicLayer):
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
         scores = eviction.scores
         if eviction.keep_indices is None:
+            if scores is not None:
+                scores = scores.expand(-1, self.keys.shape[1], -1)
             self.notes = replace(self.notes, slot_scores=scores)
             return
         slots, seen = self.store.slots, self.seen_tokens
@@ -338,11 +355,16 @@ class CompressedLayer(DynamicLayer):
         """Whether the next tokens are read over all that was seen, and vote on it."""
         return self.offloaded is not None and self.offloaded.is_due
 
-    def offload_first(self, tokens: int) -> None:
-        """Put those of the first tokens off the device that are not yet; the layer is whole."""
+    @property
+    def holds_all(self) -> bool:
+        """Whether all that was seen is at hand as it came."""
+        return self.slots.kept is None and self.store.hands_over and self.store.is_exact
+
+    def _offload(self, whole: TokenStore, tokens: int) -> None:
+        """Put those of the first tokens off the device that are not yet."""
         if self.offloaded is not None:
             done = self.offloaded.tokens
-            self.offloaded.append(self.keys[:, :, done:tokens], self.values[:, :, done:tokens])
+            self.offloaded.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
 
     def cut_pages(self, kept: Tensor, keys: Tensor, tokens: int) -> None:
         """Note the pages of what is not kept, if steps are to choose among them.
@@ -361,7 +383,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is None:
             return
         seen, slots = self.seen_tokens, self.store.slots
-        self.offload_first(seen)
+        self._offload(self.store, seen)
         none = torch.empty(*self.keys.shape[:2], 0, dtype=torch.int64, device=self.keys.device)
         self.store = self.store.keep(none, slots)
         self.slots = self.slots.chosen(none, seen)
@@ -380,7 +402,7 @@ class CompressedLayer(DynamicLayer):
         if self.offloaded is None:
             return
         self.offloaded.is_due = False
-        if self.slots.kept is None and self.store.hands_over:
+        if self.holds_all:
             return
         self.notes = replace(self.notes, pages=None)
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
@@ -393,5 +415,6 @@ class CompressedLayer(DynamicLayer):
 
 
 def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
-    """(B, heads, K): the scores of (B, H or 1, K) slots; anything for -1."""
-    return scores.gather(2, kept.expand(-1, heads, -1).clamp(min=0))
+    """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
+    kept = kept.expand(-1, heads, -1).clamp(min=0)
+    return scores.expand(-1, heads, -1).gather(2, kept)

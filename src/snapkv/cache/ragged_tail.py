@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.slots import pads_first
 from snapkv.storage.ragged import RaggedStore
 
 
@@ -12,15 +11,7 @@ def absorb_tail(layer: CompressedLayer) -> None:
     store, slots = layer.store, layer.slots
     if not isinstance(store, RaggedStore) or not store.tail_tokens:
         return
-    tail, seen, real = store.tail_tokens, layer.seen_tokens, None
-    columns, scores = slots.columns(store), layer.notes.scores_with(tail)
-    if slots.gaps is not None:
-        real = slots.visible_columns(store, tail)
-        columns[..., columns.shape[-1] - tail :].masked_fill_(~real[:, None], -1)
-    store.absorb_tail(real)
-    if real is not None:
-        order = pads_first(columns >= 0)[..., -store.slots :]
-        columns = columns.gather(-1, order)
-        scores = None if scores is None else scores.gather(-1, order)
+    columns, seen = slots.columns(store), layer.seen_tokens
+    layer.notes = replace(layer.notes, slot_scores=layer.notes.scores_with(store.tail_tokens))
+    store.absorb_tail()
     layer.slots = slots.chosen(columns, seen)
-    layer.notes = replace(layer.notes, slot_scores=scores)

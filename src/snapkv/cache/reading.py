@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
@@ -31,7 +30,6 @@ class Reading:
         ahead_tokens: how many tokens of the forward pass vote and are then forgotten.
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
-        end_ids: what ends a row's answer; what `generate` puts behind it are pads.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
     """
 
@@ -44,7 +42,6 @@ class Reading:
     ahead_tokens: int = 0
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
-    end_ids: tuple[int, ...] = ()
     narrowing: Narrowing | None = None
 
     @property
@@ -78,22 +75,27 @@ class Reading:
         self.prompt_end = self.coming_ids = self.narrowing = None
         self.turn_start, self.verifies_drafts = 0, False
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, count: int) -> None:
         """Take the last tokens back from all layers.
 
         Raises:
             InvalidArgumentError: a layer refuses; then none has changed.
         """
+        seen = self.seen_tokens
         for layer in self.layers:
-            layer.require_croppable(tokens_to_remove)
+            layer.require_croppable(count)
+        if any(layer.must_recall(count) for layer in self.layers):
+            for layer in self.layers:
+                layer.recall()
         for layer in self.layers:
-            layer.take_back(-tokens_to_remove)
-        self.forget_unread_end()
+            layer.take_back(count)
+        self.forget_end_within(seen)
 
-    def forget_unread_end(self) -> None:
-        """Tokens were taken back: an end that they reached is to be announced again."""
-        if self.prompt_end is not None and self.seen_tokens < self.prompt_end:
+    def forget_end_within(self, seen_tokens: int) -> None:
+        """Some of so many tokens were taken back: an end among them is to be announced again."""
+        if self.prompt_end is not None and self.seen_tokens < self.prompt_end <= seen_tokens:
             self.prompt_end = None
+        self._recall_for_a_turn()
 
     # Where the prompt ends.
 
@@ -128,35 +130,27 @@ class Reading:
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
         self.turn_start, self.prompt_end = seen, prompt_tokens
-        self._recall(True)
+        self._recall_for_a_turn()
 
-    def _recall(self, is_open: bool) -> None:
-        """Read the next tokens over all that was seen, in layers that can recall it."""
+    def _recall_for_a_turn(self) -> None:
+        """Read the tokens of a turn over all that was seen, in layers that can recall it."""
+        is_open = self.prompt_end is None or self.seen_tokens < self.prompt_end
         for layer in self.layers:
             if layer.offloaded is not None:
-                is_away = layer.slots.kept is not None or not layer.store.hands_over
-                layer.offloaded.is_due = is_away and (is_open or layer.store.slots == 0)
+                layer.offloaded.is_due = not layer.holds_all and (is_open or layer.store.slots == 0)
 
     @contextlib.contextmanager
-    def announced(self, prompt_tokens: int, end_ids: tuple[int, ...] = ()) -> Iterator[None]:
-        """Announce a prompt, and take the announcement back if nothing of it could be read.
-
-        Args:
-            prompt_tokens: where it ends, as for `expect_prompt`.
-            end_ids: what ends a row's answer; what `generate` puts behind it are pads.
-        """
+    def announced(self, prompt_tokens: int) -> Iterator[None]:
+        """Announce a prompt, and take the announcement back if nothing of it could be read."""
         before, seen = self.prompt_end, self.seen_tokens
         self.expect_prompt(prompt_tokens)
-        self.end_ids = end_ids
         try:
             yield
         except BaseException:
             if self.seen_tokens == seen:
                 self.prompt_end = before
-                self._recall(False)
+                self._recall_for_a_turn()
             raise
-        finally:
-            self.end_ids = ()
 
     def require_room(self, new_tokens: int) -> None:
         """Refuse to generate more tokens behind a prompt than static storage has room for.
@@ -216,27 +210,6 @@ class Reading:
             f"{self.policy.name} looks at tokens, got {told}; call cache.expect_tokens(input_ids) "
             "before model(input_ids, ...), or use model.generate"
         )
-
-    def without_ended_rows(self, visible: Tensor, token_ids: Tensor) -> Tensor:
-        """The padding of a step of `generate`, without the pads behind answers that have ended.
-
-        Only where a cache holds on to the queries of an answer, which vote at the end of the next
-        turn. A method that evicts has counted the end of an answer apart from what follows it.
-
-        Args:
-            visible: (B, N), zero for pads.
-            token_ids: (B, M), the last tokens of the same columns.
-        """
-        assert self.prompt_end is not None
-        generated = visible.shape[1] - self.prompt_end
-        if not self.end_ids or self.layers[0].turns is None or generated < 2:
-            return visible
-        ids = token_ids[:, token_ids.shape[1] - generated :]
-        ends = torch.isin(ids, torch.tensor(self.end_ids, device=ids.device))
-        behind = (ends.cumsum(dim=-1) - ends.long()) > 0
-        visible = visible.clone()
-        visible[:, visible.shape[1] - generated :].masked_fill_(behind, 0)
-        return visible
 
     # How it comes.
 

@@ -29,8 +29,6 @@ class SlotMap(RowRecord):
             nothing was dropped.
         pads: (B,) int64, leading pads of each row of the prompt, or None.
         fillers: (B,) int64, leading slots that hold pads, or None.
-        gaps: (B, seen tokens) bool, the pads behind a row's first token: its turn was shorter than
-            others of the batch, or its answer ended early. None where there are none.
         chosen_at: tokens seen when the layer last chose what to keep; 0 before the first prompt has
             ended.
         is_partial: whether the prompt is still coming in and a part of it has been dropped already.
@@ -40,7 +38,6 @@ class SlotMap(RowRecord):
     kept: Tensor | None = per_row(slot_axis=2)
     pads: Tensor | None = per_row()
     fillers: Tensor | None = per_row()
-    gaps: Tensor | None = per_row()
     chosen_at: int = 0
     is_partial: bool = False
 
@@ -61,8 +58,8 @@ class SlotMap(RowRecord):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was dropped so far, and no pads stand between turns."""
-        return self.kept is None and not self.is_partial and self.gaps is None
+        """Whether nothing was dropped so far."""
+        return self.kept is None and not self.is_partial
 
     def seen(self, slots: int) -> int:
         """Tokens seen, where the store has that many slots."""
@@ -79,10 +76,7 @@ class SlotMap(RowRecord):
         The stored slots stand for the last columns seen. Where every row keeps the same budget,
         exactly its fillers then fall on columns of pads. Rows with budgets of their own (a ratio
         of their own length), or that evict at times of their own, can hold more fillers than that.
-        Pads between turns stand in other slots of every layer that has dropped something.
         """
-        if self.gaps is not None:
-            return True
         if self.fillers is None or self.kept is None:
             return False
         pads = torch.zeros_like(self.fillers) if self.pads is None else self.pads
@@ -124,73 +118,29 @@ class SlotMap(RowRecord):
     def positions(self, store: TokenStore) -> Tensor:
         """(B, H, S) int64: the position of every slot's token, ascending; -1 for a pad."""
         columns = self.columns(store)
-        positions = columns if self.gaps is None else self._without_gaps(columns, store)
         if self.pads is None:
-            return positions
-        return (positions - self.pads[:, None, None]).clamp(min=-1)
-
-    def packed_columns(self, store: TokenStore) -> Tensor:
-        """`columns` as if every pad stood in front of its row, `packed_pads` of them."""
-        columns = self.columns(store)
-        if self.gaps is None:
             return columns
-        columns = self._without_gaps(columns, store)
-        return torch.where(columns < 0, columns, columns + self.gaps.sum(dim=-1)[:, None, None])
-
-    @property
-    def packed_pads(self) -> Tensor | None:
-        """(B,) int64: pads of each row, wherever they stand; None where no row has any."""
-        if self.gaps is None:
-            return self.pads
-        pads = self.gaps.sum(dim=-1)
-        return pads if self.pads is None else pads + self.pads
-
-    def _without_gaps(self, columns: Tensor, store: TokenStore) -> Tensor:
-        """The columns of slots if no pad stood behind a row's first token; -1 for a pad."""
-        gaps = self._gaps_of(self.seen(store.slots))
-        before = gaps.long().cumsum(dim=-1)[:, None].expand(-1, columns.shape[1], -1)
-        is_pad = gaps[:, None].expand_as(before).gather(2, columns.clamp(min=0))
-        moved = columns - before.gather(2, columns.clamp(min=0))
-        return moved.masked_fill(is_pad | (columns < 0), -1)
+        return (columns - self.pads[:, None, None]).clamp(min=-1)
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and neither a filler nor a pad."""
-        order = torch.arange(slots, device=store.keys.device)
-        visible = torch.ones(store.keys.shape[0], slots, dtype=torch.bool, device=order.device)
-        if self._hidden is not None:
-            visible = order >= self._hidden[:, None]
-        if self.gaps is not None:
-            chosen = self.chosen_slots
-            behind = self.visible_columns(store, self.behind(store.slots))
-            visible[:, chosen:] &= behind[:, : max(0, slots - chosen)]
-        return visible
+        return _from(self._hidden, slots, store)
 
-    def visible_columns(self, store: TokenStore, tokens: int, drafts: int = 0) -> Tensor:
-        """(B, tokens) bool: which of the last tokens seen, before so many drafts, are no pads."""
-        end = self.seen(store.slots) - drafts
-        columns = torch.arange(end - tokens, end, device=store.keys.device)
-        visible = torch.ones(store.keys.shape[0], tokens, dtype=torch.bool, device=columns.device)
-        if self.pads is not None:
-            visible = columns >= self.pads[:, None]
-        if self.gaps is None:
-            return visible
-        return visible & ~self._gaps_of(end + drafts)[:, end - tokens : end]
-
-    def _gaps_of(self, seen_tokens: int) -> Tensor:
-        """`gaps` of just that many tokens; those that came since it was made are no pads."""
-        assert self.gaps is not None
-        return torch.nn.functional.pad(self.gaps, (0, seen_tokens - self.gaps.shape[1]))
+    def visible_columns(self, store: TokenStore, tokens: int) -> Tensor:
+        """(B, tokens) bool: which of the first tokens, seen or to come, are no pads."""
+        return _from(self.pads, tokens, store)
 
     def whole_rows(self, store: TokenStore) -> list[bool]:
         """For each row of a compressed layer whether nothing of it was dropped yet.
 
-        A short row of a padded batch fits the budget where a longer one does not. False for all
-        where rows have no pads, so are of one length, and where nothing can be chosen again.
+        A short row of a padded batch fits the budget where a longer one does not; so does one row
+        of several where each has a budget of its own. False for all where rows and heads hold as
+        many tokens each.
         """
-        pads = self.packed_pads
-        if pads is None or not store.chooses_again:
+        if self.pads is None and self.fillers is None and not store.unmasked_slots:
             return [False] * store.keys.shape[0]
         held = (self.positions(store) >= 0).sum(dim=-1).amin(dim=-1)
+        pads = 0 if self.pads is None else self.pads
         rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
         return rows
 
@@ -220,16 +170,9 @@ class SlotMap(RowRecord):
         dropped = torch.full((store.keys.shape[0],), self.dropped, device=store.keys.device)
         if self.pads is not None:
             dropped = dropped - self.pads
-        if self.gaps is not None:
-            hidden = (~self.visible(store, store.slots)).sum(dim=-1)
-            return dropped - self.gaps.sum(dim=-1) + hidden
         return dropped if self.fillers is None else dropped + self.fillers
 
     # What becomes of it.
-
-    def with_gaps(self, gaps: Tensor | None, seen_tokens: int) -> Self:
-        """With the pads of all tokens seen by now; None where those that came are none."""
-        return replace(self, gaps=self._gaps_of(seen_tokens) if gaps is None else gaps)
 
     def chosen(self, kept: Tensor, seen_tokens: int, **changes: Any) -> Self:
         """Of all tokens seen by then the slots hold what was kept, and those that come behind."""
@@ -244,15 +187,12 @@ class SlotMap(RowRecord):
     def cropped(self, tokens: int, slots: int) -> Self:
         """Without the last tokens; so many slots are left."""
         seen = self.seen(slots)
-        unchanged = self.gaps is None and slots >= self.chosen_slots and self.chosen_at <= seen
-        if unchanged and seen:
+        if seen and slots >= self.chosen_slots and self.chosen_at <= seen:
             return self
-        gaps = None if self.gaps is None or not seen else self.gaps[:, :seen]
         return replace(
             super().cropped(tokens, slots),
             start=min(self.start, seen),
-            pads=self.pads if seen else None,
-            gaps=gaps,
+            pads=None if self.pads is None or not seen else self.pads.clamp(max=seen),
             chosen_at=min(self.chosen_at, seen),
         )
 
@@ -271,18 +211,9 @@ def require_removable(tokens_to_remove: int) -> int:
     return -tokens_to_remove
 
 
-def pads_first(visible: Tensor) -> Tensor:
-    """(..., N) int64: the order that puts what is not visible in front of the rest."""
-    return visible.byte().argsort(dim=-1, stable=True)
-
-
-def put_in_order(states: Tensor, order: Tensor) -> Tensor:
-    """(B, H, N, ...) states, each row in its order (B, N); a copy."""
-    index = order[(slice(None), None, slice(None), *[None] * (states.ndim - 3))]
-    return states.gather(2, index.expand_as(states))
-
-
-def slots_of(indices: Tensor, order: Tensor) -> Tensor:
-    """(B, H, K): which slots indices into states in that order (B, N) mean; -1 stays."""
-    slots = order[:, None].expand(-1, indices.shape[1], -1).gather(2, indices.clamp(min=0))
-    return slots.masked_fill(indices < 0, -1)
+def _from(first: Tensor | None, count: int, store: TokenStore) -> Tensor:
+    """(B, count) bool: what stands at or behind the first place of each row."""
+    order = torch.arange(count, device=store.keys.device)
+    if first is None:
+        return torch.ones(store.keys.shape[0], count, dtype=torch.bool, device=order.device)
+    return order >= first[:, None]

@@ -75,7 +75,7 @@ def protected_slots(layer: CompressedLayer, slots: int, pads: Tensor | None) -> 
     spans = layer.spans.protect
     if spans is None:
         return None
-    if layer.slots.kept is not None or layer.slots.gaps is not None:
+    if layer.slots.kept is not None:
         return spans.cover(layer.slots.positions(layer.store)[..., :slots])
     positions = torch.arange(slots, device=layer.store.keys.device).expand(len(layer.keys), 1, -1)
     return spans.cover(positions if pads is None else positions - pads[:, None, None])

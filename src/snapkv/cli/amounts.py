@@ -132,12 +132,18 @@ def byte_count(name: str, text: str) -> int:
     """
     found = _parted(text)
     if found is None or not (found[1] or found[3]):
+        hint = f"{text.strip()}{_likely_unit(found[0])}" if found else "80GB"
         raise InvalidArgumentError(
             f"{name}: expected bytes with a unit, such as 80GB or 24GiB, got {text!r}; write for "
-            f"instance {_option(name)} {text.strip() + 'GB' if found else '80GB'}"
+            f"instance {_option(name)} {hint}"
         )
     number, prefix, binary, _ = found
     return int(number * (1024 if binary else 1000) ** _PREFIXES.index(prefix or " "))
+
+
+def _likely_unit(number: Decimal) -> str:
+    """What a machine has so many of."""
+    return "GB" if number < 1 << 10 else "MB" if number < 1 << 20 else "B"
 
 
 def _count(name: str, text: str, expected: str, before: str | None = None) -> int:

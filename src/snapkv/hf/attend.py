@@ -128,8 +128,7 @@ def attend_stored(
     if layer.notes.pages is not None:
         return _attend_with_pages(call, layer, layer.notes.pages), None
     if isinstance(store, RaggedStore):
-        real = None if slots.gaps is None else slots.visible_columns(store, store.tail_tokens)
-        return _attend_ragged_rows(call, store.states, real), None
+        return _attend_ragged(call, store.states), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and slots.hides_slots
@@ -150,8 +149,7 @@ def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
 def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0) -> AttentionCall:
     store, slots, new = layer.store, layer.slots, call.query.shape[2]
     past = slots.visible(store, store.slots - drafts - new)
-    own = None if slots.gaps is None else slots.visible_columns(store, new, drafts)
-    return replace(call, mask=stored_mask(call.implementation, past, call.query, own))
+    return replace(call, mask=stored_mask(call.implementation, past, call.query))
 
 
 def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:

@@ -28,9 +28,9 @@ from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
 from snapkv.hf.model_parts import output_weight
 from snapkv.hf.phases import Phase, phase_of
 from snapkv.hf.selection import (
-    absorb_pads,
     choose_for_whole_rows,
     evict,
+    hold_for_eviction,
     keep_to_cap,
     of_layer,
     prompt_layer,
@@ -93,12 +93,11 @@ def _make_mask(
     With its answer at hand transformers need not ask the tensor whether it hides anything.
     """
     watch = handoff.take_asking()
-    padding = None if watch is None else watch.expect(attention_mask, q_length)
-    if padding is not None:
-        attention_mask = None if padding.hides_nothing else padding.visible
-        if not padding.hides_nothing and "allow_is_causal_skip" in options:
-            options["allow_is_causal_skip"] = False
-    return make(q_length=q_length, attention_mask=attention_mask, **options)
+    padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
+    is_known_to_hide = padding is not None and padding is not attention_mask
+    if is_known_to_hide and "allow_is_causal_skip" in options:
+        options["allow_is_causal_skip"] = False
+    return make(q_length=q_length, attention_mask=padding, **options)
 
 
 def _attention(
@@ -181,13 +180,11 @@ def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     layer, drafts = handed.layer, handed.drafts
     call = fitting(call, layer)
     own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
-    pads = layer.slots.pads
-    if layer.slots.gaps is None:
-        pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
-    prompt = prompt_layer(call, layer, own, slots, pads, drafts)
+    pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
+    prompt = prompt_layer(call, layer, own, slots, pads)
     if handed.reading.narrowing is not None:
         handed.reading.narrowing.look(replace(prompt, queries=call.query))
-    selection = select(layer, prompt, handed.turn_tokens, drafts)
+    selection = select(layer, prompt)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
         _check_votes(call, handed, prompt, output[:, own - 1])
@@ -242,8 +239,8 @@ def _end_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
         value=call.value[:, :, :slots],
     )
     output, weights = attend_stored(read, layer, rebuild_mask=drafts > 0, drafts=drafts)
-    prompt = prompt_layer(read, layer, own, slots, layer.slots.fillers, drafts)
-    selection = select(layer, prompt, handed.turn_tokens, drafts)
+    prompt = prompt_layer(read, layer, own, slots, layer.slots.fillers)
+    selection = select(layer, prompt)
     if selection is not None:
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.slots.pads))
     else:
@@ -270,10 +267,12 @@ def _attend_behind(
 ) -> Attended:
     """Attend to what is stored; `turn` where the tokens belong to a later prompt."""
     output = attend_stored(call, layer)
-    absorb_pads(layer)
     if turn is not None and turn.drafts <= 0:
-        choose_for_whole_rows(call, layer, turn.turn_tokens, is_end=turn.drafts == 0)
-    evict(call, layer)
+        choose_for_whole_rows(call, layer, is_end=turn.drafts == 0)
+    if turn is not None and turn.drafts < 0:
+        hold_for_eviction(call, layer, turn.turn_tokens)
+    else:
+        evict(call, layer, None if turn is None else turn.turn_tokens + turn.drafts)
     _follow(call, layer)
     layer.store.rest()
     return output
@@ -285,8 +284,7 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         return
     queries = look_back(layer, call.query)
     every = layer.turns.refresh_every
-    due = every is not None and layer.seen_tokens - layer.slots.chosen_at >= every
-    if not due or layer.slots.kept is None:
+    if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return
     if layer.store.keys.shape[1] != call.key.shape[1]:
         raise UnsupportedModelError(
@@ -306,8 +304,11 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         fair=layer.spans.fair,
         **of_layer(whole, layer),
     )
-    with torch.no_grad():
-        layer.end_prompt(layer.policy.select(prompt), prompt)
+    selection = select(layer, prompt)
+    if selection is None:
+        layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
+    else:
+        layer.end_prompt(selection, prompt)
 
 
 _PHASES: dict[Phase, Callable[..., Attended]] = {
@@ -324,8 +325,8 @@ def _check_votes(
     call: AttentionCall, handed: handoff.Handoff, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
-    if not handed.layer.policy.query_tokens or handed.layer.slots.gaps is not None:
-        return  # with pads between turns, an earlier prompt of the same model has passed
+    if not handed.layer.policy.query_tokens:
+        return
     eager = call.implementation == "eager"
     handed.check.judge(prompt, last_output, call.module, rounds_scores=eager)
 
@@ -341,13 +342,6 @@ def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
         raise CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another "
             f"{type(call.module).__name__}; make a CompressedCache for this model"
-        )
-    has_gaps = handed.layer.slots.gaps is not None
-    if handed.has_own_mask and has_gaps and getattr(call.mask, "ndim", 0) == 4:
-        handed.take_back()
-        raise UnsupportedModelError(
-            "attention_mask: expected a 2-D mask behind pads between turns, since every layer "
-            "hides them in slots of its own, got a 4-D one; pass (batch, tokens) zeros and ones"
         )
     unchanged = _same(call.key, store.keys) and _same(call.value, store.values)
     if not unchanged and store.keys.shape[1] > 1:

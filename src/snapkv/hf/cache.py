@@ -15,6 +15,7 @@ from snapkv.cache.padding import PaddingWatch
 from snapkv.cache.paging import Recall
 from snapkv.cache.reading import Reading
 from snapkv.cache.report import CacheReport
+from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import Fair, Protect, apply, described, span_rule
 from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
@@ -24,8 +25,8 @@ from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import EvictingPolicy, Policy, default_policy
+from snapkv.storage import uncompressed
 from snapkv.storage.codes import Bits
-from snapkv.storage.sliding import let_go_of_the_past
 
 
 class CompressedCache(Cache):
@@ -118,7 +119,7 @@ class CompressedCache(Cache):
         self.options: dict[str, Any] = made | vars(later) | described(spans)
         room = room_tokens if storage == "static" else None
         self.reading = Reading(layers=compressed, room_tokens=room)
-        self._padding = PaddingWatch(compressed, later.recall)
+        self._padding = PaddingWatch(compressed)
         self._check = VoteCheck()
 
     # What transformers asks of a cache.
@@ -134,7 +135,7 @@ class CompressedCache(Cache):
             self._require_seam()
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            let_go_of_the_past(layer, new_tokens)
+            uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
         if not layer.store.hands_over and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
@@ -146,7 +147,6 @@ class CompressedCache(Cache):
         keys, values = layer.update(key_states, value_states)
         if self.reading.narrowing is not None:
             self.reading.narrowing.note(layer)
-        self._padding.tell(layer)
         if self.reading.coming_ids is not None:
             layer.remember_ids(self.reading.coming_ids[1].to(key_states.device))
         handoff.offer(
@@ -184,20 +184,61 @@ class CompressedCache(Cache):
         """Forget the last ``-tokens_to_remove`` tokens, such as rejected drafts.
 
         Raises:
-            InvalidArgumentError: a positive number, or more than can be taken back in any layer.
+            InvalidArgumentError: a positive number, or more than some layer can take back; then
+                none has changed.
         """
-        self.reading.crop(tokens_to_remove)
+        count = require_removable(tokens_to_remove)
+        others = {
+            index: layer
+            for index, layer in enumerate(self.layers)
+            if not isinstance(layer, CompressedLayer)
+        }
+        for index, layer in others.items():
+            uncompressed.require_croppable(layer, count, index)
+        self.reading.crop(count)
+        for layer in others.values():
+            uncompressed.crop(layer, count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put the rows of all layers in the order of `beam_idx`.
+
+        Raises:
+            InvalidArgumentError: a row that is not there; then none has changed.
+        """
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of all layers `repeats` times."""
+        self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows in `indices` in all layers; errors as in `reorder_cache`."""
+        self._take_rows(indices)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of the batch; 0 while empty."""
+        layer = self.reading.layers[0]
+        return len(layer.keys) if layer.is_initialized else 0
+
+    def _take_rows(self, rows: Tensor) -> None:
+        if not self._rows:
+            return
+        try:
+            rows = torch.arange(self._rows, device=rows.device)[rows]
+        except IndexError as error:
+            raise InvalidArgumentError(
+                f"rows: expected some of the {self._rows} rows of the batch, got {rows.tolist()}; "
+                "pass 0 for the first one"
+            ) from error
         for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
-                layer.crop(tokens_to_remove)
-        self._padding.forget()
+            layer.reorder_cache(rows)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
         super().reset()
         handoff.withdraw(self.reading)
         self._check.doubts.clear()
-        self._padding.forget()
         self.reading.forget()
 
     def activate_past_recording(self) -> None:
@@ -342,8 +383,8 @@ class CompressedCache(Cache):
         Args:
             path: the file. It is read in full and checked first; nothing in it is run.
             model: the model that filled the cache, on any device.
-            options: `policy`, where it is not one of the package's, or needs a tokenizer; `recall`,
-                "host" if left out, and `recall_bytes`, for a cache that was saved with recall.
+            options: `policy`, where it is not one of the package's; `recall`, "host" if left out,
+                and `recall_bytes`, for a cache that was saved with recall.
 
         Raises:
             CacheFileError: no such file, or not one that `save` has written, whole and unchanged.

@@ -79,17 +79,13 @@ class AnnouncingGenerate(_Announcing):
             prompt_tokens = _prompt_tokens(args, kwargs)
             reading.require_room(_new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
-                announcement = reading.announced(prompt_tokens, _end_ids(model, kwargs))
+                announcement = reading.announced(prompt_tokens)
         with announcement:
             return self._own(model, *args, **kwargs)
 
 
 class AnnouncingInputs(_Announcing):
-    """`model.prepare_inputs_for_generation` that tells a `CompressedCache` what will be read.
-
-    Where turns vote, it also hides the pads behind answers that have ended before those of other
-    rows, so that they do not vote. `generate` itself does not tell them from tokens.
-    """
+    """`model.prepare_inputs_for_generation` that tells a `CompressedCache` what will be read."""
 
     name = "prepare_inputs_for_generation"
 
@@ -99,9 +95,6 @@ class AnnouncingInputs(_Announcing):
         reading, token_ids = _reading_of(inputs), inputs.get("input_ids")
         if reading is not None and token_ids is not None:
             reading.expect_tokens(token_ids)
-            whole, mask = args[0] if args else kwargs["input_ids"], inputs.get("attention_mask")
-            if isinstance(mask, Tensor) and mask.ndim == 2 and len(mask) > 1:
-                inputs["attention_mask"] = reading.without_ended_rows(mask, whole)
         return inputs
 
 
@@ -191,15 +184,6 @@ def _new_tokens(model: PreTrainedModel, kwargs: dict[str, Any], prompt_tokens: i
     if new_tokens is None and longest is not None:
         new_tokens = max(0, longest - prompt_tokens)
     return new_tokens or 0
-
-
-def _end_ids(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that `generate` was told to end an answer at; none where it is not certain."""
-    config = kwargs.get("generation_config") or model.generation_config
-    ends = kwargs.get("eos_token_id", getattr(config, "eos_token_id", None))
-    if isinstance(ends, Tensor):
-        ends = ends.flatten().tolist()
-    return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (ends,)
 
 
 def _require_ids(reading: Reading, kwargs: dict[str, Any]) -> None:

@@ -54,8 +54,9 @@ class Handoff:
 
     def take_back(self) -> None:
         """Undo the update, whose attention is refused."""
+        seen = self.layer.seen_tokens
         self.layer.take_back(self.new_tokens)
-        self.reading.forget_unread_end()
+        self.reading.forget_end_within(seen)
 
 
 _current = threading.local()

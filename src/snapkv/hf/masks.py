@@ -128,23 +128,19 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
     return ((visible != expected) & real).any()
 
 
-def stored_mask(
-    implementation: str, visible: Tensor, query: Tensor, own_visible: Tensor | None = None
-) -> Any:
+def stored_mask(implementation: str, visible: Tensor, query: Tensor) -> Any:
     """The mask for queries at the end of a cache whose slots are all in the past.
 
     Args:
         implementation: name of the wrapped attention, such as "sdpa".
         visible: (B, S) bool, which stored slots hold a token; the queries' own slots excluded.
         query: (B, Hq, Q, D); each query sees the visible slots, itself and the queries before it.
-        own_visible: (B, Q) bool, which of the queries' own tokens are no pads; None for all.
 
     Returns:
         The mask in the form the implementation expects, over S + Q columns.
     """
-    B, _, Q, _ = query.shape
-    own_visible = visible.new_ones(B, Q) if own_visible is None else own_visible
-    columns = torch.cat([visible, own_visible], dim=-1)
+    Q = query.shape[2]
+    columns = torch.nn.functional.pad(visible, (0, Q), value=True)
     if "flash" in implementation:
         return None if bool(columns.all()) else columns
     if "flex" in implementation:

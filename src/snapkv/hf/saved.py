@@ -66,7 +66,7 @@ def encoded(
     recall = options["recall"]
     notes = {
         "model": dict(model),
-        "policy": reading.policy.describe(),
+        "policy": reading.policy.as_saved(),
         "options": {name: options[name] for name in _OPTIONS},
         "recalls": recall is not None,
         "pages": recall.describe() if isinstance(recall, PageRecall) else None,
@@ -217,7 +217,7 @@ def policy_of(description: dict[str, Any], given: Policy | None = None) -> Polic
     saved = _completed(description)
     if given is None:
         return _named_policy(saved)
-    if _plain(given.describe()) != saved:
+    if saved not in (_plain(given.as_saved()), _plain(given.describe())):
         raise CacheMismatchError(
             f"policy: expected the one the cache was saved with, {saved}, got "
             f"{given.describe()}; leave policy out"
@@ -234,10 +234,15 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
             f"{', '.join(POLICIES)}; pass it to load"
         )
     inner = {
-        key: _named_policy(value) if isinstance(value, dict) and "name" in value else value
+        key: _named_policy(value) if isinstance(value, dict) and "name" in value else _frozen(value)
         for key, value in parameters.items()
     }
     return POLICIES[name](**inner)
+
+
+def _frozen(value: Any) -> Any:
+    """A parameter as it was before JSON made lists of its tuples."""
+    return tuple(_frozen(part) for part in value) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

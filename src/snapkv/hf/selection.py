@@ -1,8 +1,4 @@
-"""Asking the policy: what it sees of a layer after an attention call, and its choice moved in.
-
-Where pads stand between the turns of a batch, rows are put in order first, pads in front, and
-choose by themselves.
-"""
+"""Asking the policy: what it sees of a layer after an attention call, and its choice moved in."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,19 +9,17 @@ from torch import Tensor
 from snapkv.cache.last_queries import (
     forget_queries,
     look_back,
-    own_queries,
     remember_queries,
     with_remembered,
 )
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.ragged_tail import absorb_tail
-from snapkv.cache.slots import pads_first, put_in_order, slots_of
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import AttentionCall
 from snapkv.hf.model_parts import output_weight
 from snapkv.policies import DecodeStep, EvictingPolicy, Eviction, PromptLayer, Selection
-from snapkv.policies.by_rows import evict_by_rows, select_by_rows
+from snapkv.policies.by_rows import select_by_rows
 from snapkv.storage.ragged import RaggedStore
 
 
@@ -39,42 +33,13 @@ def keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | N
         layer.keep_part(layer.policy.select_under_cap(read, cap_tokens))
 
 
-def select(
-    layer: CompressedLayer, prompt: PromptLayer, turn_tokens: int, drafts: int
-) -> Selection | None:
-    """What the policy keeps of a prompt; where pads stand between turns, row by row."""
+def select(layer: CompressedLayer, prompt: PromptLayer) -> Selection | None:
+    """What the policy keeps of a prompt; None for all."""
     with torch.no_grad():
-        if layer.slots.gaps is None:
-            return layer.policy.select(prompt)
-        packed, order, held = _packed(layer, prompt)
-        own = own_queries(layer, turn_tokens, drafts)
-        selection = select_by_rows(layer.policy, packed, own, held)
-        if selection is None:
-            return None
-        return replace(selection, keep_indices=slots_of(selection.keep_indices, order))
+        return layer.policy.select(prompt)
 
 
-def _packed(layer: CompressedLayer, prompt: PromptLayer) -> tuple[PromptLayer, Tensor, Tensor]:
-    """A prompt whose pads stand in front, the slots in that order, and which of them hold tokens.
-
-    The order is (B, S), the third (B, 1, S) bool.
-    """
-    visible = layer.slots.visible(layer.store, prompt.keys.shape[2])
-    order = pads_first(visible)
-    packed = replace(
-        prompt,
-        keys=put_in_order(prompt.keys, order),
-        values=put_in_order(prompt.values, order),
-        pad_tokens=(~visible).sum(dim=-1),
-        token_ids=None if prompt.token_ids is None else prompt.token_ids.gather(1, order),
-        protected=_in_order(prompt.protected, order),
-    )
-    return packed, order, visible.gather(1, order)[:, None]
-
-
-def choose_for_whole_rows(
-    call: AttentionCall, layer: CompressedLayer, turn_tokens: int, *, is_end: bool
-) -> None:
+def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end: bool) -> None:
     """At the end of a later turn, compress the rows that fitted the budget until now.
 
     Alone such a row would have been read as one prompt. The others keep all that they hold.
@@ -82,7 +47,6 @@ def choose_for_whole_rows(
     Args:
         call: the attention to the turn, or to a piece of it.
         layer: has dropped something of other rows.
-        turn_tokens: how many tokens the turn has.
         is_end: whether it ends in this call; else its last queries are held on to.
     """
     if isinstance(layer.policy, EvictingPolicy) or layer.turns is not None:
@@ -94,14 +58,11 @@ def choose_for_whole_rows(
     if not is_end:
         remember_queries(layer, call.query, 0)
         return
-    own = [
-        new if fits else 0 for new, fits in zip(own_queries(layer, turn_tokens), whole, strict=True)
-    ]
     absorb_tail(layer)
-    store = layer.store
-    prompt = prompt_layer(call, layer, new_tokens, slots, None)
+    store, chosen_slots = layer.store, layer.slots.chosen_slots
+    prompt = prompt_layer(call, layer, new_tokens, slots, layer.slots.fillers)
     if isinstance(store, RaggedStore):
-        held, order = layer.slots.columns(store) >= 0, None
+        held = layer.slots.columns(store) >= 0
         prompt = replace(
             prompt,
             keys=store.states.padded_keys(),
@@ -110,45 +71,48 @@ def choose_for_whole_rows(
             protected=protected_slots(layer, store.slots, None),
         )
     else:
-        prompt, order, held = _packed(layer, prompt)
+        held = layer.slots.visible(store, slots)[:, None]
     forget_queries(layer)
     with torch.no_grad():
-        selection = select_by_rows(layer.policy, prompt, own, held)
+        selection = select_by_rows(layer.policy, prompt, whole, held)
     if selection is not None:
-        kept = selection.keep_indices
         layer.apply_eviction(
             Eviction(
-                keep_indices=kept if order is None else slots_of(kept, order),
+                keep_indices=selection.keep_indices,
                 filler_tokens=selection.filler_tokens,
                 parts_heads=selection.head_tokens is not None,
             )
         )
+        layer.settle(chosen_slots)
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
         layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 
 
-def absorb_pads(layer: CompressedLayer) -> None:
-    """Where heads differ in length, let no pads stand among the tokens behind the prompt."""
-    store, slots = layer.store, layer.slots
-    if slots.gaps is None or not isinstance(store, RaggedStore):
-        return
-    if not bool(slots.visible_columns(store, store.tail_tokens).all()):
-        absorb_tail(layer)
+def hold_for_eviction(call: AttentionCall, layer: CompressedLayer, turn_tokens: int) -> None:
+    """Hold the queries of a part of a turn, at whose end a policy evicts as if it came at once."""
+    if isinstance(layer.policy, EvictingPolicy):
+        remember_queries(layer, call.query, turn_tokens)
 
 
-def evict(call: AttentionCall, layer: CompressedLayer) -> None:
-    """Let a policy that evicts while generating see this step and drop what it will."""
+def evict(call: AttentionCall, layer: CompressedLayer, tokens: int | None = None) -> None:
+    """Let a policy that evicts while generating see this step and drop what it will.
+
+    Args:
+        call: the attention to the step.
+        layer: whose tokens it keeps.
+        tokens: of the step, where those before the call's own were held for it.
+    """
     policy = layer.policy
     if not isinstance(policy, EvictingPolicy):
         return
-    new_tokens = call.query.shape[2]
+    new_tokens = call.query.shape[2] if tokens is None else tokens
     absorb_tail(layer)
     store, slots, notes = layer.store, layer.slots, layer.notes
     if isinstance(store, RaggedStore):
         keys, scores = store.states.padded_keys(), notes.slot_scores
     else:
         keys, scores = call.key, notes.scores_with(new_tokens)
-    columns, pads = slots.packed_columns(store), slots.packed_pads
+    columns, pads = slots.columns(store), slots.pads
     spans = layer.spans.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
@@ -165,44 +129,7 @@ def evict(call: AttentionCall, layer: CompressedLayer) -> None:
         **of_layer(call, layer),
     )
     with torch.no_grad():
-        if slots.gaps is None:
-            layer.apply_eviction(policy.evict(step))
-        else:
-            layer.apply_eviction(_evict_by_rows(policy, layer, step, new_tokens))
-
-
-def _evict_by_rows(
-    policy: EvictingPolicy, layer: CompressedLayer, step: DecodeStep, new_tokens: int
-) -> Eviction:
-    """What the policy evicts where pads stand between turns: row by row."""
-    store, slots = layer.store, layer.slots
-    own = slots.visible_columns(store, new_tokens).sum(dim=-1).tolist()
-    if step.token_ids is not None:
-        order = pads_first(slots.visible_columns(store, step.token_ids.shape[1]))
-        step = replace(step, token_ids=step.token_ids.gather(1, order))
-    if isinstance(store, RaggedStore):
-        return evict_by_rows(policy, step, own)
-    visible = slots.visible(store, store.slots)
-    order = pads_first(visible)
-    packed = replace(
-        step,
-        keys=put_in_order(step.keys, order),
-        scores=_in_order(step.scores, order),
-        protected=_in_order(step.protected, order),
-        columns=put_in_order(step.columns, order),
-        filler_tokens=(~visible).sum(dim=-1),
-    )
-    eviction = evict_by_rows(policy, packed, own)
-    kept, scores = eviction.keep_indices, eviction.scores
-    return replace(
-        eviction,
-        keep_indices=None if kept is None else slots_of(kept, order),
-        scores=_in_order(scores, order.argsort(dim=-1)),
-    )
-
-
-def _in_order(states: Tensor | None, order: Tensor) -> Tensor | None:
-    return None if states is None else put_in_order(states, order)
+        layer.apply_eviction(policy.evict(step))
 
 
 def of_layer(call: AttentionCall, layer: CompressedLayer) -> dict[str, Any]:
@@ -223,7 +150,6 @@ def prompt_layer(
     own: int,
     slots: int,
     pads: Tensor | None,
-    drafts: int = 0,
 ) -> PromptLayer:
     """The states of a layer at the end of the prompt, or of a part of it, for the policy."""
     options, ids = call.options, layer.notes.token_ids
@@ -239,7 +165,7 @@ def prompt_layer(
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
     return PromptLayer(
-        queries=with_remembered(layer, call.query[:, :, :own], drafts=drafts).detach(),
+        queries=with_remembered(layer, call.query[:, :, :own]).detach(),
         keys=call.key[:, :, :slots],
         values=call.value[:, :, :slots],
         pad_tokens=pads,

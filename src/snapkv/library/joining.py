@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.slots import pads_first
 from snapkv.hf.model_parts import rotations_of
 from snapkv.library.parts import Part, steps_of
 
@@ -142,7 +141,8 @@ def _packed(keys: Tensor, values: Tensor, places: Tensor, tokens: int) -> Joined
     """Slots that hold no token stand in front of every head, as few as there must be."""
     held = places >= 0
     if not bool(held.all()):
-        order = pads_first(held)[..., places.shape[-1] - int(held.sum(dim=-1).max()) :]
+        longest = int(held.sum(dim=-1).max())
+        order = held.byte().argsort(dim=-1, stable=True)[..., places.shape[-1] - longest :]
         keys, values = (
             states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1]))
             for states in (keys, values)

@@ -69,7 +69,7 @@ class Part:
                 f"cache: expected one that has seen the {self.tokens:,} tokens of input_ids, got "
                 f"{seen:,} seen; read the document, and nothing behind it"
             )
-        if any(len(layer.keys) != 1 or layer.slots.packed_pads is not None for layer in layers):
+        if any(len(layer.keys) != 1 or layer.slots.pads is not None for layer in layers):
             raise CacheMismatchError(
                 "cache: expected one row without padding, got a batch or pads; read every document "
                 "by itself"

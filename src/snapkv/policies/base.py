@@ -122,6 +122,10 @@ class Policy(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The method's name and parameters, ready for JSON; a wrapped method's inside its own."""
+        return self.as_saved()
+
+    def as_saved(self) -> dict[str, Any]:
+        """As `describe`, with all that a file needs to make the method again."""
         parameters = {
             name: value.describe() if hasattr(value := getattr(self, name), "describe") else value
             for name in (parameter.name for parameter in fields(self) if parameter.init)

@@ -1,56 +1,47 @@
-"""Choosing row by row where the rows of a batch have read different numbers of tokens.
+"""Choosing for some rows of a batch: those that have fitted the budget until now.
 
-A turn may be shorter in one row than in another, whose tokens are behind pads then. Pads must not
-vote: rows that have read as many tokens choose together, by their own queries only, and a row that
-has read none keeps what it holds. So every row chooses as it would alone.
+The others have chosen before, and keep what they hold. So every row chooses as it would alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from snapkv.policies.base import EvictingPolicy, Policy
-from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection
-
-States = TypeVar("States", PromptLayer, DecodeStep)
+from snapkv.policies.base import Policy
+from snapkv.policies.states import PromptLayer, Selection
 
 
 def select_by_rows(
-    policy: Policy, layer: PromptLayer, new_tokens: Sequence[int], held: Tensor
+    policy: Policy, layer: PromptLayer, chooses: Sequence[bool], held: Tensor
 ) -> Selection | None:
-    """What `policy` keeps, where the last queries of some rows are not theirs.
+    """What `policy` keeps of some rows, and all that the others hold.
 
     Args:
         policy: the method.
         layer: the states of all rows; pads stand in front, in every tensor.
-        new_tokens: for each row how many of the last queries are its own; 0 keeps all it holds.
+        chooses: for each row whether the policy chooses.
         held: (B, H or 1, S) bool, which slots hold a token.
     """
-    groups = list(_groups(new_tokens))
-    chosen = [
-        _select_without_pads(policy, _rows_of(layer, *group)) if group[1] else None
-        for group in groups
-    ]
-    if all(selection is None for selection in chosen):
+    rows = torch.tensor(chooses, device=held.device).nonzero()[:, 0]
+    chosen = _select_without_pads(policy, _rows_of(layer, rows))
+    if chosen is None:
         return None
-    found = next(selection for selection in chosen if selection is not None)
-    ragged = any(one is not None and one.head_tokens is not None for one in chosen)
-    whole = _held(held, found.keep_indices.shape[1])
-    parts = [
-        whole[rows] if selection is None else selection.keep_indices
-        for (rows, _), selection in zip(groups, chosen, strict=True)
-    ]
-    keep_indices = _one_below_the_other(groups, parts)
-    fillers = _fillers(keep_indices, layer.pad_tokens)
+    slots, heads = held.shape[-1], max(held.shape[1], chosen.keep_indices.shape[1])
+    every = torch.arange(slots, device=held.device)
+    kept = torch.where(held, every, -1).repeat_interleave(heads // held.shape[1], 1)
+    missing = slots - chosen.keep_indices.shape[-1]
+    kept[rows] = torch.nn.functional.pad(chosen.keep_indices, (missing, 0), value=-1)
+    kept = kept[..., slots - int((kept >= 0).sum(dim=-1).amax()) :]
+    ragged = chosen.head_tokens is not None
     return replace(
-        found,
-        keep_indices=keep_indices,
+        chosen,
+        keep_indices=kept,
         prompt_tokens=layer.keys.shape[2],
-        filler_tokens=None if ragged else fillers,
-        head_tokens=(keep_indices >= 0).sum(dim=-1) if ragged else None,
+        filler_tokens=None if ragged else _fillers(kept, layer.pad_tokens),
+        head_tokens=(kept >= 0).sum(dim=-1) if ragged else None,
     )
 
 
@@ -77,77 +68,14 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
     return replace(selection, keep_indices=torch.where(kept < 0, kept, kept + pads))
 
 
-def evict_by_rows(policy: EvictingPolicy, step: DecodeStep, new_tokens: Sequence[int]) -> Eviction:
-    """What `policy` evicts, where some rows have read fewer tokens than others.
-
-    Args:
-        policy: the method.
-        step: the states of all rows; pads stand in front, in every tensor.
-        new_tokens: how many tokens of this step are each row's own; a row without any stays as it
-            is.
-    """
-    groups = list(_groups(new_tokens))
-    evictions = [
-        policy.evict(_rows_of(step, rows, count, policy.history_tokens)) if count else Eviction()
-        for rows, count in groups
-    ]
-    scores = None if step.scores is None else step.scores.clone()
-    for (rows, _), eviction in zip(groups, evictions, strict=True):
-        if scores is not None and eviction.scores is not None:
-            scores[rows] = eviction.scores
-    kept = [eviction.keep_indices for eviction in evictions if eviction.keep_indices is not None]
-    if not kept:
-        return Eviction(scores=scores)
-    pads = 0 if step.pad_tokens is None else step.pad_tokens[:, None, None]
-    whole = _held(step.columns >= pads, max(part.shape[1] for part in kept))
-    parts = [
-        whole[rows] if eviction.keep_indices is None else eviction.keep_indices
-        for (rows, _), eviction in zip(groups, evictions, strict=True)
-    ]
-    keep_indices = _one_below_the_other(groups, parts)
-    return Eviction(
-        keep_indices=keep_indices,
-        scores=scores,
-        sink_tokens=max(eviction.sink_tokens for eviction in evictions),
-        filler_tokens=_fillers(keep_indices, step.filler_tokens),
-        parts_heads=any(eviction.parts_heads for eviction in evictions),
-    )
-
-
-def _groups(new_tokens: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
-    """The rows that have read as many tokens, and how many."""
-    for count in sorted(set(new_tokens)):
-        yield torch.tensor([row for row, n in enumerate(new_tokens) if n == count]), count
-
-
-def _rows_of(states: States, rows: Tensor, new_tokens: int, history_tokens: int = 0) -> States:
-    """Some rows of a layer, with the last queries and token ids that are theirs."""
+def _rows_of(layer: PromptLayer, rows: Tensor) -> PromptLayer:
+    """Some rows of a layer."""
     own: dict[str, Any] = {
-        name: value.index_select(0, rows.to(value.device))
-        for name in (part.name for part in fields(states))
-        if isinstance(value := getattr(states, name), Tensor) and name != "output_weight"
+        part.name: value.index_select(0, rows)
+        for part in fields(layer)
+        if isinstance(value := getattr(layer, part.name), Tensor) and part.name != "output_weight"
     }
-    own["queries"] = own["queries"][:, :, -(history_tokens or new_tokens) :]
-    if isinstance(states, DecodeStep) and "token_ids" in own:
-        own["token_ids"] = own["token_ids"][:, -new_tokens:]
-    return replace(states, **own)
-
-
-def _held(held: Tensor, heads: int) -> Tensor:
-    """(B, H, S) int64: every slot that holds a token, -1 for the others."""
-    slots = torch.arange(held.shape[-1], device=held.device)
-    return torch.where(held, slots, -1).expand(-1, max(heads, held.shape[1]), -1)
-
-
-def _one_below_the_other(groups: list[tuple[Tensor, int]], parts: list[Tensor]) -> Tensor:
-    """(B, H, K): what groups of rows keep, in the order of the rows, -1 in front where fewer."""
-    most = max(part.shape[-1] for part in parts)
-    wide = [torch.nn.functional.pad(part, (most - part.shape[-1], 0), value=-1) for part in parts]
-    heads = max(part.shape[1] for part in wide)
-    order = torch.cat([rows for rows, _ in groups]).argsort()
-    merged = torch.cat([part.expand(-1, heads, -1) for part in wide])[order.to(parts[0].device)]
-    used = int((merged >= 0).sum(dim=-1).amax())
-    return merged[..., most - used :]
+    return replace(layer, **own)
 
 
 def _fillers(keep_indices: Tensor, pads: Tensor | None) -> Tensor:

@@ -80,8 +80,9 @@ class CriticalKV(AroundScores, PrefixPolicy):
         """The policy's best first, then by value: (B, Hkv, P) float32, Hq as in the policy."""
         scores = self.policy.score(layer)
         norms = projected_norms(layer, scores.shape[-1])
+        norms = _to_12_bits(ops.reduce_group(norms, scores.shape[1], "mean"))
         means = _raised(scores, layer.pads) / self.policy.summed_weights(layer)
-        weighed = (means + _EPSILON) * ops.reduce_group(norms, scores.shape[1], "mean")
+        weighed = (means + _EPSILON) * norms
         first_tokens = [int(kept * self.first_share) for kept in self.kept_prefix_tokens(layer)]
         first = ops.keep_best(
             scores,
@@ -130,6 +131,15 @@ def projected_norms(
         for head in range(heads)
     ]
     return torch.stack(norms, dim=1)
+
+
+def _to_12_bits(norms: Tensor) -> Tensor:
+    """Rounded, so that a token that stands twice has one norm, whatever its two values' last bits.
+
+    Where its votes are equal too, the lower place wins then, in a batch as alone.
+    """
+    high = norms * (2**12 + 1)
+    return high - (high - norms)
 
 
 def _raised(scores: Tensor, pads: Tensor | None) -> Tensor:

@@ -129,8 +129,9 @@ class Selection:
             any.
         head_tokens: (B, H) int64 where heads keep different numbers of tokens: how many of the last
             entries along K are indices. None where all heads of a row keep the same number.
-        scores: (B, H, T) float32, what an `EvictingPolicy` has noted of every token of the prompt;
-            it comes back with each `DecodeStep`. None where nothing needs to be remembered.
+        scores: (B, H or 1, T) float32, what an `EvictingPolicy` has noted of every token of the
+            prompt; it comes back with each `DecodeStep`, for every head. None where nothing needs
+            to be remembered.
         head_notes: (B, H, N) int64, what an `EvictingPolicy` has noted of every head, which comes
             back in the same way; or None.
         sink_tokens: how many of the first kept tokens move on to the positions right before the
@@ -228,7 +229,7 @@ class Eviction:
     Attributes:
         keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
             keeps all.
-        scores: (B, H, S) float32 for the slots before eviction, to be noted; or None.
+        scores: (B, H or 1, S) float32 for the slots before eviction, to be noted; or None.
         sink_tokens: as in `Selection`.
         filler_tokens: (B,) int64, leading entries of `keep_indices` that hold no token; None where
             every row drops its fillers before its tokens.

@@ -4,9 +4,10 @@ After some layers the prompt's last tokens already attend to what the answer wil
 on only the tokens that they vote for go further, at their true positions. The layers before read
 every token and are compressed as ever; those behind hold of the tokens that reached them what the
 policy chooses. This is FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this
-package's votes: pooled so that they fade forward, and the highest over all query heads, where the
-authors take the mean. GemFilter (arXiv 2409.17422) reads the chosen tokens again from the model's
-first layer, so that no layer holds another.
+package's votes: pooled so that they fade forward, the mean over the query heads of a KV head and of
+these means the highest, where the authors take the mean over all query heads. GemFilter (arXiv
+2409.17422) reads the chosen tokens again from the model's first layer, so that no layer holds
+another.
 
 Neither is exact: the first token is no longer the full model's, and what does not go on is lost for
 the upper layers, whatever is asked later.
@@ -51,9 +52,9 @@ class _TokensThatGoOn(SnapKV):
     least_tokens: int = DEFAULT_LEAST_TOKENS
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The highest over all query heads: (B, 1, P) float32.
+        """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32.
 
-        Few heads look for what is copied; in a mean over all of them it is lost.
+        Few KV heads look for what is copied; in a mean over all of them it is lost.
         """
         return super().score(layer).amax(dim=1, keepdim=True)
 

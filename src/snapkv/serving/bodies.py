@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.serving.names import is_ours, shown
+from snapkv.serving.names import meant, shown
 from snapkv.serving.settings import ServingSettings
 
 XARGS = "vllm_xargs"
@@ -18,7 +18,7 @@ def require_settings(body: object, settings: ServingSettings) -> None:
     """Raise where a body has a wrong setting, or one that would be ignored.
 
     Args:
-        body: of any endpoint, from JSON.
+        body: from JSON; of any endpoint of vLLM.
         settings: the server's.
 
     Raises:
@@ -28,10 +28,10 @@ def require_settings(body: object, settings: ServingSettings) -> None:
     if not isinstance(body, dict):
         return
     sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
-    for name in _misplaced(body, sampling):
+    for name, right in _misplaced(body, sampling):
         raise InvalidArgumentError(
             f"{shown(name)}: expected inside {XARGS}, got it outside, where nobody reads it; "
-            f'write "{XARGS}": {{"{shown(name)}": ...}}'
+            f'write "{XARGS}": {{"{shown(right)}": ...}}'
         )
     for given in (_mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))):
         settings.for_request(given)
@@ -39,17 +39,17 @@ def require_settings(body: object, settings: ServingSettings) -> None:
             _refuse_with_beams(given)
 
 
-def _misplaced(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[str]:
-    """Names of settings where they have no effect."""
+def _misplaced(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names of settings where they have no effect, each with the right one."""
     outside = [body, sampling]
     for field in _BESIDE:
         beside = _mapping(body.get(field))
         outside += [beside, _mapping(beside.get(XARGS))]
-    return (name for fields in outside for name in fields if is_ours(name))
+    return ((name, right) for fields in outside for name in fields if (right := meant(name)))
 
 
 def _refuse_with_beams(given: Mapping[str, Any]) -> None:
-    for name in filter(is_ours, given):
+    for name in filter(meant, given):
         raise InvalidArgumentError(
             f"{shown(name)}: expected none with use_beam_search, whose requests carry no settings "
             "inside vLLM, got one; leave one of them out"

@@ -6,7 +6,7 @@ begun with status 200. On a server that shares documents, it also joins them wit
 """
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from fastapi import HTTPException
@@ -14,6 +14,7 @@ from fastapi import HTTPException
 from snapkv.errors import SnapKVError
 from snapkv.serving.bodies import require_settings
 from snapkv.serving.documents.front import FrontEnd, Visit
+from snapkv.serving.lifetime import end_with_parent
 from snapkv.serving.settings import ServingSettings
 
 _Message = MutableMapping[str, Any]
@@ -24,7 +25,11 @@ _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 NAME = f"{__name__}.SettingsCheck"
 """What to pass to vLLM."""
 
-_TOO_DEEP = "body: expected JSON, got lists in lists too deep to be read; nest them less deeply"
+_DEEPEST = 100
+"""Lists in lists and objects in objects of a body: far below what Python and the server can read,
+which depends on the calls under way and on `sys.setrecursionlimit`."""
+
+_TOO_DEEP = f"body: expected at most {_DEEPEST} lists in lists, got more; nest them less deeply"
 
 
 class SettingsCheck:
@@ -39,6 +44,7 @@ class SettingsCheck:
     """
 
     def __init__(self, app: _App) -> None:
+        end_with_parent()  # one of several API servers has a parent
         self._app = app
         self._settings: ServingSettings | None = None
         self._documents: FrontEnd | None = None
@@ -76,7 +82,9 @@ def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None)
                 return message
             text.extend(message.get("body", b""))
             more = message.get("more_body", False)
-        body = _require_settings(bytes(text), settings)
+        body = _body_of(bytes(text))
+        if visit is None or not visit.is_about_documents:
+            _require_settings(body, settings)
         changed = None if visit is None else await visit.rewritten(body)
         whole = bytes(text) if changed is None else json.dumps(changed).encode()
         return {"type": "http.request", "body": whole, "more_body": False}
@@ -84,21 +92,35 @@ def _checking(receive: _Receive, settings: ServingSettings, visit: Visit | None)
     return receive_whole
 
 
-def _require_settings(text: bytes, settings: ServingSettings) -> object:
-    """The body from JSON; None for what is no JSON, which the server says itself.
+def _require_settings(body: object, settings: ServingSettings) -> None:
+    try:
+        require_settings(body, settings)
+    except SnapKVError as error:
+        # FastAPI answers with it wherever it comes up while a body is read.
+        raise HTTPException(400, detail=str(error)) from error
 
-    One that is nested too deeply for this place may not be for the server's, with fewer calls under
-    way, and would go on unchecked.
-    """
+
+def _body_of(text: bytes) -> object:
+    """The body from JSON; None for what is no JSON, which the server says itself."""
     try:
         body = json.loads(text)
     except ValueError:
         return None
     except RecursionError as error:
         raise HTTPException(400, detail=_TOO_DEEP) from error
-    try:
-        require_settings(body, settings)
-    except SnapKVError as error:
-        # FastAPI answers with it wherever it comes up while a body is read.
-        raise HTTPException(400, detail=str(error)) from error
+    if _is_too_deep(body):
+        raise HTTPException(400, detail=_TOO_DEEP)
     return body
+
+
+def _is_too_deep(body: object) -> bool:
+    level = [body]
+    for _ in range(_DEEPEST):
+        level = [inner for one in level for inner in _inside(one) if isinstance(inner, dict | list)]
+    return bool(level)
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

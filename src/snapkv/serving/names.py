@@ -45,17 +45,26 @@ def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
     """
     own = {}
     for name, value in given.items():
-        if not isinstance(name, str):
-            continue
-        if name.startswith(PREFIX):
+        right = meant(name)
+        if right not in (None, name):
+            raise InvalidArgumentError(
+                f"{shown(name)}: expected the name of a setting, such as {right}, got "
+                f"{shown(name)}; write {right}"
+            )
+        if right is not None:
             own[name.removeprefix(PREFIX)] = value
-        elif name in OF_A_REQUEST:
-            _refuse_spelling(name, PREFIX + name)
-        elif is_ours(name):
-            bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ")
-            known = bare in (*OF_A_REQUEST, DOCUMENT)
-            _refuse_spelling(name, PREFIX + (bare if known else "budget"))
     return own
+
+
+def meant(name: object) -> str | None:
+    """The right name of the setting that whoever wrote a name meant; None for names of others."""
+    if not isinstance(name, str) or name.startswith(PREFIX):
+        return name if isinstance(name, str) else None
+    begun = name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
+    bare = name[len(PREFIX) - 1 :].lower().replace("-", "_").strip("_. ") if begun else name
+    if bare in (*OF_A_REQUEST, DOCUMENT):
+        return PREFIX + bare
+    return f"{PREFIX}budget" if begun else None
 
 
 def require_document_name(argument: str, value: object) -> str:
@@ -77,18 +86,6 @@ def require_document_name(argument: str, value: object) -> str:
             f"and not dots alone, got '{shown(value)}'; pass a name such as contract"
         )
     return value
-
-
-def is_ours(name: str) -> bool:
-    """Whether whoever wrote a name meant a setting of this plugin."""
-    return name[: len(PREFIX) - 1].lower() == PREFIX[:-1]
-
-
-def _refuse_spelling(name: str, right: str) -> None:
-    raise InvalidArgumentError(
-        f"{shown(name)}: expected the name of a setting, such as {right}, got {shown(name)}; "
-        f"write {right}"
-    )
 
 
 def shown(name: str) -> str:

@@ -4,12 +4,14 @@
 def register() -> None:
     """Make the compressed block spec known; nothing else happens until an engine asks for it.
 
-    A process that a Ray Serve replica has started also ends with it.
+    A process of a server that this package has started ends with its parent from here on; by vLLM's
+    own command, from where its worker, its scheduler or its web application is made.
     """
     from snapkv.serving.blocks import register_spec
-    from snapkv.serving.lifetime import end_together
+    from snapkv.serving.lifetime import end_with_parent, own_folder
     from snapkv.serving.versions import supported_version
 
-    end_together()
+    if own_folder():
+        end_with_parent()
     if supported_version():
         register_spec()

@@ -12,10 +12,9 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.serving.engine import engine_args
-from snapkv.serving.lifetime import VARIABLE
+from snapkv.serving.lifetime import METRICS, metrics_folder
 from snapkv.validation import nearest
 
-_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
@@ -34,7 +33,7 @@ def runtime_env() -> dict[str, Any]:
         for name, value in os.environ.items()
         if name.startswith(_PREFIXES) and not any(word in name for word in _SECRETS)
     }
-    return {"env_vars": {**own, _METRICS: tempfile.gettempdir()}}
+    return {"env_vars": {**own, METRICS: tempfile.gettempdir()}}
 
 
 def application(
@@ -95,9 +94,7 @@ class Replica:
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
         self._stack = contextlib.AsyncExitStack()
-        folder = tempfile.TemporaryDirectory(prefix="snapkv-metrics-")
-        os.environ[_METRICS] = self._stack.enter_context(folder)
-        os.environ[VARIABLE] = str(os.getpid())  # a killed replica leaves no engine behind
+        self._stack.enter_context(metrics_folder())
         self._args = _parsed(model, arguments)
 
     async def __serve_build_asgi_app__(self) -> Any:

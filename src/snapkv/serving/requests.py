@@ -10,6 +10,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from snapkv.serving.versions import require_supported_version
+
+require_supported_version()
+
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
 

@@ -3,6 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from snapkv.serving.versions import require_supported_version
+
+require_supported_version()
+
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -14,6 +18,7 @@ from snapkv.serving.documents.beginning import FromDocument
 from snapkv.serving.documents.reading_twice import ReadTwice
 from snapkv.serving.documents.registry import registry
 from snapkv.serving.documents.words import errand
+from snapkv.serving.lifetime import end_with_parent
 from snapkv.serving.metrics import PromptMetrics
 from snapkv.serving.orders import Beginning, Order
 from snapkv.serving.plans import Plan, RequestPlan
@@ -49,6 +54,7 @@ class _CompressingScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
+        logger.info("Compressing prompts: %s", self._settings.summary)
         self._plans: dict[str, RequestPlan] = {}
         coordinator = self.kv_cache_manager.coordinator
         share_exact_blocks(coordinator, self._plans)
@@ -195,6 +201,7 @@ class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:
     """The compressing counterpart of the scheduler that vLLM would have taken."""
+    end_with_parent()
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     kind = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
     return kind(*args, **kwargs)

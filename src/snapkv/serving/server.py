@@ -2,17 +2,15 @@
 
 import contextlib
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 from snapkv.serving.engine import OWN, arguments
+from snapkv.serving.lifetime import METRICS, metrics_folder
 from snapkv.serving.settings import ServingSettings
 from snapkv.serving.versions import require_supported_version
 from snapkv.validation import format_bytes
-
-_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
@@ -37,22 +35,8 @@ def serve(
         MissingDependencyError: no vLLM, or one of another version.
     """
     require_supported_version()
-    with _metrics_folder():
+    with contextlib.nullcontext() if METRICS in os.environ else metrics_folder():
         _run(model, settings, options, name or model)
-
-
-@contextlib.contextmanager
-def _metrics_folder() -> Iterator[None]:
-    """Counts of the engine's process reach /metrics through files; chosen before the import."""
-    if _METRICS in os.environ:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
-        os.environ[_METRICS] = folder
-        try:
-            yield
-        finally:
-            del os.environ[_METRICS]  # what this process starts next has no such folder
 
 
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:

@@ -1,7 +1,7 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
@@ -106,6 +106,23 @@ class ServingSettings:
         sharing = {} if self.sharing is None else {"sharing": self.sharing.to_config()}
         own = {"policy": self.policy, "budget": self.budget, **first, **caps, **limits, **sharing}
         return {KEY: own | dict(self.parameters)}
+
+    @property
+    def summary(self) -> str:
+        """All that decides what is kept, on one line, by the names of the settings."""
+        made = self._made(self.budget or None, self.parameters)
+        own = {
+            name: getattr(one, name)
+            for one in (scoring(made), made)
+            for name in parameters_of(self.policy)
+            if getattr(one, name, None) is not None
+        }
+        given = {"policy": self.policy, **own, "budget": self.budget}
+        first = {PROTECT_FIRST: self.protect_first}
+        caps = {cap: getattr(self, cap) for cap in _CAPS}
+        share = "no" if self.sharing is None else self.sharing.summary
+        said = {**given, **first, **caps, **asdict(self.limits), "share": share}
+        return ", ".join(f"{name} {value}" for name, value in said.items())
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
         """The method for one request's prompt; None leaves it whole.

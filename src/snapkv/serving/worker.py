@@ -2,9 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from snapkv.serving.versions import require_supported_version
+
+require_supported_version()
+
 from vllm.platforms import current_platform
 
 from snapkv.serving.documents.exchange import answered, fill_document, save_document
+from snapkv.serving.lifetime import end_with_parent
 from snapkv.serving.requests import without_checks
 from snapkv.serving.runners import compress_in
 
@@ -19,6 +24,7 @@ class CompressingWorker(PlatformWorker):
 
     def init_device(self) -> None:
         """Make vLLM's own runner, and lay ours over it."""
+        end_with_parent()
         config = self.model_config
         config.logits_processors = without_checks(config.logits_processors)
         super().init_device()

@@ -26,7 +26,7 @@ class TokenStore(ABC):
             head.
         kind: name of this kind of store, as saved files have it.
         hands_over: whether attention to it comes through the seam once the prompt has ended.
-        chooses_again: whether what was kept can be chosen from without loss.
+        is_exact: whether keys and values are held as they were appended.
     """
 
     keys: Any
@@ -34,7 +34,7 @@ class TokenStore(ABC):
     num_kv_heads: int
     kind: ClassVar[str]
     hands_over: ClassVar[bool] = True
-    chooses_again: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = True
 
     @property
     def is_filled(self) -> bool:

@@ -5,6 +5,12 @@ KIVI (Liu et al., ICML 2024): keys along the tokens, where a channel's numbers a
 along the channels. fp8 is e4m3 with a scale per token. transformers' quantised layers are not used:
 their codes have no bytes to report, no rows to reorder and no form on disk, and they quantise again
 what they have quantised before.
+
+A number comes back within half a step of its group, `Codes.scale`, plus what float32 and the dtype
+of the states round; within a whole step where the nearest one is beyond that dtype. A step is the
+group's range, widened by at most the spacing of float16 at its least value, over the number of
+levels, and a 1000th of that or 2**-24 more. In fp8 it comes back within a sixteenth of itself, or
+a 1024th of the scale where that is more.
 """
 
 from dataclasses import dataclass, replace
@@ -14,11 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from snapkv.errors import InvalidArgumentError
+
 Bits = Literal["int8", "int4", "fp8"]
 
 GROUP = 32
 _LARGEST_FP8 = 448.0
 _LEVELS = {"int8": 255, "int4": 15}
+_SMALLEST_STEP = 2.0**-24
+"""Of float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +38,9 @@ class Codes:
     Attributes:
         codes: uint8 or float8, (B, H, N, D), or (B, H, N, D / 2) with two numbers a byte; N and D
             are padded to whole groups along the grouped axis.
-        scale: float32 for fp8, else float16; what a step is worth.
-        least: float16, what zero stands for; None for fp8.
+        scale: float32 for fp8, else as `least`; what a step is worth.
+        least: what zero stands for: float16, float32 where the states leave its range; None for
+            fp8.
         bits: "int8", "int4" or "fp8".
         along: axis of the groups, -2 for tokens or -1 for channels.
         shape: of the states.
@@ -79,12 +90,15 @@ class Codes:
 
 
 def quantise(states: Tensor, bits: Bits, *, along: int) -> Codes:
-    """(B, H, N, D) states in few bits.
+    """(B, H, N, D) states in few bits, within the bounds of this module.
 
     Args:
         states: any floating dtype.
         bits: "int8", "int4" or "fp8".
         along: axis of the groups of integers, -2 or -1.
+
+    Raises:
+        InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
     """
     options = {
         "bits": bits,
@@ -92,6 +106,7 @@ def quantise(states: Tensor, bits: Bits, *, along: int) -> Codes:
         "shape": tuple(states.shape),
         "dtype": str(states.dtype).removeprefix("torch."),
     }
+    largest = _largest(states, bits)
     if bits == "fp8":
         scale = states.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / _LARGEST_FP8
         codes = (states.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -100,13 +115,35 @@ def quantise(states: Tensor, bits: Bits, *, along: int) -> Codes:
     grouped = _grouped(_whole_groups(states.float(), along), along, size)
     axis = -1 if along == -1 else -2
     lowest, highest = grouped.amin(dim=axis, keepdim=True), grouped.amax(dim=axis, keepdim=True)
-    least = lowest.half()
-    scale = ((highest - least.float()) / _LEVELS[bits]).clamp(min=1e-7).half()
+    narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
+    least = _rounded_down(lowest, narrow)
+    step = ((highest - least.float()) / _LEVELS[bits]).clamp(min=_SMALLEST_STEP)
+    scale = -_rounded_down(-step, narrow)
     steps = (grouped - least.float()) / scale.float()
-    codes = _ungrouped(steps.round().clamp(0, _LEVELS[bits]).to(torch.uint8), along)
+    room = (torch.finfo(states.dtype).max - least.float()) / scale.float()
+    codes = steps.round().minimum(room.floor().clamp(max=_LEVELS[bits])).to(torch.uint8)
+    codes = _ungrouped(codes, along)
     if bits == "int4":
         codes = codes[..., ::2] | (codes[..., 1::2] << 4)
     return Codes(codes=codes, scale=scale, least=least, **options)  # type: ignore[arg-type] # the same
+
+
+def _largest(states: Tensor, bits: Bits) -> float:
+    """The largest absolute number; a GPU is waited for."""
+    largest, most = float(states.abs().amax()), torch.finfo(torch.float32).max / 2
+    if not largest <= most:  # nor is nan
+        raise InvalidArgumentError(
+            f"bits: expected keys and values of at most {most:.1e} to hold in {bits}, got "
+            f"{largest}; hold them in the model's own dtype"
+        )
+    return largest
+
+
+def _rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest numbers of a dtype that are no higher than these float32 ones."""
+    nearest, ends = numbers.to(dtype), torch.finfo(dtype)
+    half_spacing = (numbers.abs() + ends.smallest_normal) * (ends.eps / 2)
+    return nearest.where(nearest <= numbers, (numbers - half_spacing).to(dtype))
 
 
 def _whole_groups(states: Tensor, along: int) -> Tensor:

@@ -24,7 +24,7 @@ class QuantizedStore(TokenStore):
     """
 
     kind = "quantized"
-    chooses_again = False  # or rows that keep what they have would be codes of codes
+    is_exact = False
 
     def __init__(
         self, *, codes: tuple[Codes, Codes], keys: Tensor, values: Tensor, num_kv_heads: int

@@ -84,28 +84,21 @@ class RaggedStates:
             ),
         )
 
-    def with_tail(self, keys: Tensor, values: Tensor, real: Tensor | None) -> "RaggedStates":
+    def with_tail(self, keys: Tensor, values: Tensor) -> "RaggedStates":
         """Every head's tokens, and behind them its part of what came behind the prompt.
 
         Args:
             keys: (B, H, N, D).
             values: (B, H, N, Dv).
-            real: (B, N) bool, which of the N are no pads; None for all.
         """
-        B, added = keys.shape[0], [keys.shape[2]] * keys.shape[0]
-        rows = list(zip(keys, values, strict=True))
-        if real is not None:
-            added = real.sum(dim=-1).tolist()
-            rows = [(rows[b][0][:, real[b]], rows[b][1][:, real[b]]) for b in range(B)]
-        tails = [pair for row in rows for pair in zip(*row, strict=True)]
+        tails = zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
         pairs = [pair for row in self.segments() for pair in row]
         both = [piece for pair in zip(pairs, tails, strict=True) for piece in pair]
         return RaggedStates(
             keys=torch.cat([piece[0] for piece in both]),
             values=torch.cat([piece[1] for piece in both]),
             head_tokens=tuple(
-                tuple(count + new for count in row)
-                for row, new in zip(self.head_tokens, added, strict=True)
+                tuple(count + keys.shape[2] for count in row) for row in self.head_tokens
             ),
         )
 
@@ -227,13 +220,9 @@ class RaggedStore(TokenStore):
         self.values = torch.cat([self.values, self.for_heads(values)], dim=-2)
         return self.keys, self.values
 
-    def absorb_tail(self, real: Tensor | None) -> None:
-        """Give every head its part of the tail, which is empty then.
-
-        Args:
-            real: (B, N) bool, which tokens of the tail are no pads; None for all.
-        """
-        self.states = self.states.with_tail(self.keys, self.values, real)
+    def absorb_tail(self) -> None:
+        """Give every head its part of the tail, which is empty then."""
+        self.states = self.states.with_tail(self.keys, self.values)
         self.keys, self.values = self.keys[..., :0, :].clone(), self.values[..., :0, :].clone()
 
     def keep(self, indices: Tensor, tokens: int) -> TokenStore:

@@ -56,9 +56,9 @@ def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
     catalogue = catalogue_of(one, two, three)
     catalogue.begin(one)
     catalogue.end(one)  # so that two is the oldest
-    assert names(catalogue.make_room(0, 100)) == []
-    assert names(catalogue.make_room(25, 100)) == ["two"]
-    assert names(catalogue.make_room(60, 100)) == ["three"]
+    assert names(catalogue.make_room("a", 0, 100)) == []
+    assert names(catalogue.make_room("a", 25, 100)) == ["two"]
+    assert names(catalogue.make_room("a", 60, 100)) == ["three"]
     assert names(catalogue.of("a")) == ["one"]
     assert catalogue.bytes == 40
 
@@ -68,10 +68,36 @@ def test_what_is_in_use_stays_and_too_little_room_forgets_nothing():
     catalogue = catalogue_of(used, idle)
     catalogue.begin(used)
     with pytest.raises(RefusedError, match=r"at most 60 B.* --share-bytes 100 B.*, got 61 B") as no:
-        catalogue.make_room(61, 100)
+        catalogue.make_room("a", 61, 100)
     assert no.value.status == 507
     assert names(catalogue.of("a")) == ["idle", "used"]
-    assert names(catalogue.make_room(60, 100)) == ["idle"]
+    assert names(catalogue.make_room("a", 60, 100)) == ["idle"]
+
+
+def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
+    catalogue = catalogue_of(document("law", 50, "b"), *(document(name, 25) for name in "xy"))
+    assert names(catalogue.make_room("a", 25, 100)) == ["x"]
+    catalogue.add(document("z", 25))
+    assert names(catalogue.make_room("a", 50, 100)) == ["y", "z"]
+    with pytest.raises(RefusedError, match=r"at most 50 B.* within other keys' shares, got 51 B"):
+        catalogue.make_room("a", 51, 100)
+    assert names(catalogue.of("b")) == ["law"]
+
+
+def test_a_tenant_may_take_what_others_leave_and_gives_it_back_when_they_come():
+    catalogue = catalogue_of(*(document(name, 30) for name in "xyz"))
+    assert names(catalogue.make_room("b", 30, 100)) == ["x"]
+    catalogue.add(document("law", 30, "b"))
+    assert names(catalogue.make_room("c", 33, 100)) == ["y"]
+    catalogue.add(document("rules", 33, "c"))
+    assert names(catalogue.make_room("d", 25, 100)) == ["rules"]
+
+
+def test_the_tenant_with_most_gives_first_and_of_its_documents_the_least_recently_used():
+    own = [document(name, 20, tenant) for tenant, name in ("ax", "ay", "bx", "by", "bz")]
+    catalogue = catalogue_of(*own)
+    gone = catalogue.make_room("c", 30, 100)
+    assert [(one.tenant, one.name) for one in gone] == [("b", "x"), ("a", "x")]
 
 
 def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
@@ -86,7 +112,7 @@ def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     catalogue.add(new)  # the name is free again
     assert (len(catalogue), catalogue.bytes) == (1, 100)
     with pytest.raises(RefusedError, match="at most 40 B"):
-        catalogue.make_room(41, 100)
+        catalogue.make_room("a", 41, 100)
     assert catalogue.end(old) is False
     assert catalogue.end(old) is True
     assert catalogue.bytes == 40
@@ -123,37 +149,52 @@ class Oracle:
         self.engine = {}  # bytes by id, of what it was not told to drop
         self.order = []  # of (tenant, name), least recently used first
         self.under_way = []
-        self.made = 0
+        self.owners = {}  # tenants by id
 
     def add(self, tenant, name, size):
         if (tenant, name) in self.order:
             with pytest.raises(RefusedError):
                 self.catalogue.require_free(tenant, name)
             return
-        used = {one.document_id for one in self.under_way}
-        idle = [key for key in self.order if self.catalogue.find(*key).document_id not in used]
-        go = []
-        for key in idle:
-            if sum(self.engine.values()) - sum(map(self.size, go)) + size > 20:
-                go.append(key)
-        if sum(self.engine.values()) - sum(map(self.size, go)) + size > 20:
+        go = self.going(tenant, size)
+        if go is None:
             with pytest.raises(RefusedError):
-                self.catalogue.make_room(size, 20)
+                self.catalogue.make_room(tenant, size, 20)
             return
-        gone = self.catalogue.make_room(size, 20)
+        gone = self.catalogue.make_room(tenant, size, 20)
         assert [(one.tenant, one.name) for one in gone] == go
         for one in gone:
             self.order.remove((one.tenant, one.name))
             del self.engine[one.document_id]
-        self.made += 1
         new = document(name, size, tenant)
-        new.document_id = str(self.made)
+        new.document_id = str(len(self.owners))
+        self.owners[new.document_id] = tenant
         self.engine[new.document_id] = size
         self.catalogue.add(new)
         self.order.append((tenant, name))
 
-    def size(self, key):
-        return self.catalogue.find(*key).bytes
+    def going(self, tenant, size):
+        """One after the other goes, until it fits; None where what may go is not enough."""
+        in_use = {one.document_id for one in self.under_way}
+        kept, go = dict(self.engine), []
+        while sum(kept.values()) + size > 20:
+            held = {tenant: size}
+            for document_id, one in kept.items():
+                owner = self.owners[document_id]
+                held[owner] = held.get(owner, 0) + one
+            parts = len({tenant, *(self.owners[one] for one in self.engine)})
+            may_go = [
+                (-held[key[0]], rank, key)
+                for rank, key in enumerate(self.order)
+                if key not in go
+                and held[key[0]] * parts > 20
+                and self.catalogue.find(*key).document_id not in in_use
+            ]
+            if not may_go:
+                return None
+            go.append(min(may_go)[2])
+            del kept[self.catalogue.find(*go[-1]).document_id]
+        return go
 
     def begin(self, tenant, name):
         if (tenant, name) in self.order:

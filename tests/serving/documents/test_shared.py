@@ -1,6 +1,7 @@
 """The catalogue and the engine in step, whatever clients do meanwhile."""
 
 import asyncio
+import logging
 from contextlib import suppress
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, SnapKVError
 from snapkv.serving.documents.refused import RefusedError, status_of
 from snapkv.serving.documents.shared import SharedDocuments
+from snapkv.serving.documents.tenants import tenant_of
 from tests.serving.documents.fakes import CharacterPrompts, Counted, FakeEngine
 
 BODY = {"name": "contract", "prompt": "abc"}
@@ -195,7 +197,7 @@ def test_registrations_wait_in_a_line_that_ends():
         line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
         await asyncio.sleep(0)
         assert [one.done() for one in line] == [False] * 64 + [True] * 2
-        with pytest.raises(RefusedError, match="expected fewer than 64 ") as refused:
+        with pytest.raises(RefusedError, match=r"fewer than 64 .* of one key") as refused:
             await line[-1]
         assert status_of(refused.value) == 503
         with suppress(RefusedError):
@@ -206,6 +208,48 @@ def test_registrations_wait_in_a_line_that_ends():
         await world.documents.register("", {**BODY, "name": "late"})
 
     asyncio.run(run(World(most_bytes=100_000)))
+
+
+def test_every_key_has_a_line_of_its_own_and_the_lines_take_turns():
+    async def run(world):
+        world.engine.reading.clear()
+        line = [
+            asyncio.create_task(world.documents.register(tenant, {**BODY, "name": f"n{number}"}))
+            for tenant, number in [*(("a", n) for n in range(64)), ("b", 0), ("b", 1), ("c", 0)]
+        ]
+        for _ in range(3):  # the first is being read, and all others wait
+            await asyncio.sleep(0)
+        assert not any(one.done() for one in line)
+        world.engine.reading.set()
+        await asyncio.gather(*line)
+        made = sorted(
+            (one for tenant in "abc" for one in world.documents.catalogue.of(tenant)),
+            key=lambda one: list(world.engine.held).index(one.document_id),
+        )
+        assert [one.tenant for one in made] == [*"abcab", *"a" * 62]
+
+    asyncio.run(run(World(most_bytes=100_000)))
+
+
+def test_the_log_has_a_line_for_each_that_is_registered_dropped_and_deleted(caplog):
+    mine, theirs = tenant_of([(b"authorization", b"Bearer mine")]), "theirs-hashed"
+
+    async def run(world):
+        for name in "xy":
+            await world.documents.register(mine, {**BODY, "name": name})
+        await world.documents.register(theirs, {**BODY, "name": "z"})
+        await world.documents.delete(theirs, "z")
+
+    with caplog.at_level(logging.INFO, logger="vllm.snapkv"):
+        asyncio.run(run(World(most_bytes=80)))
+    own = f"key {mine[:8]}"
+    assert caplog.messages == [
+        f"Document 'x' of {own} is registered: 4 of 4 tokens kept, 40 B",
+        f"Document 'y' of {own} is registered: 4 of 4 tokens kept, 40 B",
+        f"Document 'x' of {own} is dropped: key theirs-h needs room",
+        "Document 'z' of key theirs-h is registered: 4 of 4 tokens kept, 40 B",
+        "Document 'z' of key theirs-h is deleted",
+    ]
 
 
 def test_what_requests_did_not_read_is_counted():

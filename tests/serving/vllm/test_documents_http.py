@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import sys
 import uuid
 from types import SimpleNamespace
 
@@ -328,7 +329,7 @@ def test_a_template_of_the_request_is_rendered_and_compared(config, monkeypatch)
         ({"messages": CHAT, "prompt": TEXT}, "prompt and messages: expected one of them, got both"),
         ({"prompt": [10**6]}, "out of vocabulary"),
         ({"prompt": TEXT, "model": "law"}, "model: expected the model that reads documents"),
-        ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected inside vllm_xargs"),
+        ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected name, prompt, messages"),
     ],
     ids=str,
 )
@@ -347,10 +348,18 @@ def test_what_is_no_json_object_is_refused_by_vllm(client, content):
     assert "error" in answer.json()
 
 
-def test_lists_in_lists_are_refused(client):
-    deep = json.loads("[" * 500 + "]" * 500)
-    message = {"role": "user", "content": TEXT, "name": deep}
-    require_refused(register(client, messages=[message]), 400, "lists in lists; nest less")
+@pytest.mark.parametrize("limit", [1000, 2000])
+def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, limit):
+    """A chat of the greatest depth that passes is rendered, or refused by vLLM's own words."""
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        for depth, words in ((97, "messages as chats have them"), (98, "at most 100 lists")):
+            deep = json.loads("[" * depth + "]" * depth)
+            message = {"role": "user", "content": TEXT, "name": deep}
+            require_refused(register(client, messages=[message]), 400, words)
+    finally:
+        sys.setrecursionlimit(usual)
 
 
 def test_a_question_is_text_alone():

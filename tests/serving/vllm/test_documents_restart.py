@@ -1,8 +1,7 @@
-"""A server that is killed, and the documents that its successor finds in the folder."""
+"""A server that is killed, what it leaves, and the documents that its successor finds."""
 
 import json
-import os
-import signal
+import re
 import urllib.request
 
 import torch
@@ -55,8 +54,8 @@ def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
         cache.save(folder / "mine.safetensors", beside={"input_ids": torch.tensor([ids])})
         registered(server, name="mine", file="mine.safetensors")
         mine = asked(server, "mine")
-        os.killpg(server.process.pid, signal.SIGKILL)
-        server.process.wait()
+        (metrics,) = server.kill()  # the engine goes with the process that answers, and its counts
+        assert not metrics.exists()
     prompt = torch.tensor([ids + question])
     output = served.model.generate(
         prompt,
@@ -68,7 +67,7 @@ def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
     )
     assert mine == tokenizer.decode(output[0, prompt.shape[1] :])
     (folder / "everybody" / "broken.json").write_text("{")
-    told = {"VLLM_LOGGING_LEVEL": "WARNING"}
+    told = {"VLLM_LOGGING_LEVEL": "INFO"}
     with Server(tmp_path, *options, model=served.folder, **told) as server:
         found = json.loads(server.get(PATH))
         assert [one["name"] for one in found] == ["contract", "mine"]
@@ -77,6 +76,9 @@ def test_a_killed_servers_documents_come_back_unread(served, tmp_path):
         assert asked(server, "contract") == answer
         assert asked(server, "mine") == mine
         assert "broken.json" in server.output()
+        start = r"Compressing prompts: policy snapkv, budget 64, .*, cap 0, .*, share a quarter of"
+        assert len(re.findall(start, server.output())) == 1
+        assert "Document 'contract' of everybody is registered: 64 of" in server.output()
         with urllib.request.urlopen(f"{server.url}{PATH}/contract/file", timeout=60) as sent:
             (tmp_path / "sent").write_bytes(sent.read())
         request = urllib.request.Request(f"{server.url}{PATH}/contract", method="DELETE")

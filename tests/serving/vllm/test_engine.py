@@ -54,6 +54,16 @@ def test_a_request_has_its_own_budget_window_kernel_and_pooling(engine, small):
     assert len({tuple(answer) for answer in answers}) == 3
 
 
+def test_a_seed_gives_the_same_answer_however_a_prompt_is_cut_into_chunks(engine):
+    """Alone it is read in one step, beside another in two; a longer one always in three."""
+    seeded = [greedy(16, temperature=1.0, seed=number) for number in (1, 2, 3)]
+    prompts = [ids_of(100, seed=1), ids_of(120, seed=2), ids_of(400, seed=3)]
+    alone = [engine.answers([one], own)[0] for one, own in zip(prompts, seeded, strict=True)]
+    assert engine.answers(prompts, seeded) == alone
+    others = [greedy(16, temperature=1.0, seed=number) for number in (4, 5, 6)]
+    assert engine.answers(prompts, others) != alone
+
+
 def test_a_budget_of_the_prompt_changes_nothing(engine, stock):
     prompts = [ids_of(length, seed=length) for length in (20, 100, 200, 350, 450)]
     off = [greedy(24, extra_args={"snapkv_budget": own}) for own in (0, 100, 4096, 350, 0)]

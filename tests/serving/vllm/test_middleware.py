@@ -1,6 +1,7 @@
 """The check of bodies in an application of its own, and where vLLM puts it."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from snapkv.serving.settings import ServingSettings
 
 WRONG = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 3}}
 RIGHT = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 300}}
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -60,8 +62,7 @@ def test_a_body_may_come_in_pieces(client):
     for body, status in ((RIGHT, 200), (WRONG, 400)):
         text = json.dumps(body).encode()
         pieces = (text[at : at + 7] for at in range(0, len(text), 7))
-        headers = {"Content-Type": "application/json"}
-        assert client.post("/parsed", content=pieces, headers=headers).status_code == status
+        assert client.post("/parsed", content=pieces, headers=JSON).status_code == status
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"9" * 5000, b"NaN"])
@@ -69,15 +70,27 @@ def test_what_is_no_json_is_left_to_the_server(client, text):
     assert client.post("/raw", content=text).content == text
 
 
-def test_no_body_is_too_deep_for_the_check_and_not_for_the_server(client):
-    """Python reads JSON as deep as the calls under way leave room for, fewer in the check."""
-    depths = {}
-    for depth in range(900, 1000):
-        deep = "[" * depth + "]" * depth
-        body = f'{{"vllm_xargs": {{"snapkv_register": "x"}}, "deep": {deep}}}'
-        answer = client.post("/parsed", content=body, headers={"Content-Type": "application/json"})
-        depths[depth] = answer.status_code, answer.json()["detail"].partition(":")[0]
-    assert set(depths.values()) == {(400, "snapkv_register"), (400, "body")}
+@pytest.mark.parametrize("limit", [1000, 2000, 20_000])
+@pytest.mark.parametrize("opening", ["[", '{"a": '])
+def test_how_deep_a_body_may_be_does_not_depend_on_pythons_recursion_limit(client, limit, opening):
+    """100 in each other with the body's own object; a wrong setting is found in what may pass."""
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        for depth in (1, 98, 99, 100, 101, 400, 900, 1900, 100_000):
+            closing = "]" if opening == "[" else "}"
+            deep = opening * depth + ("" if closing == "]" else "1") + closing * depth
+            body = f'{{"vllm_xargs": {{"snapkv_register": "x"}}, "deep": {deep}}}'
+            answer = client.post("/parsed", content=body, headers=JSON)
+            names = "snapkv_register" if depth < 100 else "body: expected at most 100 lists"
+            assert answer.status_code == 400
+            assert answer.json()["detail"].startswith(names), depth
+    finally:
+        sys.setrecursionlimit(usual)
+
+
+def test_brackets_in_a_text_are_not_deep(client):
+    assert client.post("/raw", json={"prompt": "[" * 5000}).status_code == 200
 
 
 def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():

@@ -1,12 +1,13 @@
 """What cannot be served is refused by name before the first request."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.serving import Limits, ServingSettings, engine_args
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, UnsupportedModelError
+from snapkv.serving import Limits, ServingSettings, engine_args, versions
 from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.refusals import (
     compressed_managers,
@@ -330,6 +331,21 @@ def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
 def test_a_scheduler_without_its_worker_is_refused():
     with pytest.raises(UnsupportedModelError, match="together"):
         compressed_managers([object()])
+
+
+@pytest.mark.parametrize("left_out", [(), ("logits_processors",)], ids=["all", "the-first-two"])
+def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
+    folder, monkeypatch, left_out
+):
+    from vllm import LLM
+
+    given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
+    given = {name: value for name, value in given.items() if name not in left_out}
+    monkeypatch.setattr(versions, "installed", lambda: "0.33.1")
+    for module in ("requests", "scheduler", "worker"):
+        monkeypatch.delitem(sys.modules, f"snapkv.serving.{module}", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"got 0\.33\.1; run pip install"):
+        LLM(folder, **given)
 
 
 @pytest.mark.parametrize("taken", ["worker_cls", "scheduler_cls"])

@@ -227,6 +227,18 @@ def test_the_first_runner_asks_whether_all_requests_decode():
     )
 
 
+def test_the_first_runner_takes_back_what_a_prompt_drew_from_its_seed():
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    first, _ = runners()
+    assert in_order(first.sample_tokens, "self._sample(", "self._bookkeeping_sync(")
+    taken_back = inspect.getsource(first._bookkeeping_sync)
+    assert "self.discard_request_mask.np[:num_reqs]" in taken_back
+    assert "self.input_batch.generators.get(int(i))" in taken_back
+    sampling = inspect.getsource(InputBatch._make_sampling_metadata)
+    assert "generators=self.generators" in sampling
+
+
 def test_the_second_runner_prepares_slots_before_it_runs_the_model():
     from vllm.v1.worker.gpu.block_table import BlockTables
 

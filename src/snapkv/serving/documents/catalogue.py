@@ -5,7 +5,7 @@ under way, and takes its bytes until the last of them has ended; or it is gone.
 """
 
 import time
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,11 +107,15 @@ class Catalogue:
                 TAKEN,
             )
 
-    def make_room(self, needed_bytes: int, most_bytes: int) -> list[SharedDocument]:
-        """Forget as many least recently used documents as it takes, none that is in use.
+    def make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> list[SharedDocument]:
+        """Forget as many documents as it takes: of the tenant that has most, the least used first.
+
+        A tenant's share is an equal part for each who has documents, this one among them. It may
+        take what others leave; what is within another's share stays, and so does what is in use.
 
         Args:
-            needed_bytes: of the document that is to come.
+            tenant: whose the document is that is to come.
+            needed_bytes: of that document.
             most_bytes: that all may take together, deleted ones in use among them.
 
         Returns:
@@ -120,21 +124,18 @@ class Catalogue:
         Raises:
             RefusedError: even then there is too little room; nothing was forgotten.
         """
-        missing, leaving = self.bytes + needed_bytes - most_bytes, []
-        for one in self._idle():
-            if missing <= 0:
-                break
-            leaving.append(one)
-            missing -= one.bytes
-        if missing > 0:
-            in_use = self.bytes - sum(one.bytes for one in leaving)
-            raise RefusedError(
-                f"document: expected at most {format_bytes(most_bytes - in_use)}, what is "
-                f"left of --share-bytes {format_bytes(most_bytes)} beside documents in use, "
-                f"got {format_bytes(needed_bytes)}; wait for their requests to end, register a "
-                "shorter one, or start the server with more --share-bytes",
-                NO_ROOM,
-            )
+        taken = Counter({tenant: needed_bytes})
+        for one in (*self._standing.values(), *self._deleted.values()):
+            taken[one.tenant] += one.bytes
+        share, leaving = most_bytes / len(taken), []
+        idle = [one for one in self._standing.values() if not one.requests]
+        while taken.total() > most_bytes:
+            going = [one for one in idle if taken[one.tenant] > share]
+            if not going:
+                raise _no_room(needed_bytes, most_bytes, taken.total() - needed_bytes)
+            leaving.append(max(going, key=lambda one: taken[one.tenant]))  # of equals the first
+            idle.remove(leaving[-1])
+            taken[leaving[-1].tenant] -= leaving[-1].bytes
         for one in leaving:
             del self._standing[one.tenant, one.name]
         return leaving
@@ -181,5 +182,12 @@ class Catalogue:
         self._deleted[document.document_id] = document
         return None
 
-    def _idle(self) -> Iterator[SharedDocument]:
-        return (one for one in self._standing.values() if not one.requests)
+
+def _no_room(needed_bytes: int, most_bytes: int, kept_bytes: int) -> RefusedError:
+    return RefusedError(
+        f"document: expected at most {format_bytes(most_bytes - kept_bytes)}, what is left of "
+        f"--share-bytes {format_bytes(most_bytes)} beside documents in use and those within other "
+        f"keys' shares, got {format_bytes(needed_bytes)}; wait for requests to end, register a "
+        "shorter one, or start the server with more --share-bytes",
+        NO_ROOM,
+    )

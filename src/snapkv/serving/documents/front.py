@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from snapkv.serving.documents.catalogue import SharedDocument
+from snapkv.serving.documents.catalogue import PATH, SharedDocument
 from snapkv.serving.documents.folder import DocumentFolder
 from snapkv.serving.documents.rewriting import document_of, rewritten
 from snapkv.serving.documents.routes import as_http_errors, router_of
@@ -28,9 +28,14 @@ class Visit:
         documents: of the server.
         tenant: whose the request is.
         path: of the endpoint.
+
+    Attributes:
+        is_about_documents: whether the endpoint is of documents, which reads a body by its own
+            names.
     """
 
     def __init__(self, documents: SharedDocuments, tenant: str, path: str) -> None:
+        self.is_about_documents = path == PATH or path.startswith(f"{PATH}/")
         self._documents = documents
         self._tenant = tenant
         self._path = path

@@ -152,7 +152,7 @@ def _of_layer(layer: CompressedLayer) -> Faults:
     store, slots, index = layer.store, layer.slots, layer.identity.layer_idx
     if len(store.keys) != 1:
         yield f"of {len(store.keys)} rows", "save a cache of one row for every document"
-    pads = (slots.pads, slots.fillers, slots.gaps)
+    pads = (slots.pads, slots.fillers)
     if any(marks is not None and bool(marks.any()) for marks in pads):
         yield "of a prompt with pads", "read the document without padding"
     if store.keys.shape[1] != store.num_kv_heads:

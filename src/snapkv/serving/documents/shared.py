@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -21,13 +22,14 @@ from snapkv.serving.documents.rewriting import (
     ids_of_text,
     require_base_model,
 )
+from snapkv.serving.documents.tenants import shown_tenant
 from snapkv.serving.names import require_document_name, shown
-from snapkv.validation import require_int
+from snapkv.validation import format_bytes, require_int
 
 _FIELDS = ("name", "prompt", "messages", "budget", "file", "model")
 
 _MOST_UNDER_WAY = 64
-"""Registrations, whose bodies are held until their turn comes, also if their clients go away."""
+"""Registrations of a tenant; bodies are held until their turn comes, also if clients go away."""
 
 _logger = logging.getLogger("vllm.snapkv")
 
@@ -69,8 +71,9 @@ class SharedDocuments:
         self._folder = folder
         self._restoring: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
+        self._own_turn: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._reporting = asyncio.Lock()
-        self._registrations: set[asyncio.Task[SharedDocument]] = set()
+        self._registrations: dict[asyncio.Task[SharedDocument], str] = {}
         self._count()
 
     async def register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
@@ -89,21 +92,21 @@ class SharedDocuments:
         """
         _require_fields(body)
         require_base_model(body, self.prompts)
-        if len(self._registrations) >= _MOST_UNDER_WAY:
+        if list(self._registrations.values()).count(tenant) >= _MOST_UNDER_WAY:
             raise RefusedError(
-                f"document: expected fewer than {_MOST_UNDER_WAY} registrations under way, which "
-                "are done one after the other, got one more; try again later",
+                f"document: expected fewer than {_MOST_UNDER_WAY} registrations of one key under "
+                "way, which are done one after the other, got one more; try again later",
                 BUSY,
             )
         await self.restored()
         task = asyncio.create_task(self._register(tenant, body))
-        self._registrations.add(task)
+        self._registrations[task] = tenant
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)
 
     def _ended(self, task: asyncio.Task[SharedDocument]) -> None:
         """A registration is over; what went wrong is looked at, whether its client waits or not."""
-        self._registrations.discard(task)
+        del self._registrations[task]
         if not task.cancelled():
             task.exception()
 
@@ -117,8 +120,10 @@ class SharedDocuments:
         if self._folder is not None and self._folder.holds(tenant, name):
             self._folder.forget(tenant, name)
             if not self.catalogue.stands(tenant, name):  # there was no room for it
+                _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
                 return
         gone = self.catalogue.delete(tenant, name)
+        _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
         self._counts.dropped("deleted")
         if gone is not None:
             await self._drop(gone)
@@ -183,7 +188,7 @@ class SharedDocuments:
         return self._folder.place(tenant, name)
 
     async def _register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
-        async with self._one_at_a_time:
+        async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
             self.catalogue.require_free(tenant, body["name"])
             if body.get("file") is None:
                 return await self._read(tenant, body)
@@ -199,7 +204,7 @@ class SharedDocuments:
         needed = await self._engine.bytes_of(
             len(token_ids), budget=budget, instruction_tokens=len(instruction)
         )
-        await self._make_room(needed)
+        await self._make_room(tenant, needed)
         document_id = uuid.uuid4().hex
         kept = await self._engine.register(
             document_id, token_ids, budget=budget, instruction_ids=instruction
@@ -283,7 +288,7 @@ class SharedDocuments:
         """A document out of a file, which the engine holds from now on."""
         await self._require_own_tokens(messages, saved.token_ids)
         room = await self._engine.room()
-        await self._make_room(saved.kept_tokens * room.bytes_per_token)
+        await self._make_room(tenant, saved.kept_tokens * room.bytes_per_token)
         document_id = uuid.uuid4().hex
         kept = await self._engine.adopt(document_id, saved)
         return SharedDocument(
@@ -313,12 +318,26 @@ class SharedDocuments:
 
     def _stand(self, document: SharedDocument) -> SharedDocument:
         self.catalogue.add(document)
+        _logger.info(
+            "Document %r of %s is registered: %s of %s tokens kept, %s",
+            document.name,
+            shown_tenant(document.tenant),
+            f"{document.kept_tokens:,}",
+            f"{len(document.token_ids):,}",
+            format_bytes(document.bytes),
+        )
         self._count()
         return document
 
-    async def _make_room(self, needed_bytes: int) -> None:
+    async def _make_room(self, tenant: str, needed_bytes: int) -> None:
         room = await self._engine.room()
-        for one in self.catalogue.make_room(needed_bytes, room.most_bytes):
+        for one in self.catalogue.make_room(tenant, needed_bytes, room.most_bytes):
+            _logger.info(
+                "Document %r of %s is dropped: %s needs room",
+                one.name,
+                shown_tenant(one.tenant),
+                shown_tenant(tenant),
+            )
             self._counts.dropped("least_used")
             await self._drop(one)
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.serving.limits import Limits
 from snapkv.serving.records import entry_of, require_fields
-from snapkv.validation import require_at_least, require_int
+from snapkv.validation import format_bytes, require_at_least, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,13 @@ class Sharing:
                 f"folder: expected a path, got {self.folder!r} of type "
                 f"{type(self.folder).__name__}; pass a string"
             )
+
+    @property
+    def summary(self) -> str:
+        """How much, for whom and where, in words."""
+        most = format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
+        across = " across keys" if self.across_keys else ""
+        return f"{most}{across}{f' in {self.folder}' if self.folder else ''}"
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

@@ -16,3 +16,8 @@ def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     said = next((value for name, value in headers if name.lower() == b"authorization"), b"")
     key = said.decode("latin-1").partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def shown_tenant(tenant: str) -> str:
+    """A tenant in the log: the first digits of its hash, since a key itself is a secret."""
+    return f"key {tenant[:8]}" if tenant else "everybody"

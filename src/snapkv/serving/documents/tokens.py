@@ -54,10 +54,6 @@ class ServerPrompts:
             request = ChatCompletionRequest.model_validate(copy.deepcopy(dict(body)))
         except ValidationError:
             return None
-        except RecursionError as error:
-            raise RefusedError(
-                "messages: expected a chat, got lists in lists; nest less"
-            ) from error
         with _as_refused():
             made = await self._renderer.render_chat(request, skip_mm_cache=True)
         if isinstance(made, ErrorResponse):

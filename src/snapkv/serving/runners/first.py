@@ -42,6 +42,20 @@ class CompressingFirstRunner(CompressingRunner):
         self._read_ahead(*batch, (self.input_ids.gpu, self.positions))
         return prepared
 
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let no prompt that is still being read draw from its seed.
+
+        vLLM throws the token away and takes the draw back, by an offset into the generator, which
+        generators of CPUs do not have: the engine would end.
+        """
+        generators = self.input_batch.generators
+        reads = self.discard_request_mask.np
+        reading = {row: generators.pop(row) for row in list(generators) if reads[row]}
+        try:
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            generators.update(reading)
+
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
         """No graph is replayed where queries are put aside, or heads are sequences."""
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]

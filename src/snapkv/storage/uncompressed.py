@@ -1,0 +1,61 @@
+"""Layers that are not compressed stay transformers' own: what they hold and can take back."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from snapkv.errors import InvalidArgumentError
+
+
+def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
+    """Have a layer hold its window alone when many tokens have come in one pass.
+
+    transformers keeps the last tokens as a view of all that were there, which stay in memory until
+    the next pass: behind a long prompt, the whole prompt in every such layer.
+    """
+    if not isinstance(layer, DynamicSlidingWindowLayer) or torch.compiler.is_compiling():
+        return
+    if layer.keys is not None and new_tokens > layer.keys.shape[-2]:
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+
+def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
+    """Refuse to take back more of the last tokens than a layer can go back behind.
+
+    Raises:
+        InvalidArgumentError: the layer has let go of what stood before them.
+    """
+    if hasattr(layer, "conv_states"):
+        most, why = _recorded(layer), "has a state, which does not go back"
+    elif isinstance(layer, DynamicSlidingWindowLayer):
+        most, why = _before_window(layer), "slides over a window, and has dropped what was before"
+    else:
+        return
+    if count > most:
+        raise InvalidArgumentError(
+            f"tokens_to_remove: expected at most {most}, since layer {layer_idx} {why}, got "
+            f"{count}; reset the cache and read the shorter text again"
+        )
+
+
+def crop(layer: Any, count: int) -> None:
+    """Forget the last tokens; without any, hold no more than the next pass needs."""
+    if count or getattr(layer, "record_past", False):
+        layer.crop(-count)
+
+
+def _recorded(layer: Any) -> int:
+    """Tokens by which the states of convolutions can go back; recurrent ones cannot at all."""
+    if not (getattr(layer, "record_past", False) and getattr(layer, "is_croppable", False)):
+        return 0
+    sizes = layer.conv_kernel_size
+    past = (states.shape[-1] - sizes[place] for place, states in layer.conv_states.items())
+    return max(0, int(min(past)))
+
+
+def _before_window(layer: DynamicSlidingWindowLayer) -> int:
+    """Tokens that a layer can take back and still hold its window."""
+    seen = int(layer.cumulative_length)
+    held = 0 if layer.keys is None else int(layer.keys.shape[-2])
+    return seen if held == seen else max(0, held - int(layer.sliding_window) + 1)

@@ -1,0 +1,6 @@
+"""Random sequences of operations on a compressed cache, judged by each row alone and by an oracle.
+
+`drawing` draws them, `playing` plays and judges them, `shrinking` makes what fails short, `cases`
+keeps what failed once. ``python -m tests.sequences --count 20000 --seed 0 --processes 2`` plays as
+many and says what became of them.
+"""

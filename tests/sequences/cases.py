@@ -1,0 +1,126 @@
+"""Sequences that failed once, made short; what was wrong with each stands above it."""
+
+from snapkv import (
+    H2O,
+    TOVA,
+    AdaKV,
+    AutoBudget,
+    DuoAttention,
+    FastGen,
+    PageRecall,
+    Scissorhands,
+    ScoreThreshold,
+    SnapKV,
+)
+from tests.sequences.operations import (
+    Crop,
+    Repeat,
+    Reset,
+    Save,
+    Select,
+    Sequence,
+    Step,
+    Turn,
+)
+
+HOST, PAGES = {"recall": "host"}, {"recall": PageRecall(1000, page_tokens=2)}
+FITS = SnapKV(18, window_size=6)
+
+CASES = {
+    # The end of a prompt that was cropped chose among the stored slots, not all that was seen.
+    "crop into a prompt under recall": Sequence(
+        "llama", SnapKV(keep_ratio=0.2, window_size=12), (Turn(80), Crop(2), Step(3)), HOST
+    ),
+    "crop into a prompt with room for all pages": Sequence(
+        "llama", SnapKV(keep_ratio=0.2, window_size=12), (Turn(80), Crop(2), Step(3)), PAGES
+    ),
+    # A crop recalled in the layers whose tail was too short, and not in the others.
+    "crop further than some layers' tail": Sequence(
+        "llama", SnapKV(20, window_size=2), (Turn(33), Crop(3), Step(3)), HOST
+    ),
+    # A row that had kept everything was not compressed at the end of its next turn.
+    "a whole row beside others, by a threshold": Sequence(
+        "llama",
+        ScoreThreshold(SnapKV(24, window_size=4, kernel_size=5), at_least=0.1),
+        (Turn(11, pads=(0, 0, 0)), Turn(20)),
+    ),
+    "a whole row beside others, by shares": Sequence(
+        "llama",
+        AdaKV(SnapKV(AutoBudget(lost_vote=0.1, least=4), window_size=4)),
+        (Turn(12, pads=(0, 0, 0)), Turn(20)),
+    ),
+    # A row that fitted the budget beside a longer one was refreshed, alone it was not.
+    "a short row under refresh_every": Sequence(
+        "llama",
+        SnapKV(22, window_size=4),
+        (Turn(60, pads=(0, 40)), Step(12)),
+        {"recall": "host", "refresh_every": 3},
+    ),
+    # transformers' own layers refused behind compressed ones that had changed.
+    "crop beside sliding layers": Sequence(
+        "sliding", SnapKV(20, window_size=2), (Turn(60), Step(3), Crop(2))
+    ),
+    "crop beside linear layers": Sequence(
+        "linear", SnapKV(20, window_size=2), (Turn(60), Step(3), Crop(2))
+    ),
+    "repeat rows beside linear layers": Sequence(
+        "linear", SnapKV(20, window_size=2), (Turn(30), Repeat())
+    ),
+    "select rows beside linear layers": Sequence(
+        "linear", SnapKV(20, window_size=2), (Turn(30, pads=(0, 0)), Select((0,)))
+    ),
+    # States that are emptied by filling in zeros keep their number of rows.
+    "other rows after a reset beside linear layers": Sequence(
+        "linear", SnapKV(20, window_size=2), (Turn(30, pads=(0, 0)), Reset(), Turn(30))
+    ),
+    # A later turn that is read layer by layer was evicted from behind every piece.
+    "tova, a turn by layers": Sequence(
+        "llama", TOVA(8), (Turn(10), Turn(10, how="layers", piece=3))
+    ),
+    "h2o, a turn by layers": Sequence("llama", H2O(8), (Turn(10), Turn(10, how="layers", piece=3))),
+    "duo-attention, a turn by layers": Sequence(
+        "llama",
+        DuoAttention(((1, 1), (1, 0), (0, 0)), sink_tokens=0, recent_tokens=12),
+        (Turn(11), Turn(3, how="layers", piece=1)),
+    ),
+    "scissorhands, a turn by layers": Sequence(
+        "llama",
+        Scissorhands(24, history=6, recent=4),
+        (Turn(1), Turn(25, how="layers", piece=1)),
+    ),
+    # What was saved could not be loaded.
+    "fastgen with its own tokens, saved": Sequence(
+        "llama", FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)), (Turn(10), Save())
+    ),
+    # Nothing was dropped by the first turn; the mask of the next one had another width.
+    "static, a later turn by layers": Sequence(
+        "llama",
+        SnapKV(4, window_size=2),
+        (Turn(1), Turn(2, how="layers", piece=1)),
+        {"storage": "static"},
+    ),
+    "codes with recall, a later turn in pieces": Sequence(
+        "llama", FITS, (Turn(1), Turn(4, how="pieces", piece=2)), {**HOST, "quantize": "int8"}
+    ),
+    # Refused where the first layer had read and dropped already.
+    "static storage of query heads": Sequence(
+        "llama",
+        SnapKV(20, window_size=4, group_reduce="none"),
+        (Turn(30),),
+        {"storage": "static"},
+    ),
+    "codes of heads that differ in length": Sequence(
+        "llama", AdaKV(SnapKV(20, window_size=4)), (Turn(30),), {"quantize": "int8"}
+    ),
+    "refresh_every of a shared latent": Sequence(
+        "latent",
+        SnapKV(14, window_size=4),
+        (Turn(30), Step(4)),
+        {"recall": "host", "refresh_every": 2},
+    ),
+    "fastgen by layers, beside sliding layers": Sequence(
+        "sliding",
+        FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
+        (Turn(30, how="layers", piece=8),),
+    ),
+}

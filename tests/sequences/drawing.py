@@ -1,0 +1,254 @@
+"""Sequences are drawn here: the same one for the same seed and number."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from snapkv import (
+    H2O,
+    RKV,
+    TOVA,
+    AdaKV,
+    AutoBudget,
+    Compactor,
+    CriticalKV,
+    DuoAttention,
+    ExpectedAttention,
+    FastGen,
+    FullCache,
+    KeyDiff,
+    LagKV,
+    PageRecall,
+    PromptThenDecode,
+    PyramidKV,
+    Random,
+    Scissorhands,
+    ScoreThreshold,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
+from tests.sequences.models import COMPRESSED, KINDS, KV_HEADS
+from tests.sequences.operations import (
+    Begin,
+    Copy,
+    Crop,
+    Operation,
+    Reorder,
+    Repeat,
+    Reset,
+    Save,
+    Select,
+    Sequence,
+    Step,
+    Swap,
+    Turn,
+)
+
+Draw = random.Random
+
+
+def drawn(seed: int, number: int) -> Sequence:
+    """A sequence out of all there are."""
+    draw = Draw(f"{seed}/{number}")
+    model = draw.choice(list(KINDS))
+    policy = _policy(draw, model)
+    return Sequence(model, policy, _operations(draw, policy), _options(draw, policy))
+
+
+# Policies.
+
+
+def _limits(draw: Draw, sinks: int = 0) -> dict[str, Any]:
+    window = draw.choice([1, 2, 4, 6, 8, 12])
+    if draw.random() < 0.3:
+        return {"keep_ratio": draw.choice([0.1, 0.2, 0.4, 0.7]), "window_size": window}
+    return {"budget": window + sinks + draw.choice([2, 4, 8, 12, 20, 30]), "window_size": window}
+
+
+def _voting(draw: Draw) -> SnapKV:
+    pooling = draw.choice(["max", "max", "avg", "fading"])
+    sinks = draw.choice([0, 1, 4]) if pooling == "fading" else 0
+    options = {**_limits(draw, sinks), "group_reduce": draw.choice(["mean", "mean", "max", "sum"])}
+    if pooling == "fading":
+        return SnapKV(**options, pooling=pooling, sink_tokens=sinks)
+    kernel = draw.choice([1, 3, 5, 7, (0, 4)])
+    if draw.random() < 0.15:
+        options.pop("budget", None)
+        options |= {"keep_ratio": None, "budget": _auto(draw)}
+    return SnapKV(**options, pooling=pooling, kernel_size=kernel)
+
+
+def _auto(draw: Draw) -> AutoBudget:
+    return AutoBudget(lost_vote=draw.choice([0.01, 0.03, 0.1]), least=draw.choice([1, 4, 8]))
+
+
+def _scoring(draw: Draw) -> PrefixPolicy:
+    """A method that others go around."""
+    number = {"budget": draw.choice([12, 16, 24]), "window_size": draw.choice([1, 4, 8])}
+    return draw.choice(
+        [
+            lambda: _voting(draw),
+            lambda: _voting(draw),
+            lambda: _voting(draw),
+            lambda: KeyDiff(**number),
+            lambda: ExpectedAttention(**number),
+            lambda: LagKV(**number, lag_size=8),
+            lambda: Random(**number),
+        ]
+    )()
+
+
+def _duo(draw: Draw, model: str) -> DuoAttention:
+    layers = COMPRESSED[model]
+    heads = 1 if model == "latent" else KV_HEADS
+    pattern = tuple(tuple(draw.choice([0, 1]) for _ in range(heads)) for _ in range(layers))
+    return DuoAttention(
+        pattern, sink_tokens=draw.choice([0, 2]), recent_tokens=draw.choice([4, 12])
+    )
+
+
+_PREFIX: list[Callable[[Draw], Policy]] = [
+    *[_voting] * 6,
+    lambda draw: SnapKV(group_reduce="none", **_limits(draw)),
+    lambda draw: PyramidKV(budget=draw.choice([16, 24, 40]), window_size=draw.choice([2, 6])),
+    *[lambda draw: AdaKV(_scoring(draw))] * 3,
+    *[lambda draw: CriticalKV(_scoring(draw), first_share=draw.choice([0.3, 0.5, 1.0]))] * 2,
+    lambda draw: AdaKV(CriticalKV(_scoring(draw))),
+    *[lambda draw: ScoreThreshold(_limited(draw), at_least=draw.choice([0.01, 0.05, 0.2]))] * 2,
+    lambda draw: ExpectedAttention(**_limits(draw, 4)),
+    lambda draw: KeyDiff(**_limits(draw), sink_tokens=draw.choice([0, 1, 2])),
+    lambda draw: LagKV(**_limits(draw, 4), lag_size=draw.choice([3, 8])),
+    lambda draw: Compactor(**_limits(draw), chunk_tokens=draw.choice([8, 16]), sink_tokens=1),
+    lambda draw: Random(**_limits(draw)),
+    lambda draw: FullCache(),
+]
+_EVICTING: list[Callable[[Draw], Policy]] = [
+    lambda draw: H2O(draw.choice([8, 16, 24])),
+    lambda draw: StreamingLLM(
+        draw.choice([8, 16, 24]), positions=draw.choice(["original", "cache"])
+    ),
+    lambda draw: TOVA(draw.choice([8, 16, 24])),
+    lambda draw: Scissorhands(draw.choice([16, 24]), history=6, recent=4),
+    lambda draw: Scissorhands(24, history=6, recent=6, drop=3, threshold="slots"),
+    lambda draw: RKV(draw.choice([12, 24]), window_size=4, evict_every=draw.choice([1, 4])),
+    lambda draw: FastGen(draw.choice([0.5, 0.8]), special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
+    lambda draw: PromptThenDecode(
+        prompt=SnapKV(16, window_size=4), decode=draw.choice([H2O, TOVA])(20)
+    ),
+]
+
+
+def _limited(draw: Draw) -> SnapKV:
+    return SnapKV(**_limits(draw), kernel_size=draw.choice([1, 5]))
+
+
+def _policy(draw: Draw, model: str) -> Policy:
+    chance = draw.random()
+    if chance < 0.04:
+        return _duo(draw, model)
+    return draw.choice(_EVICTING if chance < 0.25 else _PREFIX)(draw)
+
+
+# Options.
+
+
+def _options(draw: Draw, policy: Policy) -> dict[str, Any]:
+    """Mostly such as go with the policy; a few that are refused."""
+    options: dict[str, Any] = {}
+    if isinstance(policy, EvictingPolicy) and draw.random() < 0.95:
+        return options
+    later = draw.choice(["append", "append", "compress", "recall", "recall", "pages", "all pages"])
+    has_budget = isinstance(getattr(policy, "budget", None), int) and policy.most_tokens is not None
+    if later == "compress" and (has_budget or draw.random() < 0.1):
+        options["turns"] = "compress"
+    elif later == "recall":
+        options["recall"] = "host"
+    elif later == "pages":
+        options["recall"] = PageRecall(draw.choice([1, 3]), page_tokens=draw.choice([2, 8]))
+    elif later == "all pages":
+        options["recall"] = PageRecall(1000, page_tokens=draw.choice([1, 2, 8]))
+    if "recall" in options and draw.random() < 0.3:
+        options["refresh_every"] = draw.choice([1, 2, 5])
+    stored = draw.random()
+    even = policy.most_tokens is not None or draw.random() < 0.3
+    if stored < 0.15 and even:
+        options["quantize"] = draw.choice(["int8", "int4", "fp8"])
+    elif stored < 0.3 and has_budget and "refresh_every" not in options:
+        options |= {"storage": "static", "room_tokens": draw.choice([24, 64])}
+    return options
+
+
+# Operations.
+
+
+def _operations(draw: Draw, policy: Policy) -> tuple[Operation, ...]:
+    drawing = [_first(draw)]
+    for _ in range(draw.randint(2, 7)):
+        drawing.append(_next(draw, policy))
+        if isinstance(drawing[-1], Reset):
+            drawing.append(_first(draw))
+    return tuple(drawing)
+
+
+def _first(draw: Draw) -> Operation:
+    tokens = draw.choice([draw.randint(4, 20), draw.randint(20, 50), draw.randint(40, 80)])
+    rows = draw.choice([1, 1, 2, 2, 3])
+    pads = (0,) * rows
+    if rows > 1 and draw.random() < 0.6:
+        pads = (0, *(draw.randint(0, tokens - 1) for _ in range(rows - 1)))
+        pads = tuple(draw.sample(pads, rows))
+    if draw.random() < 0.12:
+        return Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 20), pads=pads)
+    hows = ["call", "call", "told", "pieces", "layers", "generate"]
+    if not any(pads):
+        hows.append("chunked")
+    return _turn(draw, tokens, draw.choice(hows), pads)
+
+
+def _turn(draw: Draw, tokens: int, how: str, pads: tuple[int, ...]) -> Turn:
+    numbers: dict[str, int] = {}
+    if how in ("pieces", "layers", "chunked"):
+        numbers["piece"] = draw.randint(1, max(2, tokens - 1))
+    if how == "chunked":
+        numbers["cap"] = draw.choice([16, 32, 48])
+        numbers["piece"] = max(6, numbers["piece"])
+    if how == "generate":
+        numbers["answer"] = draw.randint(1, 6)
+        if draw.random() < 0.3:
+            numbers["piece"] = draw.randint(1, max(2, tokens - 1))
+    return Turn(tokens, how, pads=pads, **numbers)
+
+
+def _later(draw: Draw) -> Operation:
+    tokens = draw.choice([draw.randint(1, 6), draw.randint(4, 25)])
+    if draw.random() < 0.15:
+        return Begin(draw.randint(1, tokens), of=tokens + draw.randint(1, 10))
+    hows = ["told", "told", "pieces", "layers", "generate", "generate", "chunked"]
+    return _turn(draw, tokens, draw.choice(hows), (0,))
+
+
+def _rows(draw: Draw) -> Operation:
+    kind = draw.choice([Repeat, Select, Reorder])
+    if kind is Repeat:
+        return Repeat(2)
+    return kind(tuple(draw.randint(0, 3) for _ in range(draw.randint(1, 3))))
+
+
+def _crop(draw: Draw) -> Crop:
+    return Crop(draw.choice([draw.randint(1, 3), draw.randint(1, 8), draw.randint(1, 30)]))
+
+
+def _next(draw: Draw, policy: Policy) -> Operation:
+    choices: list[tuple[float, Callable[[Draw], Operation]]] = [
+        (5, _later),
+        (4, lambda draw: Step(draw.randint(1, 5), draw.random() < 0.4)),
+        (0.5 if isinstance(policy, EvictingPolicy) else 3, _crop),
+        (2.5, _rows),
+        (1, lambda draw: Copy(draw.random() < 0.5, draw.choice(["copy", "original"]))),
+        (0.7, lambda draw: Swap()),
+        (1, lambda draw: Save()),
+        (0.5, lambda draw: Reset()),
+    ]
+    weights, kinds = zip(*choices, strict=True)
+    return draw.choices(kinds, weights)[0](draw)
