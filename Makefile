@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 
 .PHONY: help demo test test-slow test-oldest test-devices test-kernels test-kvpress test-serving \
-    test-serving-first test-serving-second test-serving-oldest test-serving-slow test-ray \
+    test-serving-first test-serving-second test-serving-oldest test-serving-slow soak test-ray \
     test-browser test-sweeps release-check docs check format results kvpress clean
 
 help: ## Show this list
@@ -68,6 +68,11 @@ test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes 
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' tests/serving/vllm
 	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
 	    -m 'vllm and slow' $(addprefix tests/serving/vllm/test_,bounded.py parallel.py documents_generated.py)
+
+MINUTES ?= 5
+soak: $(SERVING) ## Random clients on servers with too small a pool, MINUTES=5 on each of vLLM's runners
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
+	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
 
 test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its answers, on the oldest supported vLLM
 	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)

@@ -269,8 +269,8 @@ FAULTS = (
     Fault(
         name="vLLM's blocks: kept tokens are written into blocks that others share",
         file="serving/blocks.py",
-        old="return self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0",
-        new="return False",
+        old="plan is None or not self.enable_caching or dropped > 0",
+        new="plan is None or self.enable_caching or dropped > 0",
         tests=("tests/serving/vllm/test_accounting.py", "tests/serving/vllm/test_engine.py"),
         vllm=True,
     ),

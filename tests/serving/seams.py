@@ -86,6 +86,12 @@ SEAMS = (
         test="test_the_scheduler_moves_on_after_a_step_and_frees_requests",
     ),
     Seam(
+        parts="`KVCacheManager.allocate_slots`, `Scheduler._preempt_request`, `evict_blocks`, "
+        "`num_gpu_blocks`",
+        purpose="what is kept has its blocks before the step; without, vLLM preempts",
+        test="test_the_scheduler_preempts_where_a_step_gets_no_blocks",
+    ),
+    Seam(
         parts="`Request.num_computed_tokens`, `num_in_flight_tokens`",
         purpose="tokens that were read ahead are forgotten",
         test="test_the_scheduler_counts_what_is_computed_apart_from_what_is_under_way",

@@ -11,12 +11,11 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.serving import layer_runs
-from snapkv.serving.choices import EndOfPrompt
 from snapkv.serving.compressor import Compressor, QueryRecorder
 from snapkv.serving.layers import voting_layer
 from snapkv.serving.layouts import layout_of, slots
 from snapkv.serving.layouts.plain import PlainLayout
-from snapkv.serving.orders import Move, Order
+from snapkv.serving.orders import Move
 from snapkv.serving.plans import Plan
 from tests.families import random_ids, tiny_model
 
@@ -160,34 +159,6 @@ def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prom
         assert layer.kv_cache[16].isnan().all()
 
 
-def test_requests_of_a_step_read_before_any_writes(prompt):
-    """One may move into blocks that the other has given up."""
-    _, _, states = prompt
-    q, k, v = states[0]
-    layer = engine_layer(q.shape[0], k.shape[0], q.shape[-1])
-    compressor = compressor_of({"l": layer})
-    mine, yours = list(range(10)), list(range(10, 20))
-    fill(layer, mine, k, v)
-    fill(layer, yours, -k, -v)
-    order = Order(
-        choice=EndOfPrompt(StreamingLLM(32, positions="original")),
-        query_tokens=0,
-        seen_tokens=150,
-        held_tokens=150,
-        ends=True,
-        kept_tokens=32,
-    )
-    swapped = {
-        "a": replace(order, moves=move(mine, (10, 11))),
-        "b": replace(order, moves=move(yours, (0, 1))),
-    }
-    compressor.compress(swapped)
-    layout = layout_of([layer])
-    keep = [*range(4), *range(122, 150)]
-    assert torch.equal(layout.read_keys(torch.tensor([10, 11]), 32)[0], k[:, keep])
-    assert torch.equal(layout.read_keys(torch.tensor([0, 1]), 32)[0], -k[:, keep])
-
-
 def test_other_blocks_than_the_scheduler_counts_are_refused():
     layer = engine_layer(2, 1, 8, block_tokens=32)
     with pytest.raises(UnsupportedModelError, match="--block-size 32"):
@@ -278,43 +249,3 @@ def test_no_more_is_copied_at_a_time_than_allowed(monkeypatch):
     assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
     assert [part.depth for part in parts] == [0, 2, 4]
     assert [len(part.layers) for part in run.within_bounds(10**6, 20)] == [1] * 5
-
-
-def test_layers_that_share_memory_are_all_read_before_any_is_written(prompt):
-    _, _, states = prompt
-    q, k, v = states[0]
-    first, second = (engine_layer(q.shape[0], k.shape[0], q.shape[-1]) for _ in range(2))
-    second.kv_cache = first.kv_cache
-    layers = {0: {"first": first}, 1: {"second": second}}
-    compressor = Compressor(layers, QueryRecorder(), device=torch.device("cpu"))
-    compressor.bind_caches({0: BLOCK, 1: BLOCK})
-    mine, yours = tuple(range(10)), tuple(range(10, 20))
-    fill(first, mine, k, v)
-    fill(second, yours, -k, -v)
-    order = Order(
-        choice=EndOfPrompt(StreamingLLM(32, positions="original")),
-        query_tokens=0,
-        seen_tokens=150,
-        held_tokens=150,
-        ends=True,
-        kept_tokens=32,
-        moves=(
-            Move(group=0, sources=mine, targets=(10, 11)),
-            Move(group=1, sources=yours, targets=(0, 1)),
-        ),
-    )
-    compressor.compress({"a": order})
-    keep = [*range(4), *range(122, 150)]
-    layout = layout_of([first])
-    assert torch.equal(layout.read_keys(torch.tensor([10, 11]), 32)[0], k[:, keep])
-    assert torch.equal(layout.read_keys(torch.tensor([0, 1]), 32)[0], -k[:, keep])
-
-
-def test_layers_of_one_group_take_turns_though_one_allocation_holds_them_all():
-    """As vLLM makes it for hybrid models; else a step would hold what all layers keep at once."""
-    layers = {str(i): engine_layer(4, 2, 8) for i in range(3)}
-    whole = torch.zeros(3, *layers["0"].kv_cache.shape)
-    for layer, cache in zip(layers.values(), whole, strict=True):
-        layer.kv_cache = cache
-    turns = [[list(run.layers) for run in runs] for runs in compressor_of(layers)._turns([])]
-    assert turns == [[["0"]], [["1"]], [["2"]]]

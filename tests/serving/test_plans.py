@@ -36,6 +36,8 @@ class Requests:
             return 0
         ids = list(prompt_ids)[: self.plan.prompt_tokens]
         order = self.plan.order(self.seen, self.held, tokens, ids)
+        room = order.room_tokens(16) if order is not None and order.ends else 0
+        assert self.plan.room(self.seen, self.held, tokens, 16) == room
         self.most_held = max(self.most_held, self.held + tokens)
         self.seen += tokens
         if order is not None:
@@ -240,13 +242,6 @@ def test_however_a_request_is_cut_it_is_compressed_alike(
     if expected:
         assert plan.shared_tokens == expected[0][0]
         assert plan.reusable_tokens < expected[0][0]
-
-
-def test_what_found_no_room_is_tried_again():
-    """A request that stayed whole at 120 holds 160 at the next end of a chunk."""
-    plan = capped(230)
-    assert plan.next(120, 120).at == 160
-    assert Plan(prompt_tokens=100, policy=POLICY, growth=GROWTH).next(100, 100).at == 101
 
 
 @pytest.mark.parametrize(("prompt", "kept"), [(10, 10), (64, 64), (65, 64)])

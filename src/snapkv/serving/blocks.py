@@ -82,41 +82,54 @@ class CompressedManager(FullAttentionManager):
         dropped_tokens: of every request that was compressed; less than none where more is held than
             counts as computed.
         plans: of all requests that are known, by request; the scheduler's.
+        lacking_blocks: that the request vLLM asked about last needs more for what it will keep.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dropped_tokens: dict[str, int] = {}
         self.plans: Mapping[str, RequestPlan] = {}
+        self.lacking_blocks = 0
         self._of_documents: set[int] = set()
+        self._rooms: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
-    def unshared_blocks(self, request_id: str) -> int:
-        """Blocks of a request that go back to the pool when it gives them up."""
-        return sum(block.ref_cnt == 1 for block in self.req_to_blocks[request_id])
+    def unshared_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """Blocks of a request that nobody else holds, the last first."""
+        return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
-    def moves_out(self, request_id: str) -> bool:
-        """Whether kept tokens go to other blocks, since others may find or share the request's."""
-        return self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0
+    def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
+        """Blocks that the tokens move to which a request keeps within so many computed tokens.
+
+        None without prefix caching: they then move to the front of the request's own. With it those
+        may be shared and can be found by their content, so they are released as they are, the first
+        time, and the kept tokens go to others.
+        """
+        plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
+        if plan is None or not self.enable_caching or dropped > 0:
+            return 0
+        held, size = seen_tokens - dropped, self.block_size
+        blocks: int = cdiv(plan.room(seen_tokens, held, step_tokens, size), size)
+        return blocks
+
+    def take_room(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
+        """Set blocks aside for what a step keeps: some fresh ones, and of its own for the rest.
+
+        Nobody finds these by their content from now on.
+        """
+        own = self.unshared_blocks(request_id)[: blocks - fresh_blocks]
+        self.block_pool.evict_blocks(set(_ids(own)))
+        self._rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
     def keep(self, request_id: str, order: Order) -> Move:
-        """Free the blocks that the kept tokens of a request do not need.
-
-        Without prefix caching the kept tokens move to the front of the request's own blocks. With
-        it those blocks may be shared and can be found by their content, so they are released as
-        they are, the first time, and the kept tokens go to others. Those may be released ones: the
-        workers read all that a step keeps before they write any of it.
-        """
+        """Free the blocks that the kept tokens of a request do not need."""
         blocks = self.req_to_blocks[request_id]
         room = order.room_tokens(self.block_size)
-        needed = cdiv(room, self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
-        if self.moves_out(request_id):
-            self.block_pool.free_blocks(reversed(blocks))
-            blocks[:] = self.block_pool.get_new_blocks(needed)
-        else:
-            released = blocks[needed:]
-            del blocks[needed:]
-            self.block_pool.free_blocks(reversed(released))
+        in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
+        fresh, own = self._rooms.pop(request_id, ([], in_place))
+        stay = set(_ids(own))
+        self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
+        blocks[:] = fresh + own
         self.dropped_tokens[request_id] = order.seen_tokens - room
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
@@ -191,18 +204,33 @@ class CompressedManager(FullAttentionManager):
         self,
         request_id: str,
         num_tokens: int,
-        *args: Any,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Blocks that a request lacks; before it is admitted, the most that it will."""
+        """Blocks that a request lacks, with room for what it will keep of the tokens.
+
+        Before it is admitted, the most that it will lack.
+        """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
             held = min(num_tokens, plan.most_held(num_tokens) + plan.spare_tokens(self.block_size))
         else:
             held = num_tokens - self.dropped_tokens.get(request_id, 0)
-        missing: int = super().get_num_blocks_to_allocate(request_id, held, *args, **kwargs)
-        return missing
+        cached = new_computed_blocks, total_computed_tokens, num_local_computed_tokens
+        missing: int = super().get_num_blocks_to_allocate(
+            request_id, held, *cached, num_tokens_main_model, **kwargs
+        )
+        step_tokens = num_tokens_main_model - total_computed_tokens
+        room = self.room_blocks(request_id, total_computed_tokens, step_tokens)
+        if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
+            room += 2  # the block that is copied, and its copy, are not its own for this step
+        own = missing + len(self.unshared_blocks(request_id))
+        self.lacking_blocks = max(0, room - own)
+        return missing + self.lacking_blocks
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -222,8 +250,8 @@ class CompressedManager(FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
         """Forget a request that has finished, was aborted or is preempted."""
         self.dropped_tokens.pop(request_id, None)
-        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
-        return blocks
+        fresh, _ = self._rooms.pop(request_id, ([], []))
+        return [*super().pop_blocks_for_free(request_id), *fresh]
 
 
 def share_exact_blocks(coordinator: Any, plans: Mapping[str, RequestPlan]) -> None:
@@ -266,31 +294,35 @@ class CompressedBlocks:
         """How many tokens the request has dropped, in every group."""
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
-    def compress(self, request_id: str, order: Order) -> tuple[Move, ...] | None:
+    @property
+    def lack_room(self) -> bool:
+        """Whether the request vLLM asked about last needs more blocks for what it will keep."""
+        return any(manager.lacking_blocks for manager in self._managers.values())
+
+    def take_room(self, request_id: str, seen_tokens: int, step_tokens: int) -> None:
+        """Set blocks aside for what a step keeps of a request, once it has those of the step.
+
+        Fresh ones while there are some, so that the request's own can still be found.
+        """
+        rooms, least = {}, {}
+        for manager in self._managers.values():
+            room = manager.room_blocks(request_id, seen_tokens, step_tokens)
+            if room:
+                rooms[manager] = room
+                least[manager] = max(0, room - len(manager.unshared_blocks(request_id)))
+        for manager, room in rooms.items():
+            free = manager.block_pool.get_num_free_blocks() - sum(least.values())
+            manager.take_room(request_id, room, min(room, free + least.pop(manager)))
+
+    def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
         """Free the blocks that the kept tokens of a request do not need, in every group.
 
         Where the order does not end with a choice the blocks stay, and are counted anew.
-
-        Returns:
-            None where there is no room for the kept tokens: all blocks of the request are shared
-            and too few others are free. The request then stays as it is.
         """
+        managers = self._managers.values()
         if not order.ends:
-            return tuple(manager.stay(request_id, order) for manager in self._managers.values())
-        if not self._room(request_id, order):
-            return None
-        return tuple(manager.keep(request_id, order) for manager in self._managers.values())
-
-    def _room(self, request_id: str, order: Order) -> bool:
-        """Whether the blocks for the kept tokens are there once the request's own are given up."""
-        room = needed = 0
-        for manager in self._managers.values():
-            if not manager.moves_out(request_id):
-                return True
-            room = max(room, manager.block_pool.get_num_free_blocks())
-            needed += cdiv(order.room_tokens(manager.block_size), manager.block_size)
-        unshared = sum(one.unshared_blocks(request_id) for one in self._managers.values())
-        return room + unshared >= needed
+            return tuple(manager.stay(request_id, order) for manager in managers)
+        return tuple(manager.keep(request_id, order) for manager in managers)
 
 
 def register_spec() -> None:

@@ -36,13 +36,6 @@ class Choice(Protocol):
     def query_tokens(self) -> int:
         """How many of the last queries it wants to see."""
 
-    @property
-    def remembered_tokens(self) -> int:
-        """How many of these a later choice wants, where there was no room for what this one keeps.
-
-        It is made with the next token then.
-        """
-
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """Which of the held tokens stay.
 
@@ -75,11 +68,6 @@ class EndOfPrompt:
         """See `Choice`."""
         return self.policy.query_tokens
 
-    @property
-    def remembered_tokens(self) -> int:
-        """See `Choice`; it is not made again."""
-        return 0
-
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """See `Choice`."""
         del kept_tokens  # the policy knows
@@ -108,11 +96,6 @@ class UnderCap:
         """See `Choice`."""
         return self.policy.query_tokens
 
-    @property
-    def remembered_tokens(self) -> int:
-        """See `Choice`; the next one has queries of its own."""
-        return 0
-
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor:
         """See `Choice`."""
         selection = self.policy.select_under_cap(layer, kept_tokens + self.ahead_tokens)
@@ -137,11 +120,6 @@ class WhileGenerating:
     policy: EvictingPolicy
     query_tokens: int
     protect_first: int
-
-    @property
-    def remembered_tokens(self) -> int:
-        """See `Choice`."""
-        return min(self.query_tokens, queries_of(self.policy) - 1)
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """See `Choice`."""
@@ -173,7 +151,6 @@ class SecondReading:
     stage: ClassVar[str] = "document"
     fills_pages: ClassVar[bool] = True
     query_tokens: ClassVar[int] = 0
-    remembered_tokens: ClassVar[int] = 0
 
     policy: Policy
     document_tokens: int

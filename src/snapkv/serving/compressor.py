@@ -1,6 +1,6 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from snapkv.serving.heads.attention import HeadsAttention
 from snapkv.serving.heads.places import HeadPlaces
 from snapkv.serving.layer_runs import LayerRun, layer_runs
 from snapkv.serving.layers import VotingLayer, voting_layer
-from snapkv.serving.layouts import Layout, slots
+from snapkv.serving.layouts import slots
 from snapkv.serving.orders import Move, Order
 
 
@@ -57,23 +57,9 @@ class QueryRecorder:
             )
         return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
 
-    def forget(self, request_id: str, remembered_tokens: int = 0) -> None:
-        """Drop what was put aside for a request, but for the last so many queries."""
-        layers = self.recorded.pop(request_id, {})
-        if remembered_tokens:
-            self.recorded[request_id] = {
-                name: [torch.cat(chunks)[-remembered_tokens:]] for name, chunks in layers.items()
-            }
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What a run of layers keeps of a request, read and not yet written."""
-
-    layout: Layout
-    slots: Tensor
-    keys: Tensor
-    values: Tensor
+    def forget(self, request_id: str) -> None:
+        """Drop what was put aside for a request."""
+        self.recorded.pop(request_id, None)
 
 
 class Compressor:
@@ -148,15 +134,14 @@ class Compressor:
 
     def _note(self, request: str, order: Order, move: Move) -> None:
         received = self._received.setdefault(request, {})
-        for whole in (run for run in self._runs if run.group == move.group):
-            for run in whole.within_bounds(order.held_tokens, 0):
-                sources = run.blocks_of(move.sources, self._block_tokens[move.group])
-                keys = run.layout.read_keys(sources, order.held_tokens)
-                layer = self._layer_of(run, request, order.query_tokens, keys)
-                most = most_attention(layer, order.noted_tokens)
-                for name, of_layer in zip(run.layers, most, strict=True):
-                    before = received.get(name)
-                    received[name] = of_layer if before is None else before.maximum(of_layer)
+        for run in self._runs_of(move, order.held_tokens, 0):
+            sources = run.blocks_of(move.sources, self._block_tokens[move.group])
+            keys = run.layout.read_keys(sources, order.held_tokens)
+            layer = self._layer_of(run, request, order.query_tokens, keys)
+            most = most_attention(layer, order.noted_tokens)
+            for name, of_layer in zip(run.layers, most, strict=True):
+                before = received.get(name)
+                received[name] = of_layer if before is None else before.maximum(of_layer)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
         """Compress the requests of which a choice is due behind the step that has just run.
@@ -164,36 +149,21 @@ class Compressor:
         Args:
             orders: of the step, by request.
         """
-        ending = {request: order for request, order in orders.items() if order.ends}
-        moving = {request: order for request, order in ending.items() if order.moves}
-        for runs in self._turns(moving.values()):
-            kept = [
-                self._kept(run, request, order, move)
-                for request, order in moving.items()
-                for move in order.moves
-                for run in runs
-                if run.group == move.group
-            ]
-            for one in kept:
-                one.layout.write(one.slots, one.keys, one.values)
-        for request, order in ending.items():
-            self._recorder.forget(request, 0 if order.moves else order.choice.remembered_tokens)
-            self._received.pop(request, None)
+        for request, order in orders.items():
+            if order.ends:
+                for move in order.moves:
+                    for run in self._runs_of(move, order.held_tokens, order.kept_tokens):
+                        self._move(run, request, order, move)
+                self.forget(request)
 
-    def _turns(self, orders: Collection[Order]) -> Iterable[list[LayerRun]]:
-        """Layers of which all is read before any of it is written.
+    def _runs_of(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
+        """The layers of a group, as many at a time as may be copied."""
+        for whole in self._runs:
+            if whole.group == move.group:
+                yield from whole.within_bounds(prompt_tokens, kept_tokens)
 
-        A target may be a block that another request gives up; where there are several groups, one
-        that another group gives up, whose layers share the memory of their caches with this one's.
-        Layers of one group never do.
-        """
-        longest = max((order.held_tokens for order in orders), default=0)
-        kept = sum(order.kept_tokens for order in orders)
-        runs = [part for run in self._runs for part in run.within_bounds(longest, kept)]
-        groups = {run.group for run in runs}
-        return [runs] if len(groups) > 1 else ([run] for run in runs)
-
-    def _kept(self, run: LayerRun, request: str, order: Order, move: Move) -> _Kept:
+    def _move(self, run: LayerRun, request: str, order: Order, move: Move) -> None:
+        """Read what stays and write it where it goes, which no other request of the step reads."""
         sources = run.blocks_of(move.sources, self._block_tokens[move.group])
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
@@ -208,7 +178,7 @@ class Compressor:
         values = run.layout.read_values(sources, keep)
         picked = run.layout.pick(keys, keep)
         places = slots(targets, whole, block_tokens)
-        return _Kept(run.layout, places, laid_out(picked), laid_out(values))
+        run.layout.write(places, laid_out(picked), laid_out(values))
 
     def _parted(self, run: LayerRun, request: str, order: Order, keep: Tensor) -> HeadPlaces:
         """Where the tokens go of heads that keep different numbers; each keeps its last indices."""

@@ -1,8 +1,4 @@
-"""How many tokens a request may hold while it is read and while its answer grows.
-
-With prefix caching a request whose blocks are all shared stays as it is while the pool has no other
-block to move it to; it holds more then, of what others hold too.
-"""
+"""How many tokens a request may hold while it is read and while its answer grows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -32,8 +32,13 @@ def _series() -> dict[str, Any]:
         ),
         "requests": Counter(
             "snapkv:requests",
-            "Requests whose prompt has ended: compressed, whole, or whole for want of room.",
+            "Requests whose prompt has ended: compressed, or whole.",
             (*_LABELS, "outcome"),
+        ),
+        "waits": Counter(
+            "snapkv:waits",
+            "Requests preempted or not started for want of blocks for what would be kept.",
+            _LABELS,
         ),
         "ratio": Histogram(
             "snapkv:request_kept_ratio",
@@ -79,6 +84,7 @@ class PromptMetrics:
     def __init__(self, vllm_config: Any) -> None:
         self._labels = _labels(vllm_config)
         self._series = _series()
+        self._waits = self._series["waits"].labels(*self._labels)  # 0 from the start
         self._counted: set[str] = set()
 
     def compressed(self, order: Order, blocks_freed: int) -> None:
@@ -86,7 +92,11 @@ class PromptMetrics:
         self._series["freed"].labels(*self._labels).inc(blocks_freed)
         self._series["compressions"].labels(*self._labels, order.choice.stage).inc()
 
-    def prompt_ended(self, request: Any, *, kept_tokens: int, no_room: bool = False) -> None:
+    def waits(self) -> None:
+        """Count that a request waits for want of room for what is kept, of it or an older one."""
+        self._waits.inc()
+
+    def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
         """Count one prompt; that of a preempted request counts once."""
         if request.request_id in self._counted:
             return
@@ -95,7 +105,7 @@ class PromptMetrics:
         outcome = "compressed" if kept_tokens < seen_tokens else "whole"
         self._series["seen"].labels(*self._labels).inc(seen_tokens)
         self._series["kept"].labels(*self._labels).inc(kept_tokens)
-        self._series["requests"].labels(*self._labels, "no-room" if no_room else outcome).inc()
+        self._series["requests"].labels(*self._labels, outcome).inc()
         self._series["ratio"].labels(*self._labels).observe(kept_tokens / seen_tokens)
 
     def request_ended(self, request_id: str) -> None:

@@ -58,8 +58,7 @@ class Order:
         ahead: what the last tokens of the step are, where they are not the next ones.
         steps_back: how many tokens fewer than have been computed count as computed from then on.
         noted_tokens: of how many first tokens the attention is noted that the queries pay them.
-        moves: what happens to the blocks of each compressed KV cache group; none where the request
-            stays as it is.
+        moves: what happens to the blocks of each compressed KV cache group.
     """
 
     choice: Choice
@@ -80,14 +79,19 @@ class Order:
 
     def room_tokens(self, block_tokens: int) -> int:
         """Tokens to count for what stays, in blocks of so many."""
-        if self.parts_heads and not self.choice.fills_pages:
-            return held_tokens(self.kept_tokens, self.held_tokens, block_tokens)
-        return self.kept_tokens
+        return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
     def dropped_tokens(self) -> int:
         """Of all tokens seen, how many are held no more when the request has been compressed."""
         return self.seen_tokens - self.kept_tokens
+
+
+def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
+    """Tokens to count for those that a choice keeps of what is held, in blocks of so many."""
+    if choice.parts_heads and not choice.fills_pages:
+        return held_tokens(kept, held, block_tokens)
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from snapkv.serving.choices import (
     queries_of,
 )
 from snapkv.serving.methods import kept_tokens, parts_heads
-from snapkv.serving.orders import Ahead, Order
+from snapkv.serving.orders import Ahead, Order, room_tokens
 
 
 class RequestPlan(Protocol):
@@ -46,6 +46,19 @@ class RequestPlan(Protocol):
             held_tokens: how many are held.
             step_tokens: what `step_tokens` allowed.
             prompt_ids: the ids of the whole prompt.
+        """
+
+    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+        """Tokens to count for what the first compression keeps within so many computed tokens.
+
+        Args:
+            seen_tokens: computed before them.
+            held_tokens: how many are held.
+            step_tokens: computed then.
+            block_tokens: tokens in a block.
+
+        Returns:
+            0 where nothing is compressed.
         """
 
     @property
@@ -149,7 +162,7 @@ class Plan:
     def _under_cap(self, seen: int, held: int) -> Compression | None:
         if self.cap is None or self.policy is None:
             return None
-        over = seen + max(0, self.cap.most_tokens - held) + 1  # the first token that is too many
+        over = seen - held + self.cap.most_tokens + 1  # the first token that is too many
         at = -(-over // self.cap.chunk_tokens) * self.cap.chunk_tokens
         window = self.policy.query_tokens
         if at + window >= self.prompt_tokens:  # what is left is read with the last chunk
@@ -171,7 +184,7 @@ class Plan:
         growth = self.growth
         if growth is None:
             return None
-        at = max(self.prompt_tokens, seen, seen + growth.most_tokens - held - 1) + 1
+        at = max(self.prompt_tokens, seen - held + growth.most_tokens - 1) + 1
         queries = min(queries_of(growth.policy), at - self.prompt_tokens)
         return Compression(
             at=at,
@@ -217,6 +230,17 @@ class Plan:
             ahead=_last(prompt_ids, ahead) if ends and ahead else None,
             steps_back=ahead if ends else 0,
         )
+
+    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+        """See `RequestPlan`."""
+        compression = self.next(seen_tokens, held_tokens)
+        if compression is None:
+            return 0
+        rest = compression.at + compression.ahead_tokens - seen_tokens
+        if step_tokens < rest:
+            return 0
+        kept, held = compression.kept_tokens, held_tokens + rest
+        return room_tokens(compression.choice, kept, held, block_tokens)
 
     @property
     def shared_tokens(self) -> int | None:

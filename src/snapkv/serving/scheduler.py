@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from snapkv.errors import SnapKVError
+from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv.serving.blocks import CompressedBlocks, share_exact_blocks
 from snapkv.serving.documents.beginning import FromDocument
 from snapkv.serving.documents.reading_twice import ReadTwice
@@ -46,8 +46,10 @@ BEGINNINGS = "snapkv_beginnings"
 class _CompressingScheduler(Scheduler):
     """Orders the compression of a request in the very step that computes its last token.
 
-    The blocks it frees may be given away at once: whoever gets them writes in a later step, and
-    workers run steps in order, also where several are under way.
+    The blocks for what is kept are taken when the step is scheduled. Where there are none, vLLM
+    preempts the youngest request, which waits, as for the step's own blocks. The blocks that are
+    freed may be given away at once: whoever gets them writes in a later step, and workers run steps
+    in order, also where several are under way.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +64,9 @@ class _CompressingScheduler(Scheduler):
         compressed = compressed_managers(managers)
         self._looks_ahead = len(compressed) == len(managers)
         self._blocks = CompressedBlocks(compressed, self._plans)
+        blocks = self.kv_cache_manager
+        self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
+        self._lacks_room, self._waiting_for_room = False, set[str]()
         self._metrics = PromptMetrics(self.vllm_config)
         self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
 
@@ -69,6 +74,7 @@ class _CompressingScheduler(Scheduler):
         """Accept a request with the method it asks for; one with wrong settings ends at once."""
         try:
             self._plans[request.request_id] = self._plan_of(request)
+            self._require_blocks(request)
         except SnapKVError as error:  # front ends answer 400; one of another make did not ask
             logger.error("Request %s is refused: %s", request.request_id, error)
             self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
@@ -92,8 +98,52 @@ class _CompressingScheduler(Scheduler):
         require_no_prompt_logprobs(plan, params)
         return plan
 
+    def _require_blocks(self, request: Any) -> None:
+        manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
+        most = manager.block_pool.num_gpu_blocks - 1  # one block is never used
+        needed = manager.coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            tokens,
+            manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=0,
+            num_local_computed_tokens=0,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+        )
+        if needed > most:
+            raise InvalidArgumentError(
+                f"prompt: expected one that fits in the cache's {most} blocks, got {tokens:,} "
+                f"tokens, which need {needed}; shorten it, or raise --kv-cache-memory-bytes"
+            )
+
+    def _slots_and_room(
+        self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
+    ) -> Any:
+        """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
+        slots = self._allocate_slots(request, num_new_tokens, num_new_computed_tokens, **kwargs)
+        self._lacks_room = slots is None and self._blocks.lack_room
+        if slots is not None:
+            self._waiting_for_room.discard(request.request_id)
+            seen = request.num_computed_tokens + num_new_computed_tokens
+            self._blocks.take_room(request.request_id, seen, num_new_tokens)
+        elif request.status != RequestStatus.RUNNING:
+            self._count_wait(request)
+        return slots
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self._count_wait(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _count_wait(self, request: Any) -> None:
+        """Count that a request waits, if it does for want of room for what is kept."""
+        if self._lacks_room and request.request_id not in self._waiting_for_room:
+            self._waiting_for_room.add(request.request_id)
+            self._metrics.waits()
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._metrics.request_ended(request.request_id)
+        self._waiting_for_room.discard(request.request_id)
         registered = None
         if self._documents is not None:
             read = request.num_computed_tokens >= request.num_prompt_tokens
@@ -140,6 +190,7 @@ class _CompressingScheduler(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         super()._update_after_schedule(scheduler_output)
+        self._lacks_room = False
         orders = {}
         for request_id, step_tokens in scheduler_output.num_scheduled_tokens.items():
             order = self._order(self.requests[request_id], step_tokens)
@@ -172,23 +223,13 @@ class _CompressingScheduler(Scheduler):
             kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
             if order is not None and order.moves:
                 kept = order.kept_tokens
-            no_room = order is not None and order.ends and not order.moves
-            self._metrics.prompt_ended(request, kept_tokens=kept, no_room=no_room)
+            self._metrics.prompt_ended(request, kept_tokens=kept)
         return order
 
     def _compressed(self, request: Any, order: Order) -> Order:
         """Free the blocks that the request no longer needs, and say so to the workers."""
         request.num_computed_tokens = order.seen_tokens  # less those read ahead
         moves = self._blocks.compress(request.request_id, order)
-        if moves is None:
-            logger.warning(
-                "Request %s stays whole for now: no free block to move it to", request.request_id
-            )
-            if not order.noted_tokens:
-                return order
-            # What was read behind a document is forgotten all the same; it ends unregistered.
-            order = replace(order, ends=False, kept_tokens=order.noted_tokens)
-            moves = self._blocks.compress(request.request_id, order) or ()
         if order.ends:
             freed = sum(len(move.sources) - len(move.targets) for move in moves)
             self._metrics.compressed(order, freed)

@@ -100,6 +100,11 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     @property
+    def waits(self) -> int:
+        """How often requests have waited for want of room for what is kept."""
+        return int(self.scheduler._metrics._waits._value.get())
+
+    @property
     def block_tokens(self) -> int:
         return self.scheduler.block_size
 
@@ -138,7 +143,8 @@ class Engine:
         held = [
             self.scheduler._plans,
             self.scheduler._metrics._counted,
-            *(manager.dropped_tokens for manager in managers),
+            self.scheduler._waiting_for_room,
+            *(one for manager in managers for one in (manager.dropped_tokens, manager._rooms)),
             runner._heads.requests,
             runner._dropped,
             runner._compressed,

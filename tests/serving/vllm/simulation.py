@@ -139,17 +139,14 @@ class SimulatedWorker:
                 assert found, (name, group, token)
 
     def _carry_out(self, orders: dict[str, Order]) -> None:
-        written: dict[int, int] = {}
         for name, order in orders.items():
             self.queries[name] = self.queries.get(name, 0) + order.query_tokens
             if order.noted_tokens:  # of every step by itself
                 self.queries[name] = 0
             if order.ends:
-                written |= self._choose(name, order)
+                self._choose(name, order)
             elif order.moves:
                 self._stay(name, order)
-        for place, state in written.items():
-            self.memory[place] = state
 
     def _stay(self, name: str, order: Order) -> None:
         """Forget what was read behind the tokens that stay."""
@@ -158,31 +155,26 @@ class SimulatedWorker:
             assert len(self.held[name][move.group]) == order.held_tokens
             del self.held[name][move.group][order.kept_tokens :]
 
-    def _choose(self, name: str, order: Order) -> dict[int, int]:
-        """What is written when all that a step keeps has been read."""
+    def _choose(self, name: str, order: Order) -> None:
+        """Move what stays, from where no request that comes later in the step has written."""
         assert self.queries[name] == order.choice.query_tokens
-        self.queries[name] = 0 if order.moves else order.choice.remembered_tokens
-        written: dict[int, int] = {}
+        self.queries[name] = 0
+        assert [move.group for move in order.moves] == self._compressed_groups
         for move in order.moves:
             held = self.held[name][move.group]
             assert len(held) == order.held_tokens
             places = self._slots(self.blocks[name][move.group], len(held))
             assert {place // self.block_tokens for place in places} == set(move.sources)
             kept = chosen([one for one in held if isinstance(one, int)], order.kept_tokens)
-            targets = self._slots(move.targets, len(kept))
-            states = [self._state(name, token) for token in kept]
-            written |= dict(zip(targets, states, strict=True))
+            read = {token: self.memory[place] for token, place in zip(held, places, strict=True)}
+            for token, place in zip(kept, self._slots(move.targets, len(kept)), strict=True):
+                assert read[token] == self._state(name, token)
+                self.memory[place] = read[token]
             self.held[name][move.group] = list(kept)
             if order.noted_tokens:
                 self.documents[move.targets[0]] = kept
-        if order.moves:
-            assert [move.group for move in order.moves] == self._compressed_groups
-            self.moved[name] = order.moves
-            self.compressed[order.choice.stage] += 1
-        else:
-            for held in self.held[name]:
-                held[:] = [one for one in held if isinstance(one, int)]
-        return written
+        self.moved[name] = order.moves
+        self.compressed[order.choice.stage] += 1
 
     @property
     def _compressed_groups(self) -> list[int]:

@@ -69,20 +69,7 @@ def simulation(config, *, caching, ahead, windows=(None,)):
         hash_block_size=PAGE,
         log_stats=False,
     )
-    note_what_stays_whole(made._blocks)
     return Simulation(made, SimulatedWorker(blocks, PAGE, windows), ahead)
-
-
-def note_what_stays_whole(blocks):
-    blocks.stayed_whole, compress = set(), blocks.compress
-
-    def compress_and_note(request_id, order):
-        moves = compress(request_id, order)
-        if moves is None:
-            blocks.stayed_whole.add(request_id)
-        return moves
-
-    blocks.compress = compress_and_note
 
 
 def ended_at(seen, held, kept):
@@ -173,7 +160,6 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
     assert worker.compressed["prompt"] > 20
     assert all((worker.compressed[stage] > 20) == limits for stage in ("reading", "generating"))
     assert running.preempted > 0
-    assert len(scheduler._blocks.stayed_whole) < 6 * caching + 1
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
     assert not scheduler._plans
     for manager in scheduler._blocks._managers.values():
@@ -182,10 +168,8 @@ def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
 
 
 def require_promise(scheduler):
-    """No request holds more blocks than its plan says, but for those that found no room."""
+    """No request holds more blocks than its plan says."""
     for name, request in scheduler.requests.items():
-        if name in scheduler._blocks.stayed_whole:
-            continue
         most = scheduler._plans[name].most_held(request.num_tokens + 1)
         for manager in scheduler._blocks._managers.values():
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
@@ -204,24 +188,92 @@ def blocks_of(config, *, caching, windows=(None,)):
     return blocks, next(iter(blocks._managers.values()))
 
 
-def test_where_nothing_is_free_a_shared_prompt_stays_whole(config):
-    """Both requests hold all blocks of the prompt, and the pool has none to move to."""
+def holding(config, mine, free, kept):
+    """Request "a" in so many blocks with its prompt read, beside so many free ones."""
+    from snapkv import SnapKV
+    from snapkv.serving.plans import Plan
+
     blocks, manager = blocks_of(config, caching=True)
     pool = manager.block_pool
-    mine = pool.get_new_blocks(6)
-    pool.touch(mine)
-    manager.req_to_blocks["a"] = list(mine)
-    others = pool.get_new_blocks(pool.get_num_free_blocks() - 1)
-    assert blocks.compress("a", ended_at(24, 24, 8)) is None
-    assert blocks.dropped_tokens("a") == 0
-    assert manager.req_to_blocks["a"] == mine
-    pool.free_blocks(others)
+    manager.plans["a"] = Plan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
+    manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
+    pool.get_new_blocks(pool.get_num_free_blocks() - free)
+    return blocks, manager
+
+
+def lacking(manager):
+    """Blocks that "a" lacks to compute its last block's tokens and then be compressed."""
+    seen = (len(manager.req_to_blocks["a"]) - 1) * PAGE
+    return manager.get_num_blocks_to_allocate("a", seen + PAGE, [], seen, seen, seen + PAGE)
+
+
+def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
+    blocks, manager = holding(config, mine=6, free=1, kept=8)
+    mine = list(manager.req_to_blocks["a"])
+    assert lacking(manager) == 0
+    blocks.take_room("a", 20, 4)
     (move,) = blocks.compress("a", ended_at(24, 24, 8))
-    assert (len(move.sources), len(move.targets)) == (6, 2)
-    assert manager.dropped_tokens == {"a": 16}
     assert move.sources == tuple(block.block_id for block in mine)
-    assert [block.ref_cnt for block in mine] == [1] * 6
+    assert move.targets[1:] == (mine[-1].block_id,)
+    assert move.targets[0] not in move.sources
+    assert manager.block_pool.get_num_free_blocks() == 5
+    assert manager.dropped_tokens == {"a": 16}
     assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
+
+
+def test_shared_blocks_are_no_room_for_what_is_kept(config):
+    blocks, manager = holding(config, mine=6, free=2, kept=12)
+    mine = list(manager.req_to_blocks["a"])
+    manager.block_pool.touch(mine)
+    assert lacking(manager) == 3
+    assert blocks.lack_room
+    manager.block_pool.free_blocks(mine[:1])
+    assert lacking(manager) == 2
+    blocks.take_room("a", 20, 4)
+    (move,) = blocks.compress("a", ended_at(24, 24, 12))
+    assert move.targets[2:] == (mine[0].block_id,)
+    assert [block.ref_cnt for block in mine] == [1] * 6
+
+
+def test_room_comes_back_when_a_request_is_preempted_before_its_step(config):
+    blocks, manager = holding(config, mine=6, free=5, kept=8)
+    blocks.take_room("a", 20, 4)
+    assert manager.block_pool.get_num_free_blocks() == 3
+    manager.free("a")
+    assert manager.block_pool.get_num_free_blocks() == 11
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
+def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
+    """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
+    running = simulation(config, caching=True, ahead=ahead)
+    scheduler, waits = running.scheduler, []
+    scheduler._metrics.waits = lambda: waits.append(scheduler.current_step)
+    tokens = list(range(1, 81))
+    scheduler.add_request(request("first", tokens, 8, {"snapkv_budget": 0}))
+    for _ in range(5):
+        running.step()
+    assert "first" in {one.request_id for one in scheduler.running}
+    scheduler.add_request(request("second", tokens, 8, {"snapkv_budget": 30}))
+    while scheduler.requests:
+        running.step()
+    running.drain()
+    assert running.worker.tokens == {name: answer(tokens, 8) for name in ("first", "second")}
+    assert running.worker.compressed["prompt"] == 1
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
+    from snapkv.errors import InvalidArgumentError
+
+    scheduler = simulation(config, caching=True, ahead=0).scheduler
+    long = request("long", [1] * (BLOCKS * PAGE), 1, {})
+    scheduler.add_request(long)
+    assert scheduler.grammar_compile_error_reqs == {"long"}
+    with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
+        scheduler._require_blocks(long)
 
 
 def test_in_place_the_first_blocks_stay(config):

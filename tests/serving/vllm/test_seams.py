@@ -44,6 +44,27 @@ def test_the_scheduler_moves_on_after_a_step_and_frees_requests():
     assert "_free_request" in vars(Scheduler)
 
 
+def test_the_scheduler_preempts_where_a_step_gets_no_blocks():
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    asked = ["self", "request", "num_new_tokens", "num_new_computed_tokens"]
+    assert parameters(KVCacheManager.allocate_slots)[:4] == asked
+    assert in_order(
+        KVCacheManager.allocate_slots,
+        "self.coordinator.get_num_blocks_to_allocate(",
+        "required_blocks > available_blocks",
+        "self.coordinator.allocate_new_blocks(",
+    )
+    assert inspect.getsource(Scheduler.schedule).count("kv_cache_manager.allocate_slots(") == 2
+    assert in_order(
+        Scheduler.schedule, "kv_cache_manager.allocate_slots(", "self._preempt_request("
+    )
+    assert parameters(Scheduler._preempt_request)[:2] == ["self", "request"]
+    assert parameters(BlockPool.evict_blocks) == ["self", "block_ids"]
+
+
 def test_the_scheduler_counts_what_is_computed_apart_from_what_is_under_way():
     """So that less may be computed than a step had tokens."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -82,9 +103,16 @@ def test_blocks_are_counted_by_tokens():
     )
 
     base = SingleTypeKVCacheManager
-    asked = parameters(base.get_num_blocks_to_allocate)
-    assert asked[:3] == ["self", "request_id", "num_tokens"]
-    assert "apply_admission_cap" in asked
+    assert parameters(base.get_num_blocks_to_allocate)[:8] == [
+        "self",
+        "request_id",
+        "num_tokens",
+        "new_computed_blocks",
+        "total_computed_tokens",
+        "num_local_computed_tokens",
+        "num_tokens_main_model",
+        "apply_admission_cap",
+    ]
     expected = ["self", "request_id", "num_tokens", "num_tokens_main_model"]
     assert parameters(base.allocate_new_blocks) == expected
     assert parameters(FullAttentionManager.cache_blocks)[:3] == ["self", "request", "num_tokens"]

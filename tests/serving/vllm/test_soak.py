@@ -1,4 +1,4 @@
-"""Random work for a while: blocks add up, needles are found, memory stays flat."""
+"""Random work for a while: answers do not depend on load, needles are found, memory stays flat."""
 
 import random
 import time
@@ -8,6 +8,8 @@ import pytest
 from benchmarks.magic_number import make_documents
 
 from snapkv.lab.evaluate.haystack import python_topics
+from tests.serving.vllm import soak
+from tests.serving.vllm.conftest import SECOND_RUNNER, SLOW_ON_SECOND
 from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
 
 PAGE = 32
@@ -20,7 +22,7 @@ def resident_bytes():
     return int(line.split()[1]) * 1024
 
 
-def soak(folder, seconds, seed):
+def busy(folder, seconds, seed):
     """Keep an engine busy; returns it, checked and empty, with (found, asked) by kind of budget."""
     from snapkv.app.models import load
 
@@ -43,8 +45,8 @@ def soak(folder, seconds, seed):
         asked, scores = {}, {"whole": [0, 0], "compressed": [0, 0]}
         deadline, before = time.monotonic() + seconds, None
         while time.monotonic() < deadline or engine.scheduler.requests:
-            busy = time.monotonic() < deadline
-            if busy and len(engine.scheduler.requests) < 12 and draw.random() < 0.5:
+            is_early = time.monotonic() < deadline
+            if is_early and len(engine.scheduler.requests) < 12 and draw.random() < 0.5:
                 document, budget = draw.choice(documents), draw.choice([0, 128, 256, 256, 400])
                 sampling = greedy(draw.choice([8, 30, 90]), extra_args={"snapkv_budget": budget})
                 (name,) = engine.start([document.prompt_ids], sampling)
@@ -52,7 +54,7 @@ def soak(folder, seconds, seed):
                     document,
                     "compressed" if budget >= 256 else "whole" if not budget else "",
                 )
-            if busy and draw.random() < 0.03 and engine.scheduler.requests:
+            if is_early and draw.random() < 0.03 and engine.scheduler.requests:
                 gone = draw.choice(sorted(engine.scheduler.requests))
                 engine.abort(gone.rpartition("-")[0])  # vLLM adds something of its own
             for output in engine.step():
@@ -81,9 +83,21 @@ def check(scores):
 
 @pytest.mark.slow
 def test_two_minutes_of_random_work(folder):
-    check(soak(folder, 120, seed=1))
+    check(busy(folder, 120, seed=1))
 
 
-@pytest.mark.slow
-def test_half_an_hour_of_random_work(folder):
-    check(soak(folder, 1800, seed=2))
+FEW = {"requests": 24, "clients": 10, "blocks": 44}
+if SECOND_RUNNER:  # in Triton's interpreter
+    FEW = {"requests": 12, "clients": 8, "blocks": 30}
+SERVERS = [
+    pytest.param(server, marks=SLOW_ON_SECOND if server != "limits" else [])
+    for server in soak.SERVERS
+]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_answers_do_not_depend_on_load(tmp_path, server):
+    """A minute of what `make soak` does for longer."""
+    found = soak.soak(soak.model(tmp_path), server, seed=0, **FEW)
+    assert not found.wrong
+    assert found.waits, "the pool was large enough"

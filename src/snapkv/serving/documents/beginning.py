@@ -38,6 +38,11 @@ class FromDocument:
         del seen_tokens, held_tokens, step_tokens, prompt_ids
         return None
 
+    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+        """See `RequestPlan`."""
+        del seen_tokens, held_tokens, step_tokens, block_tokens
+        return 0
+
     @property
     def shared_tokens(self) -> int | None:
         """See `RequestPlan`."""

@@ -106,6 +106,13 @@ class ReadTwice:
             noted_tokens=0 if ahead is None else self.tokens,
         )
 
+    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+        """See `RequestPlan`; what is kept fills its blocks."""
+        del block_tokens
+        read = held_tokens + step_tokens - self.tokens
+        is_last = not self.piece(self._piece + 1) and read == len(self.piece(self._piece))
+        return self.kept_tokens if held_tokens > seen_tokens and is_last else 0
+
     @property
     def shared_tokens(self) -> int:
         """See `RequestPlan`."""

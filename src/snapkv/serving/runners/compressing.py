@@ -196,7 +196,7 @@ class CompressingRunner:
             with self._stopwatch.timing():
                 self._compressor.compress(orders)
         for request_id, order in orders.items():
-            if order.ends and order.moves and order.parts_heads:  # what those hold, the heads know
+            if order.ends and order.parts_heads:  # what those hold, the heads know
                 if order.choice.fills_pages:
                     self._heads.keep_document(request_id, order.moves[0].targets[0])
                 self._dropped.pop(request_id, None)
