@@ -14,7 +14,8 @@ import pytest
 from tests.fresh_process import run_python
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.S)
+PAGE = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)
 
 
 def as_pattern(expected):
