@@ -118,6 +118,7 @@ results: $(INSTALLED) ## Measure again everything in docs/results (half a day on
 	$(BIN)/python -m benchmarks.sharing
 	$(BIN)/python -m benchmarks.workers
 	$(BIN)/python -m benchmarks.leaderboard
+	$(BIN)/python -m benchmarks.results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

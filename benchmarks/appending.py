@@ -3,7 +3,7 @@
     python -m benchmarks.appending    measure, write the rows, render the page (two minutes)
 
 transformers' own cache concatenates what is stored and what is new. Caches are filled directly.
-Rows: `docs/results/appending.jsonl`. Page: `docs/results/appending.md`.
+Rows: `docs/results/appending.jsonl`. Page: `docs/results/tables/appending.md`.
 """
 
 import sys
@@ -13,14 +13,22 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_environment
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv import SnapKV
 from snapkv.app.models import load
 from snapkv.lab.measure.contenders import Contender, compressed, filled, full
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 
 ROWS = RESULTS / "appending.jsonl"
-PAGE = RESULTS / "appending.md"
+PAGE = TABLES / "appending.md"
 
 PROMPT_TOKENS, TOKENS = 4096, 96
 CELLS = ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024))
@@ -67,33 +75,20 @@ def _decoder(model: Any, contender: Contender, batch: int, seen: int) -> Callabl
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    first = rows[0]
-    parts = [
-        "# Appending in place",
-        "The time of a token after a compressed prompt, and after the same number of tokens in "
-        "transformers' own cache, which copies all of them to append one. Here a layer keeps room "
-        f"for 64 tokens after what it stores. The prompt has {first['prompt_tokens']:,} tokens. "
-        f"Caches are filled directly and decode in turn, {first['tokens']} tokens each: medians, "
-        "and the median ratio of pairs.",
-        environment_line(rows) + ".",
-        markdown_table(
-            ["batch", "stored tokens", "in place, ms", "copying, ms", "ratio"],
-            [
-                [
-                    str(row["batch"]),
-                    f"{row['stored_tokens']:,}",
-                    f"{row['ms']['p50']:.1f}",
-                    f"{row['copying_ms']['p50']:.1f}",
-                    f"{row['ratio']['p50']:.3f}",
-                ]
-                for row in rows
-            ],
-        ),
-        "Rendered from `appending.jsonl` by `python -m benchmarks.appending`; each row has all "
-        "settings.",
+    """The tables of these rows."""
+    lines = [
+        [
+            str(row["batch"]),
+            f"{row['stored_tokens']:,}",
+            f"{row['ms']['p50']:.1f}",
+            f"{row['copying_ms']['p50']:.1f}",
+            f"{row['ratio']['p50']:.3f}",
+        ]
+        for row in rows
     ]
-    return "\n\n".join(parts) + "\n"
+    header = ["batch", "stored tokens", "in place, ms", "copying, ms", "ratio"]
+    table = markdown_table(header, lines)
+    return tables_page("appending", "Appending in place", environment_line(rows), table)
 
 
 def _measurements() -> Iterator[Row]:

@@ -5,7 +5,7 @@
 
 The texts and questions are those of `benchmarks.pooling`. A row is one question: what the full
 cache has right, and of every policy what it has right, its loss, what it kept, and what its votes
-lost. Rows: `docs/results/auto_budget.jsonl`. Page: `docs/results/auto_budget.md`.
+lost. Rows: `docs/results/auto_budget.jsonl`. Page: `docs/results/tables/auto_budget.md`.
 """
 
 import json
@@ -21,13 +21,18 @@ from benchmarks.environment import describe_environment
 from benchmarks.pooling_cases import Maker, Text
 from benchmarks.pooling_reading import ReadText, scored_full, scored_rows
 from benchmarks.reading import ReadPrompt
-from benchmarks.records import RESULTS, Row, read_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    read_rows,
+)
 from snapkv import AdaKV, AutoBudget, SnapKV, default_policy
 from snapkv.app.models import load
 from snapkv.policies import Policy
 
 ROWS = RESULTS / "auto_budget.jsonl"
-PAGE = RESULTS / "auto_budget.md"
+PAGE = TABLES / "auto_budget.md"
 
 FIRST, ROUNDS = 80, 12
 """Other texts than those that the pooling was chosen by."""

@@ -5,7 +5,12 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.pooling_rows import Count
-from benchmarks.records import Row, environment_line, markdown_table
+from benchmarks.records import (
+    Row,
+    environment_line,
+    markdown_table,
+    tables_page,
+)
 from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 
 PEAKS = (0.001, SAFE_BELOW, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
@@ -14,47 +19,26 @@ MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
 MOST_TOKENS = 2000
 """Of the shorter prompts."""
 
-_HEAD = """\
-# The budget that the votes choose, and how often its words were right
-
-Texts of about 1,040 tokens, some of 2,570, with questions of nine kinds (needles of digits, words
-and uuids, two-part answers, lines, quotations, documents of a rag task), and the loss on prose and
-code. The kinds are those of [the study of pooling](pooling.md); the texts differ from those by
-which pooling, window and bound were chosen. Every text is read once with the full cache; each
-policy compresses a copy of it, and the right answer is fed to the model. Only answers that the full
-cache has right count.
-
-- "fading N" is `default_policy(N)`.
-- "auto B" is `default_policy(AutoBudget(lost_vote=B))`: every layer keeps all positions with a
-  pooled vote of more than B of the window's attention in any head. "By head" puts `AdaKV` around
-  it, where each head keeps its own number.
-- "mass M" keeps in every layer as much as is needed to lose no more than M of any head's pooled
-  votes.
-- "paper's N" is `SnapKV(N)`.
-
-Rendered from `auto_budget.jsonl` by `python -m benchmarks.auto_budget`."""
-
 
 def render(rows: Sequence[Row]) -> str:
-    """The page that these rows make."""
+    """The tables of these rows."""
     asked = [row for row in rows if row.get("answers")]
     names = list(asked[0]["answers"]) if asked else []
-    lengths = sorted({row["prompt_tokens"] > MOST_TOKENS for row in asked})
-    sections = [
-        _HEAD,
-        environment_line([row for row in rows if "environment" in row][-1:]) + ".",
-        f"{len(asked)} questions.",
-        *(
-            _policies([row for row in asked if (row["prompt_tokens"] > MOST_TOKENS) == long], names)
-            for long in lengths
-        ),
-        _groups(asked, names),
-        _words(asked, names),
-    ]
-    return "\n\n".join(sections) + "\n"
+    sections = []
+    for long in sorted({row["prompt_tokens"] > MOST_TOKENS for row in asked}):
+        own = [row for row in asked if (row["prompt_tokens"] > MOST_TOKENS) == long]
+        sections += _policies(own, names)
+    return tables_page(
+        "auto_budget",
+        "The budget that the votes choose, and how often its words were right",
+        environment_line([row for row in rows if "environment" in row][-1:]),
+        *sections,
+        *_groups(asked, names),
+        *_words(asked, names),
+    )
 
 
-def _policies(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _policies(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """What every policy kept, and had right."""
     tokens = round(fmean(row["prompt_tokens"] for row in rows))
     lines = [
@@ -68,10 +52,10 @@ def _policies(rows: Sequence[Row], names: Sequence[str]) -> str:
         for name in names
     ]
     head = ["policy", "tokens kept", "bytes", "right", "loss per token above the full cache's"]
-    return f"## Prompts of about {tokens:,} tokens\n\n{markdown_table(head, lines)}"
+    return [f"## Prompts of about {tokens:,} tokens", markdown_table(head, lines)]
 
 
-def _groups(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _groups(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Right answers by kind of question, of the policies that a reader would choose among."""
     shown = [name for name in names if name in _SHOWN]
     groups = [
@@ -91,14 +75,14 @@ def _groups(rows: Sequence[Row], names: Sequence[str]) -> str:
         for group in groups
         for own in [_of(rows, group)]
     ]
-    text = "Right answers, and in brackets the mean number of tokens kept."
-    return f"## By kind of question\n\n{text}\n\n{markdown_table(['kind', *shown], lines)}"
+    title = "## Right answers by kind of question (mean number of tokens kept)"
+    return [title, markdown_table(["kind", *shown], lines)]
 
 
 _SHOWN = ("fading 96", "fading 192", "fading 256", "auto 0.0025", "auto 0.0025, by head")
 
 
-def _words(rows: Sequence[Row], names: Sequence[str]) -> str:
+def _words(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """How often answers were right, by the word and by the numbers it could go by."""
     families = {
         "all": lambda name: True,
@@ -122,15 +106,14 @@ def _words(rows: Sequence[Row], names: Sequence[str]) -> str:
     by_word = table("word", lambda found: word_for(found["peak"]), ("safe", "doubtful", "lost"))
     peaks = table("peak", lambda found: _bin(found["peak"], PEAKS), _bins(PEAKS))
     masses = table("mass", lambda found: _bin(found["lost"], MASSES), _bins(MASSES))
-    return (
-        "## Lost votes, and whether the answer was right\n\n"
-        "`cache.report()` has two numbers. `lost_vote_peak` is the highest vote of a dropped "
-        "position after fading, as a share of the window's attention, averaged over heads and "
-        "layers. `lost_votes` is the sum of all dropped votes, the mass. The word depends on the "
-        f"first: safe below {SAFE_BELOW:g}, doubtful below {DOUBTFUL_BELOW:g}.\n\n"
-        f"{by_word}\n\nBy the peak:\n\n{peaks}\n\nBy the mass, which says less about a pooling "
-        f"that keeps strong votes without what follows them:\n\n{masses}"
-    )
+    return [
+        "## The word for the lost votes, and whether the answer was right",
+        by_word,
+        "## The highest lost vote, and whether the answer was right",
+        peaks,
+        "## The sum of the lost votes, and whether the answer was right",
+        masses,
+    ]
 
 
 def _bin(value: float, borders: Sequence[float]) -> str:

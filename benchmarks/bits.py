@@ -4,7 +4,7 @@
     python -m benchmarks.bits --render   render the page from the rows that are there
 
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
-end. Rows: `docs/results/bits.jsonl`. Page: `docs/results/bits.md`.
+end. Rows: `docs/results/bits.jsonl`. Page: `docs/results/tables/bits.md`.
 """
 
 import sys
@@ -18,7 +18,15 @@ from benchmarks.decode import decoder
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
 from benchmarks.reading import ReadPrompt, read_prompt
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from benchmarks.scoring import score_answer
 from snapkv import FullCache, SnapKV
 from snapkv.app.models import load
@@ -28,7 +36,7 @@ from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "bits.jsonl"
-PAGE = RESULTS / "bits.md"
+PAGE = TABLES / "bits.md"
 
 PROMPT_TOKENS, DOCUMENTS, BUDGET, TIMED_TOKENS = 2048, 8, 512, 48
 BITS = (None, "int8", "fp8", "int4")
@@ -81,34 +89,20 @@ def _times(
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    first = rows[0]
-    budget = next(row["policy"]["budget"] for row in rows if row["cache"] == "SnapKV")
-    parts = [
-        "# Few bits for what is kept",
-        f"{first['documents']} documents of {first['prompt_tokens']:,} tokens with one magic "
-        f"number each; SnapKV keeps {budget}. `quantize` stores the kept part of the prompt as "
-        "codes and decodes one layer at a time at every step. The number in brackets is the "
-        "negative log-likelihood of the answer in nats. All caches decode in turn, "
-        f"{first['tokens']} tokens each: medians, and the median ratio to the same cache in the "
-        "model's own dtype.",
-        environment_line(rows) + ".",
-        markdown_table(
-            ["cache", "held", "right answers", "ms per token", "against its own dtype"],
-            [
-                [
-                    f"{row['cache']}, {row['bits'] or row['model']['dtype']}",
-                    format_bytes(row["held_bytes"]),
-                    f"{row['right_answers']} of {row['documents']} ({row['nll']:.2f})",
-                    f"{row['ms_per_token']['p50']:.1f}",
-                    f"{row['against_whole']['p50']:.2f}",
-                ]
-                for row in rows
-            ],
-        ),
-        "Rendered from `bits.jsonl` by `python -m benchmarks.bits`; each row has all settings.",
+    """The tables of these rows."""
+    lines = [
+        [
+            f"{row['cache']}, {row['bits'] or row['model']['dtype']}",
+            format_bytes(row["held_bytes"]),
+            f"{row['right_answers']} of {row['documents']} ({row['nll']:.2f})",
+            f"{row['ms_per_token']['p50']:.1f}",
+            f"{row['against_whole']['p50']:.2f}",
+        ]
+        for row in rows
     ]
-    return "\n\n".join(parts) + "\n"
+    header = ["cache", "held", "right answers", "ms per token", "against its own dtype"]
+    table = markdown_table(header, lines)
+    return tables_page("bits", "Few bits for what is kept", environment_line(rows), table)
 
 
 def _measurements() -> Iterator[Row]:

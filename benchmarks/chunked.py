@@ -4,7 +4,7 @@
     python -m benchmarks.chunked --render   render the page from the rows that are there
 
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
-end. Rows: `docs/results/chunked.jsonl`. Page: `docs/results/chunked.md`.
+end. Rows: `docs/results/chunked.jsonl`. Page: `docs/results/tables/chunked.md`.
 """
 
 import contextlib
@@ -19,14 +19,22 @@ from torch import Tensor
 
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv import CompressedCache, SnapKV
 from snapkv.app.models import load
 from snapkv.lab.evaluate.haystack import load_haystack
 from snapkv.prefill import chunked, layer_by_layer
 
 ROWS = RESULTS / "chunked.jsonl"
-PAGE = RESULTS / "chunked.md"
+PAGE = TABLES / "chunked.md"
 
 PROMPT_TOKENS, DOCUMENTS, CHUNK_TOKENS = 1024, 8, 128
 POLICY = SnapKV(128, window_size=16, kernel_size=13)
@@ -118,32 +126,19 @@ def measure(
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    first = rows[0]
-    parts = [
-        "# Reading under a cap",
-        f"{first['documents']} documents of {first['prompt_tokens']:,} tokens with one magic "
-        f"number each, budget {first['policy']['budget']}, window "
-        f"{first['policy']['window_size']}, kernel {first['policy']['kernel_size']}; pieces of "
-        f"{first['chunk_tokens']} tokens. Without a cap the prompt is read layer by layer, which "
-        "is exact. The question stands at the prompt's end, which votes on every piece.",
-        environment_line(rows) + ".",
-        markdown_table(
-            ["cap", "kept as without a cap", "nats per token of the answer", "right answers"],
-            [
-                [
-                    "none" if row["cap_tokens"] is None else f"{row['cap_tokens']:,}",
-                    f"{row['kept_as_exact']:.0%}",
-                    f"{row['answer_nll']:.3f}",
-                    f"{row['right_answers']} of {row['documents']}",
-                ]
-                for row in rows
-            ],
-        ),
-        "Rendered from `chunked.jsonl` by `python -m benchmarks.chunked`; each row has all "
-        "settings.",
+    """The tables of these rows."""
+    lines = [
+        [
+            "none" if row["cap_tokens"] is None else f"{row['cap_tokens']:,}",
+            f"{row['kept_as_exact']:.0%}",
+            f"{row['answer_nll']:.3f}",
+            f"{row['right_answers']} of {row['documents']}",
+        ]
+        for row in rows
     ]
-    return "\n\n".join(parts) + "\n"
+    header = ["cap", "kept as without a cap", "nats per token of the answer", "right answers"]
+    table = markdown_table(header, lines)
+    return tables_page("chunked", "Reading under a cap", environment_line(rows), table)
 
 
 def _measurements() -> Iterator[Row]:

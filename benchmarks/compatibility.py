@@ -6,31 +6,28 @@
     make test-oldest                                note a row for a run of tests
 
 Rows: `docs/results/compatibility.jsonl`, the latest of every check and its releases. Page:
-`docs/results/compatibility.md`.
+`docs/results/tables/compatibility.md`.
 """
 
 import importlib.metadata
 from typing import Any
 
-from benchmarks.records import RESULTS, Row, markdown_table, read_rows, write_page, write_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    markdown_table,
+    read_rows,
+    tables_page,
+    write_page,
+    write_rows,
+)
 
 ROWS = RESULTS / "compatibility.jsonl"
-PAGE = RESULTS / "compatibility.md"
+PAGE = TABLES / "compatibility.md"
 
 RELEASES = {"python": "Python", "torch": "torch", "transformers": "transformers", "vllm": "vLLM"}
 """What a row tells apart, and how the page calls it."""
-
-_PAGE = """# Compatibility
-
-Which releases the package was run with. What has no row was not tried; `pyproject.toml` says what
-pip takes. `make release-check` installs wheel and sdist into empty environments; what is called
-otherwise is a run of tests.
-
-{table}
-
-Rendered from `compatibility.jsonl` by `python -m benchmarks.compatibility`; each row has all that
-is known of its run.
-"""
 
 
 def note(rows: list[Row], row: Row) -> list[Row]:
@@ -56,9 +53,10 @@ def _sortable(release: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
+    """The table of these rows."""
     header = ["check", *RELEASES.values(), "outcome", "what was run", "commit"]
-    return _PAGE.format(table=markdown_table(header, map(_cells, rows)))
+    table = markdown_table(header, map(_cells, rows))
+    return tables_page("compatibility", "Compatibility", "A row for every run", table)
 
 
 def _cells(row: Row) -> list[str]:

@@ -4,7 +4,7 @@
     python -m benchmarks.evaluation            all of them
     python -m benchmarks.evaluation --render   draw the figures and the page from the answers there
 
-Answers and rows: `docs/results/evaluation/NAME/`. Page: `docs/results/evaluation.md`.
+Answers and rows: `docs/results/evaluation/NAME/`. Page: `docs/results/tables/evaluation.md`.
 """
 
 import argparse
@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.records import RESULTS, Row, markdown_table, read_rows, write_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    markdown_table,
+    read_rows,
+    tables_page,
+    write_rows,
+)
 from snapkv.app.models import LoadedModel, load
 from snapkv.cache.paging import PageRecall
 from snapkv.lab.drawing import encoded
@@ -50,8 +58,7 @@ from snapkv.policies import (
 )
 
 FOLDER = RESULTS / "evaluation"
-PAGE = RESULTS / "evaluation.md"
-README_LINE = "python -m benchmarks.evaluation"
+PAGE = TABLES / "evaluation.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,6 @@ class Experiment:
 
     Attributes:
         title: heading of its section.
-        about: what was run, in words; the exact settings are in its `run.json`.
         task: what is asked.
         methods: what answers.
         question: whether it is visible to the vote.
@@ -68,7 +74,6 @@ class Experiment:
     """
 
     title: str
-    about: str
     task: Callable[[], Task]
     methods: Sequence[Method]
     question: Setting = "visible"
@@ -144,8 +149,6 @@ def _without_a_question(tokens: int, ratios: Sequence[int]) -> list[Method]:
 EXPERIMENTS: dict[str, Experiment] = {
     "needle": Experiment(
         title="Needle in a haystack",
-        about="A five-digit magic number in essays, budget 256 per head and layer, window 16, the "
-        "answer begun for the model.",
         task=lambda: Needle(
             lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100
         ),
@@ -153,8 +156,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "lines": Experiment(
         title="LongEval-Lines",
-        about="One of many named lines, budget 192, window 16, with three worked examples behind "
-        "the question and the asked line begun for the model.",
         task=lambda: Lines(
             lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
         ),
@@ -162,44 +163,31 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "ruler": Experiment(
         title="RULER at 2k",
-        about="All thirteen tasks, two samples of each, budget 512, window 16.",
         task=lambda: Ruler(lengths=(2048,), samples_each=2),
         methods=_few(512)[:3],
     ),
     "rag-citation": Experiment(
         title="Citations",
-        about="Which of 10 or 20 documents on the topic answer a question of HotpotQA; budget 512, "
-        "window 16. A model that names every document scores 33 of 10 and 18 of 20.",
         task=lambda: RagCitation(documents=(10, 20), samples_each=12),
         methods=_few(512),
     ),
     "rag-position": Experiment(
         title="Lost in the middle",
-        about="Questions of SQuAD, the paragraph with the answer before, between or behind others "
-        "that have the question's words; budget 256, window 16.",
         task=lambda: RagPosition(documents=(5, 10), samples_each=8, corpus="squad"),
         methods=_few(256),
     ),
     "rag-pipeline": Experiment(
         title="Retrieve, rerank, answer",
-        about="Questions of SQuAD over the paragraphs that BM25 finds among all of them, 200 "
-        "reranked by an embedding model, the first 5 or 10 read; budget 256, window 16.",
         task=lambda: RagPipeline(documents=(5, 10), samples_each=12, corpus="squad"),
         methods=_few(256),
     ),
     "turns": Experiment(
         title="Several turns",
-        about="Five numbers of a list, asked for one after the other in one cache; budget 256, "
-        "window 16, every answer begun for the model. The first question votes on the list; the "
-        "later ones are stored behind what was kept, vote on that, or on all that was read.",
         task=lambda: Turns(lengths=(1024, 2048), samples_each=5, cloze=True),
         methods=_over_turns(256),
     ),
     "tracking": Experiment(
         title="Long answers",
-        about="A record written again, and 32 names gone through again and again, over about 1,024 "
-        "generated tokens; the score is the share of the lines before the first mistake. What is "
-        "kept, 512, holds a round of the names and not the record with its copy.",
         task=lambda: Tracking(
             answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
         ),
@@ -207,10 +195,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "hidden": Experiment(
         title="A question that comes later",
-        about="Three tasks of RULER at 4k, two samples of each, compressed before the question is "
-        "read. kvpress publishes of Llama 3.1 8B on all of RULER at 4k (0.5.5, not measured here): "
-        "KVzip 95.5 at 2:1 and 90.5 at 10:1, Compactor 94.8 at 2:1 and 83.1 at 4:1, SnapKV 67, 40 "
-        "and 24 at 2:1, 4:1 and 10:1.",
         task=lambda: Ruler(
             tasks=("niah_single_1", "niah_single_2", "niah_multikey_1"),
             lengths=(4096,),
@@ -255,35 +239,25 @@ def _summary(folder: Path, task: Task) -> list[Row]:
 
 
 def render(found: dict[str, Results]) -> str:
-    """The page of these results, its figures left out."""
-    sections = [section for name, results in found.items() for section in _section(name, results)]
-    return "\n\n".join([_HEAD, *sections]) + "\n"
-
-
-_HEAD = (
-    "# The paper's experiments and later ones on the demo model\n\n"
-    "Scores are times 100. The model has 135 million parameters: look at how methods compare, not "
-    "at how much it knows. The question is visible to the vote unless a section says that it is "
-    "not. The intervals, of the mean and of "
-    f"its difference from the full cache: 95 %, {METHOD}. Every answer is in "
-    f"`docs/results/evaluation`; `{README_LINE}` makes them again."
-)
+    """The tables of these results, with their figures."""
+    sections = [part for name, results in found.items() for part in _section(name, results)]
+    measured = f"Scores are times 100; intervals: 95 %, {METHOD}"
+    return tables_page("evaluation", "Tasks, answered by the demo model", measured, *sections)
 
 
 def _section(name: str, results: Results) -> list[str]:
-    experiment, run_block = EXPERIMENTS[name], results.run
+    run_block, table = results.run, method_table(results)
     model = run_block["model"]
-    table = method_table(results)
     shown = [place for place, title in enumerate(table.headings) if title not in _NOT_SHOWN]
     rows = [[row[place] for place in shown] for row in table.rows]
+    title = EXPERIMENTS[name].title
     return [
-        f"## {experiment.title}",
-        experiment.about,
-        markdown_table([table.headings[place] for place in shown], rows),
-        f"![{experiment.title}: score by method]({FOLDER.name}/{name}.png)",
+        f"## {title}",
         f"{model['name']} ({model['dtype']}, {model['attn_implementation']}), "
         f"{run_block['samples']} samples, data {run_block['data']}, torch {run_block['torch']}, "
         f"transformers {run_block['transformers']}.",
+        markdown_table([table.headings[place] for place in shown], rows),
+        f"![{title}: score by method](../{FOLDER.name}/{name}.png)",
     ]
 
 

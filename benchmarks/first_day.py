@@ -5,7 +5,7 @@
 
 Every pair is one run of `snapkv ask FILE... -q QUESTION --compare --json`, so it follows whatever
 that command does by default. Rows: `docs/results/first_day.jsonl`. Page:
-`docs/results/first_day.md`.
+`docs/results/tables/first_day.md`.
 """
 
 import contextlib
@@ -22,11 +22,19 @@ from typing import Any
 
 from benchmarks.environment import describe_environment
 from benchmarks.first_day_logs import build_log, server_log
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv.cli.app import run
 
 ROWS = RESULTS / "first_day.jsonl"
-PAGE = RESULTS / "first_day.md"
+PAGE = TABLES / "first_day.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,31 +201,19 @@ def _ask(arguments: list[str]) -> dict[str, Any]:
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    return "\n\n".join([_HEAD, environment_line(rows) + ".", _sums(rows), _table(rows)]) + "\n"
-
-
-_HEAD = """\
-# First day: ten files and questions, without any option
-
-What a newcomer may ask on the first day about a readme, a licence, descriptions of data, modules of
-Python's standard library and logs. The files come from installed packages;
-`benchmarks/first_day_logs.py` writes the logs. The questions were chosen so that the demo model
-answers them right from its full cache, without a begun answer. An answer is right if it contains
-the expected words.
-
-Rendered from `first_day.jsonl` by `python -m benchmarks.first_day`; each row has both answers."""
+    """The tables of these rows."""
+    title = "First day: ten files and questions, without any option"
+    return tables_page("first_day", title, environment_line(rows), _sums(rows), _table(rows))
 
 
 def _sums(rows: list[Row]) -> str:
-    full = sum(row["full_right"] for row in rows)
     both = sum(row["right"] and row["full_right"] for row in rows)
     share = sum(row["held_bytes"] for row in rows) / sum(row["full_bytes"] for row in rows)
     most = max(row["held_bytes"] / row["full_bytes"] for row in rows)
-    return (
-        f"The full cache is right {full} times out of {len(rows)}. Of these `ask` is right {both} "
-        f"times with its defaults, from {share:.0%} of the bytes (at most {most:.0%})."
-    )
+    full = sum(row["full_right"] for row in rows)
+    header = ["questions", "full cache right", "`ask` right too", "bytes", "at most"]
+    cells = [str(len(rows)), str(full), str(both), f"{share:.0%}", f"{most:.0%}"]
+    return markdown_table(header, [cells])
 
 
 def _table(rows: list[Row]) -> str:

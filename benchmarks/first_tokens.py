@@ -12,7 +12,7 @@ from statistics import fmean
 from benchmarks.contenders import WINDOW_SIZE
 from benchmarks.magic_number import SEED, stretch
 from benchmarks.reading import read_prompt_twice
-from benchmarks.records import Row, environment_line, markdown_table
+from benchmarks.records import Row, markdown_table
 from benchmarks.scoring import score_answer
 from snapkv import FullCache
 from snapkv.app.models import LoadedModel
@@ -73,29 +73,16 @@ def measure_first_tokens(loaded: LoadedModel, haystack: Haystack) -> Iterator[Ro
         }
 
 
-def section(rows: list[Row]) -> str:
-    """The part of the page that these rows make."""
-    first = rows[0]
+def section(rows: list[Row]) -> list[str]:
+    """Loss by method, budget and sinks, that of the full cache first."""
     losses = {(row["method"], row["budget"], row["sink_tokens"]): row["loss"] for row in rows}
+    columns = [(budget, sinks) for budget in BUDGETS for sinks in SINKS]
     methods = list(dict.fromkeys(row["method"] for row in rows if row["budget"]))
     table = markdown_table(
-        ["method", *(f"{budget} tokens, {sinks} sinks" for budget in BUDGETS for sinks in SINKS)],
+        ["method", *(f"{budget} tokens, {sinks} sinks" for budget, sinks in columns)],
         [
-            [name, *(f"{losses[name, b, sinks]:.3f}" for b in BUDGETS for sinks in SINKS)]
-            for name in methods
+            ["full cache", *[f"{rows[0]['loss']:.3f}"] * len(columns)],
+            *([name, *(f"{losses[name, *column]:.3f}" for column in columns)] for name in methods),
         ],
     )
-    return (
-        f"## First tokens\n\n"
-        f"{first['haystack']}: {first['texts']} texts of {first['prompt_tokens']} tokens are "
-        f"compressed, and the {first['following_tokens']} tokens that follow are read from what "
-        "was kept. A cell is the mean over texts of their loss, in nats per token after the "
-        f"first; with the full cache it is {first['loss']:.3f}. The sinks are part of the budget."
-        f"\n\n{environment_line(rows)}.\n\n{table}\n\n{_EXPLAINED}"
-    )
-
-
-_EXPLAINED = """\
-With the first four tokens kept in every head, KVzip's loss is lower at every budget, alone and
-inside AdaKV. KeyDiff's hardly changes: the first tokens that it drops are not missed. Random, which
-drops them like any other token, gains most."""
+    return ["## First tokens", table]

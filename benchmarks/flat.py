@@ -6,7 +6,7 @@
 
 Decoding time behind prompts of several lengths, against the full cache in batches, what the vote
 adds to reading, and memory. To be run with nothing else on the machine. Rows:
-`docs/results/flat.jsonl`. Page: `docs/results/flat.md`.
+`docs/results/flat.jsonl`. Page: `docs/results/tables/flat.md`.
 """
 
 import argparse
@@ -26,7 +26,16 @@ from benchmarks.overhead import measure_overhead
 from benchmarks.peak_memory import measure_peaks
 from benchmarks.prompts import prompt_of
 from benchmarks.reading import read_prompt
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows, write_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    read_rows,
+    tables_page,
+    write_rows,
+)
 from snapkv import SnapKV
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.measure.contenders import compressed, full
@@ -35,7 +44,7 @@ from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "flat.jsonl"
-PAGE = RESULTS / "flat.md"
+PAGE = TABLES / "flat.md"
 THREADS = 2
 POLICY = SnapKV(512)
 _FULL_CACHES = ("transformers", "transformers-static")
@@ -132,15 +141,12 @@ def render(rows: list[Row]) -> str:
         name: [row for row in rows if row["benchmark"] == name]
         for name in ("flat", "batch", "overhead", "peak memory")
     }
-    budget, peak = of["flat"][0]["budget"], of["peak memory"]
-    parts = [
-        "# Flat after the prompt",
-        "What is promised for a machine with two cores. All runs of a table take turns; a ratio is "
-        "the median over pairs of the same round, with the 20th and 80th percentile in brackets.",
-        environment_line(rows) + ".",
-        "## Time per token, by length of the prompt",
-        f"Budget {budget}, {of['flat'][0]['tokens']} tokens after each prompt. Promised: at most "
-        "1.05 times the time after the shortest.",
+    flat, batch = of["flat"][0], of["batch"][0]
+    return tables_page(
+        "flat",
+        "Flat after the prompt",
+        environment_line(rows),
+        f"## Time per token by length of the prompt, budget {flat['budget']}",
         markdown_table(
             ["prompt tokens", "ms per token", "against the shortest"],
             [
@@ -152,9 +158,7 @@ def render(rows: list[Row]) -> str:
                 for row in of["flat"]
             ],
         ),
-        "## Against the full cache, in a batch",
-        f"{of['batch'][0]['batch']} requests of {of['batch'][0]['length']:,} tokens each. "
-        "Promised: full caches take at least 2 times as long.",
+        f"## Against the full cache, {batch['batch']} requests of {batch['length']:,} tokens",
         markdown_table(
             ["cache", "ms per token", "against snapkv", "bytes held"],
             [
@@ -168,8 +172,6 @@ def render(rows: list[Row]) -> str:
             ],
         ),
         "## Vote, selection and gather",
-        "For all layers, against reading the prompt with transformers' own cache. Promised: at "
-        "most 2 % at 4,096 tokens and 1 % at 8,192.",
         markdown_table(
             ["prompt tokens", "reading, s", "compressing, ms", "share"],
             [
@@ -183,9 +185,6 @@ def render(rows: list[Row]) -> str:
             ],
         ),
         "## Memory",
-        f"For reading {peak[0]['prompt_tokens']:,} tokens, each cache in a separate process. "
-        "Promised: the peak is no higher than with transformers' own cache, and the keys and "
-        "values held afterwards are smaller by the ratio of prompt to budget.",
         markdown_table(
             ["cache", "peak", "held after it"],
             [
@@ -194,12 +193,10 @@ def render(rows: list[Row]) -> str:
                     format_bytes(row["peak_growth_bytes"]),
                     format_bytes(row["held_bytes"]),
                 ]
-                for row in peak
+                for row in of["peak memory"]
             ],
         ),
-        "Rendered from `flat.jsonl` by `python -m benchmarks.flat`; each row has all settings.",
-    ]
-    return "\n\n".join(parts) + "\n"
+    )
 
 
 def _ratio(ratio: dict[str, float]) -> str:

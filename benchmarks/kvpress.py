@@ -6,7 +6,7 @@
                                     a bench of `snapkv bench` with kvpress in it; rows as JSON
 
 kvpress runs in processes of their own, which wait while another works. Rows:
-`docs/results/kvpress.jsonl`. Page: `docs/results/kvpress.md`.
+`docs/results/kvpress.jsonl`. Page: `docs/results/tables/kvpress.md`.
 """
 
 import argparse
@@ -32,9 +32,11 @@ from benchmarks.prompts import prompt_of
 from benchmarks.reading import ReadPrompt, read_prompt
 from benchmarks.records import (
     RESULTS,
+    TABLES,
     Row,
     environment_line,
     markdown_table,
+    tables_page,
     write_page,
     write_rows,
 )
@@ -49,7 +51,7 @@ from snapkv.lab.measure.throughput import ThroughputBench
 from snapkv.lab.measure.timing import alternate, ratios, spread
 
 ROWS = RESULTS / "kvpress.jsonl"
-PAGE = RESULTS / "kvpress.md"
+PAGE = TABLES / "kvpress.md"
 PYTHON = Path(__file__).parent.parent / ".venv-kvpress" / "bin" / "python"
 
 POLICY = SnapKV(512, window_size=32, kernel_size=7, pooling="avg")
@@ -63,11 +65,6 @@ _NAMES = {
     "snapkv": "snapkv",
     "transformers": "full cache",
 }
-EXPLAINED = """\
-Reading and decoding take as long as in kvpress: no median differs by more than 3 %, while single
-runs differ by more than that. That `snapkv` appends tokens in place gains little behind 512 tokens
-in one row; what it gains in batches is on [a page of its own](appending.md)."""
-
 _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
 
@@ -145,36 +142,27 @@ def _rows(
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    peer, policy = rows[0]["peer"], rows[0]["policy"]
-    parts = [
-        "# Beside kvpress",
-        f"SnapKV in kvpress {peer['kvpress']} (transformers {peer['transformers']}, in a separate "
-        f"environment) and in this library: the same weights and prompt, budget "
-        f"{policy['budget']}, window {policy['window_size']}, kernel {policy['kernel_size']}, "
-        f"{policy['pooling']} pooling. Processes take turns; a ratio is the median over pairs of "
-        "the same round. The versions of transformers differ, so a difference is not due to the "
-        "method alone; the last column compares with the full cache on the same transformers.",
-        environment_line(rows) + ".",
-        markdown_table(
-            ["work", "cache", "prompt tokens", "ms", "against kvpress", "against its full cache"],
-            [
-                [
-                    row["benchmark"],
-                    _NAMES[row["cache"]],
-                    f"{row['prompt_tokens']:,}",
-                    f"{row['ms']['p50']:,.1f}",
-                    f"{row['against_kvpress']['p50']:.3f}",
-                    f"{row['against_full']['p50']:.3f}",
-                ]
-                for row in rows
-            ],
-        ),
-        EXPLAINED,
-        "Rendered from `kvpress.jsonl` by `python -m benchmarks.kvpress`; each row has all "
-        "settings.",
+    """The table of these rows."""
+    peer = rows[0]["peer"]
+    lines = [
+        [
+            row["benchmark"],
+            _NAMES[row["cache"]],
+            f"{row['prompt_tokens']:,}",
+            f"{row['ms']['p50']:,.1f}",
+            f"{row['against_kvpress']['p50']:.3f}",
+            f"{row['against_full']['p50']:.3f}",
+        ]
+        for row in rows
     ]
-    return "\n\n".join(parts) + "\n"
+    header = ["work", "cache", "prompt tokens", "ms", "against kvpress", "against its full cache"]
+    there = f"kvpress {peer['kvpress']} on transformers {peer['transformers']}"
+    return tables_page(
+        "kvpress",
+        "Beside kvpress",
+        f"{environment_line(rows)}; {there}",
+        markdown_table(header, lines),
+    )
 
 
 def _measurements() -> Iterator[Row]:

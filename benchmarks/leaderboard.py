@@ -3,21 +3,23 @@
     python -m benchmarks.leaderboard            run it, or go on where it stopped
     python -m benchmarks.leaderboard --render   draw the figure and the page from its rows
 
-Answers and rows: `docs/results/leaderboard/`. Page: `docs/results/leaderboard.md`.
+Answers and rows: `docs/results/leaderboard/`. Page: `docs/results/tables/leaderboard.md`.
 """
 
 import argparse
 import json
 
-from benchmarks.records import RESULTS
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+)
 from snapkv.cli.app import run
 from snapkv.lab.evaluate.store import Record
 from snapkv.lab.report.leaderboard import FILES, as_markdown, write_board
 
 FOLDER = RESULTS / "leaderboard"
-PAGE = RESULTS / "leaderboard.md"
+PAGE = TABLES / "leaderboard.md"
 COMMAND = ("leaderboard", "--results", str(FOLDER))
-README_LINE = "python -m benchmarks.leaderboard"
 
 
 def measured() -> Record:
@@ -28,7 +30,8 @@ def measured() -> Record:
 
 def render(found: Record) -> str:
     """The page, with the command that makes it again."""
-    return as_markdown(found, f"{FOLDER.name}/{FILES[1]}") + f"\n`{README_LINE}` makes it again.\n"
+    page = as_markdown(found, f"../{FOLDER.name}/{FILES[1]}")
+    return f"{page}\nMade by `python -m benchmarks.leaderboard`.\n"
 
 
 def main() -> int:
@@ -38,7 +41,7 @@ def main() -> int:
     if not parser.parse_args().render and (status := run(list(COMMAND))):
         return status
     write_board(measured(), FOLDER)
-    (FOLDER / "leaderboard.md").unlink()  # that is the page, one level up
+    (FOLDER / "leaderboard.md").unlink()  # that is the page of tables
     PAGE.write_text(render(measured()), encoding="utf-8")
     return 0
 

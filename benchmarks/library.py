@@ -9,7 +9,7 @@ keeping it, and saved. For every question the files of four documents are loaded
 same four are read in full beside it, in an order that turns from question to question. The right
 answer is then fed to the model: it counts as right where each of its tokens is the likeliest.
 
-Rows: `docs/results/library.jsonl`. Page: `docs/results/library.md`.
+Rows: `docs/results/library.jsonl`. Page: `docs/results/tables/library.md`.
 """
 
 import sys
@@ -26,7 +26,12 @@ from torch import Tensor
 from benchmarks.environment import describe_environment
 from benchmarks.library_page import render
 from benchmarks.library_questions import PREFIX, Asked, python_questions, squad_questions
-from benchmarks.records import RESULTS, Row, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    measure_or_render,
+)
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.app.models import LoadedModel, load
 from snapkv.kvzip import read_twice
@@ -35,7 +40,7 @@ from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 
 ROWS = RESULTS / "library.jsonl"
-PAGE = RESULTS / "library.md"
+PAGE = TABLES / "library.md"
 
 KEEP_RATIO, BUDGET = 0.3, 512
 SQUAD_QUESTIONS = 30

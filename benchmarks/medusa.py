@@ -5,7 +5,7 @@
     python -m benchmarks.medusa --render   render the page from the rows that are there
     python -m benchmarks.medusa --small    a minute's worth, printed and not written
 
-Rows: `docs/results/medusa.jsonl`. Page: `docs/results/medusa.md`.
+Rows: `docs/results/medusa.jsonl`. Page: `docs/results/tables/medusa.md`.
 """
 
 import argparse
@@ -24,10 +24,12 @@ from transformers import TextStreamer
 from benchmarks.environment import describe_environment
 from benchmarks.records import (
     RESULTS,
+    TABLES,
     Row,
     environment_line,
     markdown_table,
     read_rows,
+    tables_page,
     write_rows,
 )
 from snapkv import CompressedCache, FullCache, SnapKV
@@ -44,22 +46,7 @@ from snapkv.lab.measure.timing import alternate, ratios, spread
 from snapkv.policies import Policy
 
 ROWS = RESULTS / "medusa.jsonl"
-PAGE = RESULTS / "medusa.md"
-
-EXPLAINED = """\
-In bfloat16 a pass of seven tokens takes little more than one of one token where the cache is small,
-and Medusa on SnapKV is the fastest at the long prompts: behind 7,937 tokens it gives the ratios of
-the paper (2.2 to plain decoding, 1.3 to Medusa, behind 10k tokens) or better. On the full cache the
-same heads gain little or nothing there, since every candidate attends to all of it. Behind 1k both
-caches are small, and the heads cost what they save.
-
-In float32 two tokens already take a product of matrices in the place of one with a vector. Turned
-around (`decoding/few_rows.py`) a pass of four tokens takes about half as much again at most, but
-with the heads and the tree a step takes one and a half times to twice as long as plain decoding's,
-for 1.2 to 1.5 tokens. So there Medusa does not pay; heads that are right more often would.
-
-Self-speculation drafts with the cache that SnapKV keeps and verifies with the full one: it gives
-the full cache's text, needs both, and at these lengths on a processor costs more than it saves."""
+PAGE = TABLES / "medusa.md"
 
 QUESTION = "Summarize the text above."
 BASELINES = ("plain, full cache", "Medusa, full cache")
@@ -291,55 +278,40 @@ def _rows(
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
+    """The tables of these rows."""
     texts = [row for row in rows if row["benchmark"] == "medusa"]
-    first = texts[0]
-    sections = [
-        "# Drafts on compressed caches",
-        f"The paper's case study (Fig. 9). The demo model summarizes essays in {first['tokens']} "
-        f"tokens; SnapKV keeps {first['budget']}. Contenders take turns; times are medians of "
-        f"{len(first['samples_ms'])} rounds, per token after the first step. In float32 every "
-        "text is checked, token for token, against plain decoding on the same cache, or on the "
-        "full cache for self-speculation. In bfloat16 a pass of several tokens rounds differently "
-        "from a pass of one token, so texts may diverge where two tokens are almost equally "
-        "likely.",
-    ]
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        of_dtype = [row for row in texts if row["dtype"] == dtype]
-        sections += [f"## {dtype}", environment_line(of_dtype) + ".", *_tables(of_dtype)]
-    sections += [
+    of_dtype = {
+        dtype: [row for row in texts if row["dtype"] == dtype]
+        for dtype in dict.fromkeys(row["dtype"] for row in rows)
+    }
+    sections = [part for dtype, own in of_dtype.items() for part in _tables(dtype, own)]
+    return tables_page(
+        "medusa",
+        "Drafts on compressed caches",
+        "; ".join(environment_line(own) for own in of_dtype.values()),
+        *sections,
         "## What a pass takes",
         _pass_table([row for row in rows if row["benchmark"] == "pass"]),
-        EXPLAINED,
-        "Rendered from `medusa.jsonl` by `python -m benchmarks.medusa`; each row has all settings.",
-    ]
-    return "\n\n".join(sections) + "\n"
+    )
 
 
-def _tables(rows: list[Row]) -> list[str]:
-    """The tables of one dtype: contenders by prompt length."""
+def _tables(dtype: str, rows: list[Row]) -> Iterator[str]:
+    """Headings and tables of one dtype: contenders by prompt length."""
     lengths = sorted({row["prompt_tokens"] for row in rows})
     names = list(dict.fromkeys(row["contender"] for row in rows))
     cells = {(row["contender"], row["prompt_tokens"]): row for row in rows}
     header = ["decoding", *(f"{length:,}" for length in lengths)]
-
-    def table(cell: Callable[[Row], str]) -> str:
-        return markdown_table(
-            header, [[name, *(cell(cells[name, n]) for n in lengths)] for name in names]
-        )
-
-    return [
-        "Milliseconds per token, by prompt tokens:",
-        table(lambda row: f"{row['ms_per_token']['p50']:.1f}"),
-        "How many times faster than plain decoding on the full cache:",
-        table(lambda row: _faster(row, BASELINES[0])),
-        "How many times faster than Medusa on the full cache:",
-        table(lambda row: _faster(row, BASELINES[1])),
-        "Tokens per verifying pass:",
-        table(lambda row: f"{row['acceptance_length']:.2f}"),
-        f"Tokens, out of {rows[0]['tokens']}, that agree with the expected text:",
-        table(lambda row: f"{row['same_tokens']}"),
-    ]
+    columns: dict[str, Callable[[Row], str]] = {
+        "milliseconds per token": lambda row: f"{row['ms_per_token']['p50']:.1f}",
+        f"times faster than {BASELINES[0]}": lambda row: _faster(row, BASELINES[0]),
+        f"times faster than {BASELINES[1]}": lambda row: _faster(row, BASELINES[1]),
+        "tokens per verifying pass": lambda row: f"{row['acceptance_length']:.2f}",
+        f"tokens of {rows[0]['tokens']} as expected": lambda row: f"{row['same_tokens']}",
+    }
+    for what, cell in columns.items():
+        yield f"## {dtype}, {what}"
+        lines = [[name, *(cell(cells[name, n]) for n in lengths)] for name in names]
+        yield markdown_table(header, lines)
 
 
 def _pass_table(rows: list[Row]) -> str:
@@ -348,15 +320,9 @@ def _pass_table(rows: list[Row]) -> str:
     for row in rows:
         cell = f"{row['ms']['p50']:.0f} ms ({row['against_one']['p50']:.2f})"
         cells.setdefault((row["dtype"], row["cache"]), []).append(cell)
-    length = rows[0]["prompt_tokens"]
-    return (
-        f"A chain of tokens read after {length:,}, in turns: the median, and the median ratio to "
-        "a pass of one token. A draft pays off if it gives more tokens per pass than that ratio."
-        "\n\n"
-        + markdown_table(
-            ["dtype, cache", *(f"{count} tokens" for count in counts)],
-            [[f"{dtype}, {cache}", *texts] for (dtype, cache), texts in cells.items()],
-        )
+    return markdown_table(
+        ["dtype, cache", *(f"{count} tokens" for count in counts)],
+        [[f"{dtype}, {cache}", *texts] for (dtype, cache), texts in cells.items()],
     )
 
 

@@ -9,7 +9,7 @@
     python -m benchmarks.methods --only 'first tokens'   measure what sinks are worth
     python -m benchmarks.methods --render         render the page from the rows that are there
 
-Rows: `docs/results/methods.jsonl`. Page: `docs/results/methods.md`.
+Rows: `docs/results/methods.jsonl`. Page: `docs/results/tables/methods.md`.
 """
 
 import argparse
@@ -35,7 +35,13 @@ from benchmarks.first_tokens import measure_first_tokens
 from benchmarks.magic_number import SEED, Document, make_documents
 from benchmarks.methods_page import render
 from benchmarks.reading import read_prompt, read_prompt_twice
-from benchmarks.records import RESULTS, Row, read_rows, write_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    read_rows,
+    write_rows,
+)
 from benchmarks.retrieval import Outcome, Question, measure_retrieval
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.evaluate.haystack import Haystack, load_haystack
@@ -44,7 +50,7 @@ from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 
 ROWS = RESULTS / "methods.jsonl"
-PAGE = RESULTS / "methods.md"
+PAGE = TABLES / "methods.md"
 
 BUDGETS = {768: (64, 192, 384), 2048: (128, 512, 1024)}
 """Tokens per layer and KV head, on average, at each prompt length: half of it, a quarter, and a

@@ -6,7 +6,8 @@
 
 A row is one question about one text: what the full cache answers, and what every setting does. It
 is written when it is measured, and a run that was stopped goes on behind it. Rows:
-`docs/results/pooling.jsonl`. Page: `docs/results/pooling.md`, figure `docs/results/pooling.svg`.
+`docs/results/pooling.jsonl`. Page: `docs/results/tables/pooling.md`, figure:
+`docs/results/pooling.svg`.
 """
 
 import argparse
@@ -33,14 +34,19 @@ from benchmarks.pooling_reading import (
     shown_to,
 )
 from benchmarks.reading import ReadPrompt
-from benchmarks.records import RESULTS, Row, read_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    read_rows,
+)
 from snapkv import SnapKV
 from snapkv.app.models import load
 from snapkv.lab.drawing import save
 from snapkv.lab.evaluate.tasks.ruler import GENERATORS
 
 ROWS = RESULTS / "pooling.jsonl"
-PAGE = RESULTS / "pooling.md"
+PAGE = TABLES / "pooling.md"
 FIGURE = RESULTS / "pooling.svg"
 
 Policy = Callable[[int, int], SnapKV]

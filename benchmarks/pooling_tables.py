@@ -97,10 +97,10 @@ def mean_of_groups(
     return f"{fmean(counted.share for counted in counts):.2f}" if counts else "no room"
 
 
-def worse_in(answers: list[Answer], name: str) -> list[str]:
-    """A line where another setting than the chosen one is best by more than one answer.
+def worse_in(answers: list[Answer]) -> list[list[str]]:
+    """The best setting, what it has and what the chosen one has, where that is not the best.
 
-    Of groups without answers, where its loss is lower by more than 0.02 nats a token.
+    By more than one answer; in groups without answers, by more than 0.02 nats a token.
     """
     ours = at(answers, CHOSEN)
     others = {other: at(answers, other) for other in settings_of(answers) if other != CHOSEN}
@@ -111,12 +111,12 @@ def worse_in(answers: list[Answer], name: str) -> list[str]:
         best = max(others, key=lambda other: count(others[other]).right)
         theirs = count(others[best])
         if theirs.right > mine.right + 1:
-            return [f"{name}: {named(best)} has {theirs.right} of {theirs.of}, it {mine.right}"]
+            return [[named(best), f"{theirs.right} of {theirs.of}", str(mine.right)]]
     elif loss is not None:
         losses = {other: loss_above_full(own) for other, own in others.items()}
         lowest, best = min((value, other) for other, value in losses.items() if value is not None)
         if lowest < loss - 0.02:
-            return [f"{name}: {named(best)} loses {lowest:+.2f}, it {loss:+.2f}"]
+            return [[named(best), f"{lowest:+.2f}", f"{loss:+.2f}"]]
     return []
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.quality            measure, write the rows, render the page
     python -m benchmarks.quality --render   render the page from the rows that are there
 
-Rows: `docs/results/quality.jsonl`. Page: `docs/results/quality.md`.
+Rows: `docs/results/quality.jsonl`. Page: `docs/results/tables/quality.md`.
 """
 
 import sys
@@ -12,7 +12,15 @@ from dataclasses import asdict
 
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, make_documents
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from benchmarks.retrieval import Outcome, measure_retrieval
 from benchmarks.sinks_and_recent import SinksAndRecent
 from snapkv import FullCache, Random, SnapKV
@@ -22,7 +30,7 @@ from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "quality.jsonl"
-PAGE = RESULTS / "quality.md"
+PAGE = TABLES / "quality.md"
 
 DOCUMENTS = {768: 24, 2048: 12, 4096: 8}
 """How many documents are read at each prompt length."""
@@ -82,32 +90,15 @@ def _outcome_row(outcome: Outcome, loaded: LoadedModel) -> Row:
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
+    """The tables of these rows."""
     lengths = sorted({row["prompt_tokens"] for row in rows})
     sections = [_section([row for row in rows if row["prompt_tokens"] == n]) for n in lengths]
-    return "\n\n".join([_HEAD, environment_line(rows) + ".", *sections]) + "\n"
-
-
-_HEAD = """\
-# Quality: one magic number in a long text
-
-"Special magic number for CITY is NNNN" stands at depth 0.1, 0.3, 0.5 or 0.7 of a text, and the
-prompt ends in "Answer: The special magic number for CITY is". Every document is read once with
-the full cache; each method then compresses a copy of it, and the right answer is fed to the model
-token by token.
-
-A cell is the fraction of documents whose answer was right in every token, and in brackets the mean
-over documents of the negative log-likelihood of the answer after its first token, in nats, which
-changes smoothly where the fraction jumps. With n documents one document is 1/n: small differences
-between cells mean nothing. A budget counts tokens per KV head and layer, window included.
-"Sinks and recent" keeps the first 4 tokens and the last ones, as StreamingLLM does.
-
-Rendered from `quality.jsonl` by `python -m benchmarks.quality`; each row has all settings."""
+    title = "One magic number in a long text"
+    return tables_page("quality", title, environment_line(rows), *sections)
 
 
 def _section(rows: list[Row]) -> str:
-    """One prompt length: a line about the full cache and a table of methods by budgets."""
-    first = rows[0]
+    """One prompt length: methods by budgets, the full cache first."""
     full = next(row for row in rows if row["policy"] == "full")
     compressed = [row for row in rows if row["policy"] != "full"]
     budgets = sorted({row["settings"]["budget"] for row in compressed})
@@ -118,15 +109,14 @@ def _section(rows: list[Row]) -> str:
     table = markdown_table(
         ["method", *(f"budget {budget}" for budget in budgets)],
         [
+            ["full cache", *[_cell(full)] * len(budgets)],
             *([label, *(cells[label][budget] for budget in budgets)] for label in cells),
             ["keys and values held", *(held[budget] for budget in budgets)],
+            ["of the full cache", *[format_bytes(full["full_bytes"])] * len(budgets)],
         ],
     )
-    return (
-        f"## {first['prompt_tokens']:,} tokens\n\n"
-        f"{first['haystack']}, {first['documents']} documents, seed {first['seed']}. "
-        f"The full cache: {_cell(full)}, {format_bytes(full['full_bytes'])}.\n\n{table}"
-    )
+    tokens, documents = rows[0]["prompt_tokens"], rows[0]["documents"]
+    return f"## {tokens:,} tokens, {documents} documents\n\n{table}"
 
 
 def _cell(row: Row) -> str:

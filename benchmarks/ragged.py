@@ -3,7 +3,7 @@
     python -m benchmarks.ragged            measure, write the rows, render the page
     python -m benchmarks.ragged --render   render the page from the rows that are there
 
-Rows: `docs/results/ragged.jsonl`. Page: `docs/results/ragged.md`.
+Rows: `docs/results/ragged.jsonl`. Page: `docs/results/tables/ragged.md`.
 """
 
 import sys
@@ -21,7 +21,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, make_documents
 from benchmarks.reading import read_prompt
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import LoadedModel, load
 from snapkv.lab.evaluate.haystack import load_haystack
@@ -29,7 +37,7 @@ from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 
 ROWS = RESULTS / "ragged.jsonl"
-PAGE = RESULTS / "ragged.md"
+PAGE = TABLES / "ragged.md"
 
 PROMPT_TOKENS = 4096
 BUDGETS = (512, 2048)
@@ -188,34 +196,19 @@ def _compare(contenders: dict[str, Contender], rounds: int, settings: Row) -> It
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    decoded = [row for row in rows if row["benchmark"] == "decode"]
-    parts = [
-        "# Heads that keep different numbers of tokens",
-        "The cost of uneven heads compared with a uniform cache that holds the same total number "
-        "of tokens. The two caches of a line take turns in one process, one token each, so that "
-        "noise affects both; a ratio is the median over pairs from the same round, with the 20th "
-        "and 80th percentile in brackets. Processor time is that of all threads; it does not count "
-        "waiting for processors that other programs use.",
-        environment_line(rows) + ".",
+    """The tables of these rows."""
+    names = ["shape", "batch", "budget"]
+    return tables_page(
+        "ragged",
+        "Heads that keep different numbers of tokens",
+        environment_line(rows),
         "## Decoding with the whole model",
-        f"SnapKV against AdaKV around it, after a prompt of {PROMPT_TOKENS:,} tokens; "
-        f"{decoded[0]['rounds']} tokens from each.",
-        _table(decoded, ["budget"], 1),
+        _table([row for row in rows if row["benchmark"] == "decode"], ["budget"], 1),
         "## One layer: store the token and attend",
-        "float32. Uniform is transformers' own cache and sdpa attention, which copies all it holds "
-        "to append a token; uneven heads copy only what came after the prompt. Budgets are random, "
-        "and every head has at least a fifth.",
-        _table([row for row in rows if row["benchmark"] == "layer"], ["shape", "batch", "budget"]),
+        _table([row for row in rows if row["benchmark"] == "layer"], names),
         "## One layer: attention only",
-        "The same without storing. In the smallest layers calls into torch take most of the time, "
-        "and uneven heads need more of them.",
-        _table(
-            [row for row in rows if row["benchmark"] == "attention"], ["shape", "batch", "budget"]
-        ),
-        "Rendered from `ragged.jsonl` by `python -m benchmarks.ragged`; each row has all settings.",
-    ]
-    return "\n\n".join(parts) + "\n"
+        _table([row for row in rows if row["benchmark"] == "attention"], names),
+    )
 
 
 def _table(rows: list[Row], names: list[str], digits: int = 2) -> str:

@@ -4,7 +4,7 @@
     python -m benchmarks.recall --documents 1 --tokens 512 --budgets 96
     python -m benchmarks.recall --render           render the page from the rows that are there
 
-Rows: `docs/results/recall.jsonl`. Page: `docs/results/recall.md`.
+Rows: `docs/results/recall.jsonl`. Page: `docs/results/tables/recall.md`.
 """
 
 import argparse
@@ -20,10 +20,12 @@ from benchmarks.environment import describe_environment
 from benchmarks.quotes import QuotedDocument, quoted_document
 from benchmarks.records import (
     RESULTS,
+    TABLES,
     Row,
     environment_line,
     markdown_table,
     read_rows,
+    tables_page,
     write_rows,
 )
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
@@ -34,7 +36,7 @@ from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "recall.jsonl"
-PAGE = RESULTS / "recall.md"
+PAGE = TABLES / "recall.md"
 
 DOCUMENTS, TOKENS, TURNS = 4, 2048, 50
 BUDGETS = (128, 256)
@@ -255,20 +257,21 @@ def cap_bytes(row: Row) -> int:
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
+    """The tables of these rows."""
     questions = [row for row in rows if row["task"] == "questions"]
     turns = [row for row in rows if row["task"] == "turns"]
-    return f"{_HEAD}\n\n{_questions_part(questions)}\n\n{_turns_part(turns)}\n"
+    return tables_page(
+        "recall",
+        "Many questions, many turns",
+        environment_line(questions),
+        "## Ten questions about one document",
+        _questions_table(questions),
+        f"## {len(turns)} turns in one cache",
+        _turns_table(turns),
+    )
 
 
-_HEAD = """\
-# Many questions, many turns
-
-Rendered from `recall.jsonl` by `python -m benchmarks.recall`; each row has all settings."""
-
-
-def _questions_part(rows: list[Row]) -> str:
-    documents = {row["document"] for row in rows}
+def _questions_table(rows: list[Row]) -> str:
     cells = sorted({(row["budget"] or 0, _ORDER.index(row["contender"])) for row in rows})
     full = share(rows, FULL, None)
     lines = []
@@ -288,19 +291,12 @@ def _questions_part(rows: list[Row]) -> str:
             ]
         )
     header = ["cache", "budget", "right answers", "of the full cache's", "s per question"]
-    table = markdown_table([*header, "s to read before", "device", "host"], lines)
-    setting = (
-        f"{rows[0]['text']}, {len(documents)} times {rows[0]['document_tokens']:,} tokens, "
-        "ten questions about each, at ten depths. A question is the first words of a sentence, and "
-        "the next four tokens of it must be right. Each question is asked of a cache in the state "
-        "before the other nine. SnapKV has window 16, kernel 13. Seconds are means."
-    )
-    return f"## Ten questions about one document\n\n{setting} {environment_line(rows)}.\n\n{table}"
+    return markdown_table([*header, "s to read before", "device", "host"], lines)
 
 
-def _turns_part(rows: list[Row]) -> str:
+def _turns_table(rows: list[Row]) -> str:
     shown = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
-    table = markdown_table(
+    return markdown_table(
         ["turn", "tokens seen", "device after it", "most within it", "cap", "host", "s"],
         [
             [
@@ -314,12 +310,6 @@ def _turns_part(rows: list[Row]) -> str:
             for row in shown
         ],
     )
-    setting = (
-        f"Budget {rows[0]['budget']}, {rows[0]['new_tokens']} new tokens a turn, recall on the "
-        "host. While a turn is read, the device holds the budget and one layer of everything seen: "
-        "that is the cap. The host holds every token up to the end of the turn's prompt."
-    )
-    return f"## {len(rows)} turns in one cache\n\n{setting}\n\n{table}"
 
 
 _ORDER = tuple(NAMES)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
+TABLES = RESULTS / "tables"
 
 Row = dict[str, Any]
 
@@ -65,6 +66,19 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, rule, *rows])
 
 
+def tables_page(benchmark: str, title: str, measured: str, *parts: str) -> str:
+    """A page of headings and tables, which says what made it of which rows.
+
+    Args:
+        benchmark: the module, and the name of its rows.
+        title: the first heading.
+        measured: on what; see `environment_line`.
+        parts: further headings, and tables.
+    """
+    made = f"Made by `python -m benchmarks.{benchmark}`. {measured}."
+    return "\n\n".join([f"# {title}", made, *parts]) + "\n"
+
+
 def environment_line(rows: Sequence[Row]) -> str:
     """What the rows say about model, software and machine; they must agree."""
     models = {json.dumps(row["model"]) for row in rows}
@@ -72,9 +86,10 @@ def environment_line(rows: Sequence[Row]) -> str:
     if len(models) != 1 or len(environments) != 1:
         raise ValueError("expected rows of one run, got several models or environments")
     model, environment = rows[0]["model"], rows[0]["environment"]
+    vllm = f"vLLM {environment['vllm']}, " if environment.get("vllm") else ""
     return (
         f"Measured on {model['name']} ({model['dtype']}, {model['attn_implementation']}, "
         f"{model['device']}), {environment['processor']}, {environment['threads']} threads, "
         f"torch {environment['torch']}, transformers {environment['transformers']}, "
-        f"commit {environment['commit']}"
+        f"{vllm}commit {environment['commit']}"
     )

@@ -7,7 +7,7 @@
 
 The parts: `time` of reading on the demo model, `shape`, the same at a longer prompt on a model of
 random weights, and `quality` at one budget. Rows: `docs/results/selective.jsonl`. Page:
-`docs/results/selective.md`.
+`docs/results/tables/selective.md`.
 """
 
 import argparse

@@ -1,80 +1,48 @@
 """The page of `benchmarks.selective`, from its rows alone."""
 
 from collections.abc import Sequence
-from textwrap import fill
 
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    tables_page,
+)
 
 ROWS = RESULTS / "selective.jsonl"
-PAGE = RESULTS / "selective.md"
-
-ENOUGH = 0.03
-"""By how much right answers may be below those of exact reading."""
+PAGE = TABLES / "selective.md"
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
+    """The tables of these rows."""
     parts = {name: [row for row in rows if row["part"] == name] for name in _SECTIONS}
-    sections = [_SECTIONS[name](own) for name, own in parts.items() if own]
-    return "\n\n".join([_HEAD, *sections]) + "\n"
+    shown = {name: own for name, own in parts.items() if own}
+    sections = [part for name, own in shown.items() for part in _SECTIONS[name](own)]
+    measured = "; ".join(dict.fromkeys(environment_line(own) for own in shown.values()))
+    title = "Reading fewer tokens in the upper half of the model"
+    return tables_page("selective", title, measured, *sections)
 
 
-_HEAD = """\
-# Reading fewer tokens in the upper half of the model
-
-From some layer on, only a share of the prompt's tokens goes on: those that the prompt's last 16
-tokens vote for at that layer, and these 16 (`snapkv.prefill.selective`). GemFilter reads the chosen
-tokens again from the first layer. "15, 15%" means that 15 layers read every token and then 15% of
-the tokens go on, however few. All ways read into a compressed cache of the same budget.
-
-Rendered from `selective.jsonl` by `python -m benchmarks.selective`; each row has all settings."""
+def _time(rows: list[Row]) -> list[str]:
+    return _timed("Time on the demo model", rows)
 
 
-def _time(rows: list[Row]) -> str:
-    best = _row(rows, "selective", share=0.15)
-    return _timed(
-        "Time on the demo model",
-        rows,
-        f"With {_label(best)} reading takes {_ratio(best)} of the exact time.",
-    )
+def _shape(rows: list[Row]) -> list[str]:
+    tokens, layers = rows[0]["prompt_tokens"], rows[0]["model"]["layers"]
+    return _timed(f"Time at {tokens:,} tokens, {layers} layers of random weights", rows)
 
 
-def _shape(rows: list[Row]) -> str:
-    layers = rows[0]["model"]["layers"]
-    return _timed(
-        "Time at a longer prompt",
-        rows,
-        f"The model has the shape of {rows[0]['model']['name'].split()[-1]}, but only {layers} "
-        f"layers, and random weights, which take as long as trained ones. With {_label(rows[1])} "
-        "reading "
-        f"takes {_ratio(rows[1])} of the exact time.",
-    )
+def _timed(title: str, rows: list[Row]) -> list[str]:
+    lines = [[_label(row), f"{row['ms']['p50'] / 1000:.2f}", _ratio(row)] for row in rows]
+    return [f"## {title}", markdown_table(["reading", "seconds", "of the exact time"], lines)]
 
 
-def _timed(title: str, rows: list[Row], said: str) -> str:
-    first = rows[0]
-    table = markdown_table(
-        ["reading", "seconds", "of the exact time"],
-        [[_label(row), f"{row['ms']['p50'] / 1000:.2f}", _ratio(row)] for row in rows],
-    )
-    about = (
-        f"{first['prompt_tokens']:,} tokens, budget {first['policy']['budget']}; medians of "
-        f"{first['rounds']} rounds in which all take turns; ratios are medians over pairs of one "
-        f"round, with the lowest and the highest in brackets. {said}"
-    )
-    return _section(title, about, table, rows)
-
-
-def _quality(rows: list[Row]) -> str:
+def _quality(rows: list[Row]) -> list[str]:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     labels = list(dict.fromkeys(_label(row) for row in rows))
     cells = {(_label(row), row["task"]): _cell(row) for row in rows}
-    counts = ", ".join(
-        f"{row['prompts']} of {task} ({row['prompt_tokens']:,} tokens on average)"
-        for task in tasks
-        for row in rows
-        if row["task"] == task and _label(row) == "exact"
-    )
     table = markdown_table(
         ["reading", *tasks, "all"],
         [
@@ -82,52 +50,12 @@ def _quality(rows: list[Row]) -> str:
             for label in labels
         ],
     )
-    about = (
-        f"Prompts: {counts}. Every prompt begins the answer, and the right tokens are fed one "
-        "after the other. A cell is the share of answers whose tokens were all the most likely "
-        "ones, and in brackets the loss in nats per token. The magic numbers are those of "
-        f"[quality](quality.md), needle and lines those of [evaluation](evaluation.md); budget "
-        f"{rows[0]['policy']['budget']}.\n\n{_verdict(rows, labels)}"
-    )
-    return _section("Right answers", about, table, rows)
-
-
-def _verdict(rows: Sequence[Row], labels: Sequence[str]) -> str:
-    """Which ways of reading lose at most three points of right answers, over all and by task."""
-    exact = _share(rows, "exact")
-    ways = labels[1:]
-    over_all = [label for label in ways if _share(rows, label) >= exact - ENOUGH]
-    in_each = [label for label in over_all if _is_enough_in_each(rows, label)]
-    return (
-        f"At most {100 * ENOUGH:.0f} points below exact reading over all prompts: "
-        f"{'; '.join(over_all) or 'none'}. In each task: {'; '.join(in_each) or 'none'}."
-    )
-
-
-def _is_enough_in_each(rows: Sequence[Row], label: str) -> bool:
-    own = {row["task"]: row for row in rows if _label(row) == label}
-    exact = {row["task"]: row for row in rows if _label(row) == "exact"}
-    return all(
-        row["right"] >= exact[task]["right"] - ENOUGH * row["prompts"] for task, row in own.items()
-    )
+    return ["## Right answers", table]
 
 
 def _share(rows: Sequence[Row], label: str) -> float:
     own = [row for row in rows if _label(row) == label]
     return float(sum(row["right"] for row in own) / sum(row["prompts"] for row in own))
-
-
-def _section(title: str, about: str, table: str, rows: list[Row]) -> str:
-    text = "\n\n".join(fill(part, 100) for part in about.split("\n\n"))
-    return f"## {title}\n\n{text}\n\n{table}\n\n{environment_line(rows)}."
-
-
-def _row(rows: Sequence[Row], name: str, share: float) -> Row:
-    return next(
-        row
-        for row in rows
-        if row["prefill"]["name"] == name and row["prefill"]["keep_ratio"] == share
-    )
 
 
 def _label(row: Row) -> str:

@@ -6,7 +6,7 @@
     .venv-vllm/bin/python -m benchmarks.serving --render   render the page from the rows
 
 Needs `make .venv-vllm/.installed`. Rows: `docs/results/serving.jsonl`. Page:
-`docs/results/serving.md`.
+`docs/results/tables/serving.md`.
 """
 
 import os
@@ -32,7 +32,13 @@ import torch
 
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import Document, make_documents
-from benchmarks.records import RESULTS, Row, read_rows, write_rows
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    read_rows,
+    write_rows,
+)
 from benchmarks.serving_page import ALONE, ANSWER_TOKENS, AT_ONCE, BLOCK_TOKENS, HEADS, render
 from snapkv import AdaKV, CompressedCache, SnapKV
 from snapkv.app.models import LoadedModel, load, place_of
@@ -42,7 +48,7 @@ from snapkv.serving import engine_args
 from snapkv.serving.versions import installed
 
 ROWS = RESULTS / "serving.jsonl"
-PAGE = RESULTS / "serving.md"
+PAGE = TABLES / "serving.md"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
     .venv-vllm/bin/python -m benchmarks.serving_caps --render   only render it from the rows
 
 Documents, method and caps are those of `benchmarks.chunked`. Needs `make .venv-vllm/.installed`.
-Rows: `docs/results/serving_caps.jsonl`. Page: `docs/results/serving_caps.md`.
+Rows: `docs/results/serving_caps.jsonl`. Page: `docs/results/tables/serving_caps.md`.
 """
 
 import os
@@ -24,7 +24,15 @@ import torch
 from benchmarks.chunked import CAPS, CHUNK_TOKENS, DOCUMENTS, POLICY, PROMPT_TOKENS
 from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED, Document, make_documents
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv import CompressedCache
 from snapkv.app.models import LoadedModel, load, place_of
 from snapkv.lab.evaluate.haystack import load_haystack
@@ -33,7 +41,7 @@ from snapkv.serving import Limits, engine_args
 from snapkv.serving.versions import installed
 
 ROWS = RESULTS / "serving_caps.jsonl"
-PAGE = RESULTS / "serving_caps.md"
+PAGE = TABLES / "serving_caps.md"
 
 
 def served(documents: Sequence[Document], cap: int | None) -> list[list[int]]:
@@ -120,8 +128,7 @@ def _right(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page that these rows make."""
-    first, policy = rows[0], rows[0]["policy"]
+    """The table of these rows."""
     lines = [
         (
             "none" if row["cap_tokens"] is None else str(row["cap_tokens"]),
@@ -132,18 +139,14 @@ def render(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     header = ("cap", "right in vLLM", "right in the library", "the same answer")
-    return f"""# Needles under a cap, in vLLM
-
-{environment_line(rows)}, vLLM {first["environment"]["vllm"]}.
-Made by `python -m benchmarks.serving_caps`; rows in `serving_caps.jsonl`.
-
-The documents of [chunked.md](chunked.md): {first["documents"]} of {first["prompt_tokens"]:,} tokens
-with one magic number each, budget {policy["budget"]}, window {policy["window_size"]}, kernel
-{policy["kernel_size"]}, chunks of {first["chunk_tokens"]} tokens. vLLM answers all of them at once
-(`snapkv serve --cap`); the library answers one after the other, under the same cap.
-
-{markdown_table(header, lines)}
-"""
+    return tables_page(
+        "serving_caps",
+        "Needles under a cap, in vLLM",
+        environment_line(rows),
+        f"## {rows[0]['documents']} documents of {rows[0]['prompt_tokens']:,} tokens, "
+        f"budget {rows[0]['policy']['budget']}",
+        markdown_table(header, lines),
+    )
 
 
 if __name__ == "__main__":

@@ -26,10 +26,12 @@ from typing import Any
 from benchmarks.environment import describe_environment
 from benchmarks.records import (
     RESULTS,
+    TABLES,
     Row,
     environment_line,
     markdown_table,
     measure_or_render,
+    tables_page,
 )
 from snapkv.app.models import LoadedModel, load, place_of
 from snapkv.lab.evaluate.haystack import load_haystack
@@ -40,7 +42,7 @@ from snapkv.serving.documents.sharing import Sharing
 from snapkv.serving.versions import installed
 
 ROWS = RESULTS / "shared_documents.jsonl"
-PAGE = RESULTS / "shared_documents.md"
+PAGE = TABLES / "shared_documents.md"
 
 DOCUMENT_TOKENS = 4000
 BUDGETS = (1024, 2048)
@@ -240,12 +242,11 @@ def timed(work: Any) -> tuple[float, Any]:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The page, out of nothing but rows."""
+    """The tables of these rows."""
     registered = [row for row in rows if row["part"] == "register"]
     blocks = {(row["policy"], row["way"]): row["blocks"] for row in registered}
     asked = [row for row in rows if row["part"] == "ask"]
-    tokens, questions = rows[0]["document_tokens"], rows[0]["questions"]
-    whole_blocks = -(-tokens // BLOCK_TOKENS)
+    whole_blocks = -(-rows[0]["document_tokens"] // BLOCK_TOKENS)
     cached = {
         row["policy"]: median(row["first_token_ms"])
         for row in asked
@@ -265,31 +266,23 @@ def render(rows: Sequence[Row]) -> str:
             )
         )
     header = ("document", "heads", "blocks held", "first token ms", "of prefix cached", "right")
-    reading = "\n".join(
-        f"- {row['budget']:,} tokens, heads {HEADS[row['policy']]}: {row['seconds']:.0f} s, "
-        f"{row['seconds'] / row['read_once_seconds']:.1f} times as long as reading it once"
+    reading = [
+        (
+            f"{row['budget']:,}",
+            HEADS[row["policy"]],
+            f"{row['seconds']:.0f}",
+            f"{row['seconds'] / row['read_once_seconds']:.1f}",
+        )
         for row in registered
+    ]
+    return tables_page(
+        "shared_documents",
+        "One document, 64 questions, in vLLM",
+        environment_line(asked),
+        markdown_table(header, lines),
+        "## Registering a document",
+        markdown_table(("tokens kept", "heads", "seconds", "of reading it once"), reading),
     )
-    return f"""# One document, {questions} questions, in vLLM
-
-{environment_line(asked)}, vLLM {rows[0]["environment"]["vllm"]}.
-Made by `python -m benchmarks.shared_documents`; rows in `shared_documents.jsonl`.
-
-A document of {tokens:,} tokens: prose with {len(PLACES)} lines between its sentences, such as
-"Special magic number for Oslo is 4821." Every question asks for one of them, in one of
-{len(ASKED)} ways, and begins the answer. The demo model answers every question in bfloat16 in three
-ways, in turns: after the whole document, which stock vLLM caches for all requests with the same
-beginning; reading it again ({READ_WHOLE} questions); and from the document registered once with the
-given number of tokens. In one engine all heads keep the same number of tokens; in the other
-(`--policy adakv`) the heads differ in length. First token: the median time of a request for one
-token, with nothing else in the engine. A block has {BLOCK_TOKENS} tokens.
-
-{markdown_table(header, lines)}
-
-Registering a document, which reads it twice:
-
-{reading}
-"""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.sharing    measure, write the rows, render the page (ten minutes)
 
-Rows: `docs/results/sharing.jsonl`. Page: `docs/results/sharing.md`.
+Rows: `docs/results/sharing.jsonl`. Page: `docs/results/tables/sharing.md`.
 """
 
 import sys
@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.environment import describe_environment
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv import (
     H2O,
     TOVA,
@@ -31,7 +39,7 @@ from snapkv.lab.evaluate.tasks import Needle
 from snapkv.lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 
 ROWS = RESULTS / "sharing.jsonl"
-PAGE = RESULTS / "sharing.md"
+PAGE = TABLES / "sharing.md"
 
 LENGTHS = (1024, 2048, 4096)
 ROUNDS = 3
@@ -91,34 +99,20 @@ def _evaluation(loaded: LoadedModel, length: int, methods: Sequence[Method]) -> 
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    names = ", ".join(f"`{policy['name']}`" for policy in rows[0]["methods"])
-    parts = [
-        "# Ten methods for little more than one",
-        "A method chooses what to keep after the whole prompt has been read, so `snapkv eval` "
-        "reads a prompt once for all methods that read it exactly. Here a needle is searched with "
-        f"{names}, each with a budget of a quarter of the prompt: with the first of them alone, "
-        "and with all ten in one run. The answers are those of ten separate runs. Each time is the "
-        f"processor time of all threads, the median of {rows[0]['rounds']} rounds in turn.",
-        environment_line(rows) + ".",
-        markdown_table(
-            ["prompt", "one method, s", "ten methods, s", "ratio"],
-            [
-                [
-                    f"{row['length']:,}",
-                    f"{row['one_ms']['p50'] / 1000:.1f}",
-                    f"{row['ten_ms']['p50'] / 1000:.1f}",
-                    f"{row['ratio']['p50']:.2f}",
-                ]
-                for row in rows
-            ],
-        ),
-        "Each method still makes its own choice and generates its own answer. Methods that score "
-        "by the attention of all queries (`h2o`), or choose after every token, take longer for it.",
-        "Rendered from `sharing.jsonl` by `python -m benchmarks.sharing`; each row has all "
-        "settings.",
+    """The table of these rows."""
+    lines = [
+        [
+            f"{row['length']:,}",
+            f"{row['one_ms']['p50'] / 1000:.1f}",
+            f"{row['ten_ms']['p50'] / 1000:.1f}",
+            f"{row['ratio']['p50']:.2f}",
+        ]
+        for row in rows
     ]
-    return "\n\n".join(parts) + "\n"
+    table = markdown_table(["prompt", "one method, s", "ten methods, s", "ratio"], lines)
+    return tables_page(
+        "sharing", "Ten methods for little more than one", environment_line(rows), table
+    )
 
 
 def _measurements() -> Iterator[Row]:

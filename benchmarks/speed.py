@@ -3,7 +3,7 @@
     python -m benchmarks.speed            measure, write the rows, render the page
     python -m benchmarks.speed --render   render the page from the rows that are there
 
-Rows: `docs/results/speed.jsonl`. Page: `docs/results/speed.md`.
+Rows: `docs/results/speed.jsonl`. Page: `docs/results/tables/speed.md`.
 """
 
 import sys
@@ -14,12 +14,20 @@ from benchmarks.environment import describe_environment
 from benchmarks.magic_number import SEED
 from benchmarks.peak_memory import measure_peaks
 from benchmarks.prompts import prompt_of
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table, measure_or_render
+from benchmarks.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    environment_line,
+    markdown_table,
+    measure_or_render,
+    tables_page,
+)
 from snapkv.app.models import LoadedModel, load
 from snapkv.validation import format_bytes
 
 ROWS = RESULTS / "speed.jsonl"
-PAGE = RESULTS / "speed.md"
+PAGE = TABLES / "speed.md"
 
 _NAMES = {
     "transformers": "transformers' own cache and attention",
@@ -45,28 +53,25 @@ def _measurements(loaded: LoadedModel) -> Iterator[Row]:
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    parts = [
-        "# Speed and memory",
-        "All caches of a table take turns in one process, so that noise affects all of them; a "
-        "ratio is the median over pairs from the same round, with the 20th and 80th percentile "
-        "in brackets. The prompt is the document of the quality benchmark.",
-        environment_line(rows) + ".",
+    """The tables of these rows."""
+    of = {
+        name: [row for row in rows if row["benchmark"] == name]
+        for name in ("prefill", "decode", "peak memory")
+    }
+    return tables_page(
+        "speed",
+        "Speed and memory",
+        environment_line(rows),
         "## Reading a prompt",
-        _prefill_tables([row for row in rows if row["benchmark"] == "prefill"]),
+        *_prefill_tables(of["prefill"]),
         "## Decoding after a prompt",
-        _decode_table([row for row in rows if row["benchmark"] == "decode"]),
+        _decode_table(of["decode"]),
         "## Peak memory of reading",
-        "How far the resident memory of a process rises above the loaded model while it reads "
-        "the prompt, and how much of that remains afterwards. The allocator returns freed memory "
-        "at once.",
-        _peak_table([row for row in rows if row["benchmark"] == "peak memory"]),
-        "Rendered from `speed.jsonl` by `python -m benchmarks.speed`; each row has all settings.",
-    ]
-    return "\n\n".join(parts) + "\n"
+        _peak_table(of["peak memory"]),
+    )
 
 
-def _prefill_tables(rows: list[Row]) -> str:
+def _prefill_tables(rows: list[Row]) -> tuple[str, str]:
     times = [row for row in rows if "ms" in row]
     medians = markdown_table(
         ["cache", "seconds", "processor seconds"],
@@ -87,13 +92,7 @@ def _prefill_tables(rows: list[Row]) -> str:
             if "ratio" in row
         ],
     )
-    first = times[0]
-    return (
-        f"{first['prompt_tokens']:,} tokens, budget {first['budget']}, "
-        f"{len(first['samples_ms'])} rounds; medians. Processor time is that of all threads, "
-        "and does not count waiting for processors that other programs use.\n\n"
-        f"{medians}\n\n{pairs}"
-    )
+    return medians, pairs
 
 
 def _decode_table(rows: list[Row]) -> str:
@@ -101,7 +100,7 @@ def _decode_table(rows: list[Row]) -> str:
     against = {
         (row["cache"], row["prompt_tokens"]): _ratio(row["ratio"]) for row in rows if "ratio" in row
     }
-    table = markdown_table(
+    return markdown_table(
         ["cache", "prompt tokens", "ms per token", "against the short prompt", "bytes held"],
         [
             [
@@ -114,8 +113,6 @@ def _decode_table(rows: list[Row]) -> str:
             for row in sorted(times, key=lambda row: (row["cache"], row["prompt_tokens"]))
         ],
     )
-    budget = next(row["budget"] for row in rows if row["budget"])
-    return f"Budget {budget}, {times[0]['tokens']} tokens from each cache; medians.\n\n{table}"
 
 
 def _peak_table(rows: list[Row]) -> str:

@@ -4,7 +4,7 @@
     python -m benchmarks.streaming --tokens 32768   the same over that many tokens
     python -m benchmarks.streaming --render         render the page from the rows that are there
 
-Rows: `docs/results/streaming.jsonl`. Page: `docs/results/streaming.md`.
+Rows: `docs/results/streaming.jsonl`. Page: `docs/results/tables/streaming.md`.
 """
 
 import argparse
@@ -19,10 +19,12 @@ import torch
 from benchmarks.environment import describe_environment
 from benchmarks.records import (
     RESULTS,
+    TABLES,
     Row,
     environment_line,
     markdown_table,
     read_rows,
+    tables_page,
     write_rows,
 )
 from snapkv import CompressedCache, FullCache, StreamingLLM
@@ -31,7 +33,7 @@ from snapkv.lab.evaluate.haystack import python_topics
 from snapkv.policies import Policy
 
 ROWS = RESULTS / "streaming.jsonl"
-PAGE = RESULTS / "streaming.md"
+PAGE = TABLES / "streaming.md"
 
 BUDGET = 256
 CHUNK_TOKENS = 64
@@ -108,76 +110,47 @@ def bucket_means(losses: Sequence[float], size: int) -> list[float]:
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
+    """The tables of these rows."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     cells = {(row["method"], row["first_token"]): f"{math.exp(row['nll']):.2f}" for row in rows}
-    starts = sorted({row["first_token"] for row in rows})
     table = markdown_table(
         ["tokens", *methods],
         [
             [f"{start + 1:,}-{start + rows[0]['bucket_tokens']:,}"]
             + [cells.get((method, start), "-") for method in methods]
-            for start in starts
+            for start in sorted({row["first_token"] for row in rows})
         ],
     )
-    return f"{_HEAD}\n\n{_setting(rows, starts)}\n\n{table}\n\n{_means(rows)}\n"
-
-
-_HEAD = """\
-# Streaming: perplexity over a text many times as long as the cache
-
-One long text goes through the model in chunks, each method with a cache of its own. A chunk is
-read, then the cache is cut to its budget. With "cache positions" tokens are numbered by their place
-in the cache; with "original positions" the sinks stay where they were read, at an ever growing
-distance. "No sinks" is the plain sliding window of the same budget.
-
-Rendered from `streaming.jsonl` by `python -m benchmarks.streaming`; each row has all settings."""
-
-
-def _setting(rows: list[Row], starts: list[int]) -> str:
-    first = rows[0]
-    seen, trained = starts[-1] + first["bucket_tokens"], first["trained_tokens"]
     budget = next(row["settings"]["budget"] for row in rows if "budget" in row["settings"])
-    reach = (
-        f"{seen:,} tokens are {seen / budget:.0f} times the budget and {seen / trained:.1f} times "
-        f"the {trained:,} positions the model was trained for."
-    )
-    missing = (
-        ""
-        if seen >= 4 * trained
-        else f" Not run here: four times the trained length, `--tokens {4 * trained}`."
-    )
-    return (
-        f"{first['text']}, budget {budget} (including 4 sinks, where there are any), chunks of "
-        f"{first['chunk_tokens']} tokens (the full cache drops nothing, so its chunks do not "
-        f"matter). {reach}{missing} {environment_line(rows)}."
+    return tables_page(
+        "streaming",
+        "Streaming",
+        environment_line(rows),
+        f"## Perplexity, budget {budget}",
+        _means(rows),
+        "## By place in the text",
+        table,
     )
 
 
 def _means(rows: list[Row]) -> str:
-    """How the methods compare past the first bucket, and how they go on past the trained length."""
+    """Past the first bucket, and past the trained length: the perplexity of a stretch."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     starts = {name: {r["first_token"] for r in rows if r["method"] == name} for name in methods}
     shared = set.intersection(*starts.values()) - {0}
-    lines = [_mean_line(rows, methods, shared)] if shared else []
-    farthest = set.union(*starts.values())
-    beyond = {start for start in farthest if start >= rows[0]["trained_tokens"]}
-    if beyond:
-        lines.append(_mean_line(rows, [m for m in methods if beyond <= starts[m]], beyond))
-    lines.append(
-        "The text is easier in some buckets than in others, so compare methods within a line of "
-        "the table."
-    )
-    return "\n\n".join(lines)
+    beyond = {s for s in set.union(*starts.values()) if s >= rows[0]["trained_tokens"]}
+    lines = [_mean_line(rows, methods, own) for own in (shared, beyond) if own]
+    return markdown_table(["tokens", *methods], lines)
 
 
-def _mean_line(rows: list[Row], methods: list[str], starts: set[int]) -> str:
-    means = []
+def _mean_line(rows: list[Row], methods: list[str], starts: set[int]) -> list[str]:
+    line = [f"{min(starts) + 1:,} to {max(starts) + rows[0]['bucket_tokens']:,}"]
     for name in methods:
-        own = [row["nll"] for row in rows if row["method"] == name and row["first_token"] in starts]
-        means.append(f"{name} {math.exp(sum(own) / len(own)):.2f}")
-    last = max(starts) + rows[0]["bucket_tokens"]
-    return f"Perplexity of tokens {min(starts) + 1:,} to {last:,}: {', '.join(means)}."
+        of_method = {row["first_token"]: row["nll"] for row in rows if row["method"] == name}
+        own = [of_method[start] for start in sorted(starts) if start in of_method]
+        whole = len(own) == len(starts)
+        line.append(f"{math.exp(sum(own) / len(own)):.2f}" if whole else "-")
+    return line
 
 
 def main() -> None:

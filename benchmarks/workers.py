@@ -3,7 +3,7 @@
     python -m benchmarks.workers            measure, write the rows, render the page (five minutes)
     python -m benchmarks.workers --render   only render the page from the rows
 
-Rows: `docs/results/workers.jsonl`. Page: `docs/results/workers.md`.
+Rows: `docs/results/workers.jsonl`. Page: `docs/results/tables/workers.md`.
 """
 
 import os
@@ -16,11 +16,13 @@ from pathlib import Path
 from benchmarks.environment import describe_environment
 from benchmarks.records import (
     RESULTS,
+    TABLES,
     Row,
     environment_line,
     markdown_table,
     measure_or_render,
     read_rows,
+    tables_page,
 )
 from snapkv import FullCache, SnapKV
 from snapkv.app.models import LoadedModel, load
@@ -34,7 +36,7 @@ from snapkv.lab.evaluate.workers.processes import Processes
 from snapkv.lab.measure.timing import alternate, ratios, spent_on, spread
 
 ROWS = RESULTS / "workers.jsonl"
-PAGE = RESULTS / "workers.md"
+PAGE = TABLES / "workers.md"
 
 LENGTHS = (1024, 2048)
 DEPTHS = 6
@@ -118,43 +120,20 @@ def _evaluation(run: Run, pool: Executor) -> Callable[[], tuple[float, list[Reco
 
 
 def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    parts = ["# Two workers beside one"]
-    parts += [_explained(row) for row in rows]
-    parts.append(environment_line(rows) + ".")
-    parts.append(
-        markdown_table(
-            ["prompt tokens", "answers", "one worker, s", "two workers, s", "times as fast"],
-            [
-                [
-                    ", ".join(f"{length:,}" for length in row["lengths"]),
-                    f"{row['answers']:,}",
-                    f"{row['one_ms']['p50'] / 1000:.1f}",
-                    f"{row['two_ms']['p50'] / 1000:.1f}",
-                    f"{row['speedup']['p50']:.2f}",
-                ]
-                for row in rows
-            ],
-        )
-    )
-    parts.append(
-        "Rendered from `workers.jsonl` by `python -m benchmarks.workers`; each row has all "
-        "settings."
-    )
-    return "\n\n".join(parts) + "\n"
-
-
-def _explained(row: Row) -> str:
-    names = " and ".join(f"`{policy['name']}`" for policy in row["methods"])
-    low, high = row["speedup"]["p20"], row["speedup"]["p80"]
-    return (
-        f"A needle is searched in {row['prompts']} prompts with {names}, by `snapkv eval --devices "
-        f"cpu` and by `--devices cpu,cpu`: one process, and two that share the prompts, longest "
-        f"first, with {row['threads_each']} thread each on {row['processors']} processors. Both "
-        f"had already loaded the model. Elapsed time, the median of {row['rounds']} rounds in "
-        f"turn; the 20th and 80th percentile of the last column are {low:.2f} and {high:.2f}. The "
-        "answers were the same in every round."
-    )
+    """The table of these rows."""
+    lines = [
+        [
+            ", ".join(f"{length:,}" for length in row["lengths"]),
+            f"{row['answers']:,}",
+            f"{row['one_ms']['p50'] / 1000:.1f}",
+            f"{row['two_ms']['p50'] / 1000:.1f}",
+            f"{row['speedup']['p50']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["prompt tokens", "answers", "one worker, s", "two workers, s", "times as fast"]
+    table = markdown_table(header, lines)
+    return tables_page("workers", "Two workers beside one", environment_line(rows), table)
 
 
 def _measurements() -> Iterator[Row]:

@@ -1,6 +1,5 @@
 """What the repository's pages say is run, and is true."""
 
-import importlib
 import re
 import shlex
 import shutil
@@ -10,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from benchmarks import overview, plans, speed
+from benchmarks.records import read_rows
 
 from snapkv.cli.app import program, run
+from snapkv.lab import drawing
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -87,35 +89,13 @@ def test_commands_and_options_that_pages_show_exist():
     assert seen > 15
 
 
-@pytest.mark.parametrize("name", ["plans", "choosing"])
-def test_a_table_in_a_page_is_what_its_script_makes(name):
-    script = importlib.import_module(f"benchmarks.{name}")
-    page = script.PAGE.read_text(encoding="utf-8")
-    assert script.BEGIN in page
-    assert script.filled(page) == page
-
-
-def test_a_number_of_the_choice_comes_from_the_one_cell_that_is_named():
-    from benchmarks.choosing import Cell, cell
-
-    row = ("SnapKV with recall", "128")
-    section = "Ten questions about one document"
-    assert cell("recall", Cell(section, row, "right answers")) == "90%"
-    for wrong in (
-        Cell("50 turns in one cache", row, "right answers"),
-        Cell(section, row[:1], "right answers"),  # two budgets
-        Cell(section, row, "wrong answers"),
-    ):
-        with pytest.raises(ValueError, match="expected one cell"):
-            cell("recall", wrong)
+def test_the_table_of_planning_is_what_its_script_makes():
+    page = plans.PAGE.read_text(encoding="utf-8")
+    assert plans.BEGIN in page
+    assert plans.filled(page) == page
 
 
 def test_the_picture_of_the_first_page_shows_its_rows():
-    from benchmarks import overview, speed
-    from benchmarks.records import read_rows
-
-    from snapkv.lab import drawing
-
     def words(svg):
         return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 

@@ -14,7 +14,8 @@ import pytest
 from tests.fresh_process import run_python
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", (ROOT / "docs/path.md").read_text(), re.S)
+PAGE = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)
 
 
 def as_pattern(expected):
@@ -56,7 +57,7 @@ def test_a_new_users_command_prints_what_is_written_down(command, expected, tmp_
     assert as_pattern(expected).fullmatch(done.stdout), done.stdout
 
 
-def test_the_path_has_all_its_steps():
+def test_the_first_steps_are_all_there():
     assert [command.split()[1] for command, _ in BLOCKS] == ["ask", "inspect", "plan"]
 
 

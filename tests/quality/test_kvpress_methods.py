@@ -1,6 +1,7 @@
 """Methods beside kvpress's presses on the same tensors; `make kvpress` installs it."""
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +40,10 @@ def test_the_page_says_of_every_press_where_it_is():
     listed = "import kvpress; print(*kvpress.__all__)"
     run = [benchmark.PYTHON, "-I", "-c", listed]
     names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
-    page = Path(__file__).parents[2].joinpath("docs", "policies.md").read_text("utf-8")
-    rows = page.partition("## What kvpress lists")[2].splitlines()
-    first = " ".join(row.split("|")[1] for row in rows if row.startswith("| `"))
-    assert sorted(first.replace("`", "").replace(",", "").split()) == sorted(
-        name for name in names if name.endswith("Press")
-    )
+    page = Path(__file__).parents[2].joinpath("docs", "migrating.md").read_text("utf-8")
+    tables = page.partition("### Press by press")[2].partition("### What is different")[0]
+    there = " ".join(row.split("|")[1] for row in tables.splitlines() if row.startswith("| `"))
+    assert {*re.findall(r"\w+Press\b", there)} == {*re.findall(r"\w+Press\b", " ".join(names))}
 
 
 def test_the_presses_that_the_page_replaces_can_be_made():

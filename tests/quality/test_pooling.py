@@ -214,10 +214,10 @@ def test_an_interval_is_wilsons():
     assert Count(right=4, of=4).interval()[1] == 1
 
 
-def test_the_page_is_made_of_rows(tmp_path):
+def test_the_page_is_made_of_rows():
     rows = list(_made_rows())
     page = render(rows)
     assert "| window 16, centred 7 | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
-    assert "### Numbers" in page
-    assert "### Prose" in page
+    assert "## Group numbers: 2 questions, full cache, 2 of 2 right, loss 0.50" in page
+    assert "## Group prose: 1 questions, full cache, loss 0.50" in page
     assert figure(rows).axes

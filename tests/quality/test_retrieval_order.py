@@ -1,6 +1,6 @@
 """The order of the methods at 2k and 4k tokens, at every budget: the paper's Fig. 8 and more.
 
-The margins are in nats and about half of what was measured (`docs/results/quality.md`).
+The margins are in nats and about half of what was measured (`docs/results/tables/quality.md`).
 """
 
 import pytest

@@ -3,15 +3,10 @@
 import math
 
 import pytest
-from benchmarks.records import read_rows
-from benchmarks.streaming import PAGE, ROWS, bucket_means, render, stream
+from benchmarks.streaming import bucket_means, stream
 
 from snapkv import FullCache, StreamingLLM
 from tests.families import random_ids, tiny_model
-
-
-def test_the_page_is_what_its_rows_make():
-    assert PAGE.read_text(encoding="utf-8") == render(read_rows(ROWS))
 
 
 def test_with_a_full_cache_the_chunks_do_not_matter():

@@ -7,7 +7,7 @@ Run from the root of the repository:
 
 Wheel and sdist are built and installed into empty environments, one for each Python and each
 release of transformers; in each, a text is asked about with the demo model, from a folder that is
-not the repository's. `--note` notes what was found for docs/results/compatibility.md.
+not the repository's. `--note` notes what was found for docs/results/tables/compatibility.md.
 """
 
 import argparse

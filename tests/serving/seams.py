@@ -1,4 +1,4 @@
-"""Every part of vLLM that the plugin stands on; docs/serving.md shows them as a table.
+"""Every part of vLLM that the plugin stands on.
 
 Each names the test in tests/serving/vllm/test_seams.py that fails first when vLLM changes it.
 """
@@ -229,9 +229,3 @@ SEAMS = (
         test="test_a_web_application_is_made_over_an_engine",
     ),
 )
-
-
-def table() -> list[str]:
-    """The lines of the table in docs/serving.md."""
-    rows = [f"| {one.parts} | {one.purpose} | {one.runner} | {one.public} |" for one in SEAMS]
-    return ["| part of vLLM | what for | runner | public |", "|---|---|---|---|", *rows]

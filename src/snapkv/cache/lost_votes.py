@@ -8,7 +8,7 @@ Word = Literal["safe", "doubtful", "lost"]
 
 SAFE_BELOW = 0.002
 """Where no more than this share of the window's attention is lost at one place, on average over
-heads and layers, answers are mostly those of the full cache: see `docs/results/auto_budget.md`,
+heads and layers, answers are mostly those of the full cache: see `docs/results.md`,
 which says how often each word was right. The sum of what is lost says less: many small votes may
 mean nothing, and one that is lost may be the answer."""
 

@@ -16,7 +16,7 @@ class AutoBudget:
     A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
     vote is more than `lost_vote` of the window's attention. So a layer with focused heads keeps
     few, one with dispersed heads many. The bound is on the highest vote that is lost and not on the
-    sum of them, which tells less about whether an answer is right: `docs/results/auto_budget.md`.
+    sum of them, which tells less about whether an answer is right: `docs/results.md`.
 
     Args:
         lost_vote: the highest share of a query's attention, mean over the window, that a position
