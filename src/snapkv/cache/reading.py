@@ -226,9 +226,8 @@ class Reading:
         """How many tokens of the text a pass reads of which so many reach that layer."""
         return new_tokens if self.narrowing is None else self.narrowing.arrived(layer, new_tokens)
 
-    @contextlib.contextmanager
-    def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
-        """Within this block one layer reads that many tokens in pieces, and no other does.
+    def require_pieces(self) -> None:
+        """Refuse to read one layer after the other, in pieces.
 
         Raises:
             InvalidArgumentError: the policy looks at tokens, which are announced all at once.
@@ -238,6 +237,10 @@ class Reading:
                 f"policy: expected one that does not look at tokens where a prompt is read layer "
                 f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
             )
+
+    @contextlib.contextmanager
+    def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
+        """Within this block one layer reads that many tokens in pieces, and no other does."""
         end = self.end_by(layer.seen_tokens + tokens)
         self.is_piecewise = True
         try:
