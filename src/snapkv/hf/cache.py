@@ -236,7 +236,8 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
-        super().reset()
+        for layer in self.layers:
+            uncompressed.reset(layer)
         handoff.withdraw(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
