@@ -123,4 +123,13 @@ CASES = {
         FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
         (Turn(30, how="layers", piece=8),),
     ),
+    "query heads of a shared latent": Sequence(
+        "latent", SnapKV(10, window_size=4, group_reduce="none"), (Turn(30), Step(2))
+    ),
+    # The slots of the row that keeps most were counted, so that another one was left with nothing.
+    "crop of all that a row keeps": Sequence(
+        "latent",
+        ScoreThreshold(SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
+        (Turn(10, pads=(0, 2)), Crop(6)),
+    ),
 }

@@ -444,10 +444,10 @@ class Game:
             except RuntimeError:
                 state.full = None  # transformers' own layers refuse what ours did not
         into_turn = state.prompt_end is None or left < state.prompt_end
+        if state.prompt_end is not None and left < state.prompt_end <= state.seen:
+            state.prompt_end = None  # what was to come and is not there yet stays announced
         open_turn = state.turn
         state.ids, state.alone, state.logits = state.ids[:, :left], [None] * state.rows, None
-        if into_turn:
-            state.prompt_end = None
         reads_again = into_turn and (self.recalls or (open_turn is not None and nothing_dropped))
         stays = bool(state.done) and state.done[-1].kind == "crop" and state.done[-1].stop > left
         if not stays and (reads_again or not (into_turn or self.options.get("refresh_every"))):
@@ -457,7 +457,9 @@ class Game:
                 state.done.append(open_turn)
             nothing = state.ids[:, :0]
             state.done.append(Part("crop", left + count, left, nothing))
-            state.turn = Part("turn", left, left, nothing) if into_turn else None
+            state.turn = None
+            if into_turn:
+                state.turn = Part("turn", left, left, nothing, end=state.prompt_end)
 
     def _cut(self, left: int, *, is_open: bool, count: int) -> None:
         """Nothing behind that column was ever read; an open turn goes on with the next pass."""
@@ -474,10 +476,11 @@ class Game:
             ids = last.ids[:, : left - last.start]
             parts[-1] = replace(last, stop=left, ids=ids, passes=passes)
             if is_open and last.kind == "turn":
-                state.turn = replace(parts.pop(), end=None, short_by=short_by, resumed_at=left)
-        if is_open and state.turn is None:
-            nothing = state.ids[:, :0]
-            state.turn = Part("turn", left, left, nothing, short_by=short_by, resumed_at=left)
+                state.turn = parts.pop()
+        if is_open:
+            turn = state.turn or Part("turn", left, left, state.ids[:, :0])
+            end = state.prompt_end
+            state.turn = replace(turn, end=end, short_by=short_by, resumed_at=left)
         state.done = parts
 
     def _repeat(self, repeat: Repeat) -> None:
