@@ -95,6 +95,16 @@ def test_single_tokens_behind_a_crop_into_a_prompt(recall, tokens):
     assert cache.report().kept_tokens == shorter.report().kept_tokens + 3
 
 
+def test_behind_a_crop_into_a_prompt_static_storage_chooses_anew():
+    policy, static = SnapKV(25, window_size=12), {"storage": "static", "room_tokens": 40}
+    for tokens in (2, 30):
+        model, cache = filled("host", policy, **static)
+        cache.crop(-tokens)
+        read(model, cache, LATER)
+        expected = fresh(model, torch.cat([TEXT[:, :-tokens], LATER], dim=1), policy)
+        assert kept_of(cache) == kept_of(expected)
+
+
 @pytest.mark.parametrize("recall", RECALLS, ids=str)
 def test_a_crop_behind_an_announcement(recall):
     model, cache = filled(recall)

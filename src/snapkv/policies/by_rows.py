@@ -5,6 +5,7 @@ The others have chosen before, and keep what they hold. So every row chooses as 
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def _select_without_pads(policy: Policy, layer: PromptLayer) -> Selection | None
 
 def _rows_of(layer: PromptLayer, rows: Tensor) -> PromptLayer:
     """Some rows of a layer."""
-    own = {
+    own: dict[str, Any] = {
         part.name: value.index_select(0, rows)
         for part in fields(layer)
         if isinstance(value := getattr(layer, part.name), Tensor) and part.name != "output_weight"

@@ -60,13 +60,11 @@ def _recorded(layer: Any) -> int:
         return 0
     sizes = layer.conv_kernel_size
     past = (states.shape[-1] - sizes[place] for place, states in layer.conv_states.items())
-    return max(0, min(past))
+    return max(0, int(min(past)))
 
 
 def _before_window(layer: DynamicSlidingWindowLayer) -> int:
     """Tokens that a layer can take back and still hold its window."""
-    seen = layer.cumulative_length
-    held = 0 if layer.keys is None else layer.keys.shape[-2]
-    if held == seen:
-        return seen
-    return max(0, held - layer.sliding_window + 1)
+    seen = int(layer.cumulative_length)
+    held = 0 if layer.keys is None else int(layer.keys.shape[-2])
+    return seen if held == seen else max(0, held - int(layer.sliding_window) + 1)
