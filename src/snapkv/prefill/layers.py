@@ -87,11 +87,13 @@ def _read_layer(
     require_by_token(args, kwargs, tokens)
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
+    grows = layer.store.hands_over or layer.recall_due  # or every slot of a buffer has a column
     with cache.reading.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
-            columns, _ = layer.get_mask_sizes(stop - start)
-            part = {name: part_of(value, start, stop, columns) for name, value in kwargs.items()}
+            part = {
+                name: part_of(value, start, stop, grows=grows) for name, value in kwargs.items()
+            }
             output = forward(hidden_states[:, start:stop], **part)
             hidden_states[:, start:stop] = output[0] if isinstance(output, tuple) else output
     return (hidden_states,) if isinstance(output, tuple) else hidden_states
