@@ -194,8 +194,8 @@ class Game:
             tokens = min(tokens, state.turn.end - state.seen)
         elif not state.seen:
             tokens = max(tokens, int(state.pads.max()) + 1)
-        ids, start = self._draw(tokens), state.seen
-        stop = start + tokens
+        ids, start = self._draw(self._at_least(tokens)), state.seen
+        stop = start + ids.shape[1]
         hidden = self.judge.hidden(state)
 
         def read() -> Tensor:
@@ -243,7 +243,8 @@ class Game:
         ids = torch.cat([state.ids, self._draw(end - start)], dim=1)
         watched = _Watch(lambda: self.judge.hidden(state, after=end))
         hidden = self.judge.hidden(state, in_turn=True)
-        options = {"prefill_chunk_size": turn.piece} if turn.piece else {}
+        piece = self._at_least(turn.piece) if turn.piece else 0
+        options = {"prefill_chunk_size": piece} if piece else {}
         output = self._unless_refused(
             lambda: self.model.generate(
                 ids,
@@ -264,7 +265,7 @@ class Game:
         if turn.piece and self.judge.evicts:
             state.full = None
         self.judge.ask_oracle(state, hidden, start, output.logits[0][:, None], exact=True)
-        stops = list(range(start + turn.piece, end, turn.piece)) if turn.piece else []
+        stops = list(range(start + piece, end, piece)) if piece else []
         state.turn.passes += [("call", stop) for stop in stops]
         last, state.logits = len(output.logits) - 1, None
         self._took(start, output.logits[0][:, None], "call", keeps=not last)
@@ -276,6 +277,11 @@ class Game:
             state.done.append(Part("step", end + number, state.seen, state.ids[:, end + number :]))
             state.logits = logits[:, None]
             self.judge.judge(state, keeps=number + 1 == last)
+
+    def _at_least(self, tokens: int) -> int:
+        """Two of a row's pads at once in linear layers: transformers masks no single one there."""
+        has_states = self.sequence.model == "linear" and self.state.seen < self.state.pads.max()
+        return max(tokens, 2) if has_states else tokens
 
     def _draw(self, tokens: int) -> Tensor:
         self.drawn += 1
