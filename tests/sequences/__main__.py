@@ -31,6 +31,10 @@ def main() -> int:
         jobs = zip(itertools.repeat(given.seed), numbers)
         for number, verdict, took in pool.imap_unordered(played, jobs, chunksize=8):
             kinds[verdict.kind] += 1
+            if kinds.total() % 500 == 0:
+                told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+                sys.stdout.write(f"{given.first + kinds.total()} played: {told}\n")
+                sys.stdout.flush()
             seconds += took
             if verdict.kind == REFUSED:
                 refusals.update(set(verdict.said))

@@ -5,6 +5,7 @@ from snapkv import (
     TOVA,
     AdaKV,
     AutoBudget,
+    Compactor,
     DuoAttention,
     FastGen,
     PageRecall,
@@ -13,6 +14,7 @@ from snapkv import (
     SnapKV,
 )
 from tests.sequences.operations import (
+    Begin,
     Crop,
     Repeat,
     Reset,
@@ -88,6 +90,16 @@ CASES = {
         Scissorhands(24, history=6, recent=4),
         (Turn(1), Turn(25, how="layers", piece=1)),
     ),
+    # A turn that is announced again in its midst was counted from there.
+    "h2o, a turn that is announced twice": Sequence(
+        "llama", H2O(16), (Turn(1), Begin(1, of=2), Turn(1, how="generate"))
+    ),
+    # The mask of all layers was cut as if it were of one that stores fewer tokens than the first.
+    "duo-attention, a turn by layers of other widths": Sequence(
+        "llama",
+        DuoAttention(((1, 1), (1, 0), (0, 0)), sink_tokens=0, recent_tokens=12),
+        (Turn(13), Turn(3, how="layers", piece=2)),
+    ),
     # What was saved could not be loaded.
     "fastgen with its own tokens, saved": Sequence(
         "llama", FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)), (Turn(10), Save())
@@ -122,5 +134,17 @@ CASES = {
         "sliding",
         FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)),
         (Turn(30, how="layers", piece=8),),
+    ),
+    "compactor, a turn behind one that fitted": Sequence(
+        "llama", Compactor(keep_ratio=0.1, window_size=2, sink_tokens=1), (Turn(2), Turn(6))
+    ),
+    "query heads of a shared latent": Sequence(
+        "latent", SnapKV(10, window_size=4, group_reduce="none"), (Turn(30), Step(2))
+    ),
+    # The slots of the row that keeps most were counted, so that another one was left with nothing.
+    "crop of all that a row keeps": Sequence(
+        "latent",
+        ScoreThreshold(SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
+        (Turn(10, pads=(0, 2)), Crop(6)),
     ),
 }

@@ -121,6 +121,7 @@ class Reading:
 
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
+            InvalidArgumentError: the policy would choose by queries of earlier turns, too.
         """
         require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
@@ -129,8 +130,31 @@ class Reading:
                 f"past_key_values: expected a prompt longer than the {seen} tokens the cache has "
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
-        self.turn_start, self.prompt_end = seen, prompt_tokens
+        self.require_queries(prompt_tokens)
+        if not self.is_announced:  # or the turn has begun, and only its end is another
+            self.turn_start = seen
+        self.prompt_end = prompt_tokens
         self._recall_for_a_turn()
+
+    def require_queries(self, prompt_tokens: int) -> None:
+        """Refuse a prompt up to there whose end asks for queries that are not held.
+
+        Raises:
+            InvalidArgumentError: see `expect_prompt`.
+        """
+        layer, most = self.layers[0], self.policy.most_tokens
+        fits = most is not None and prompt_tokens <= most
+        if not self.seen_tokens or "queries" not in self.policy.needs or fits:
+            return
+        held = 0 if layer.notes.last_queries is None else layer.notes.last_queries.shape[2]
+        is_whole = layer.slots.kept is None or any(layer.slots.whole_rows(layer.store))
+        if is_whole and held < self.seen_tokens:
+            raise InvalidArgumentError(
+                f"policy: expected one that does not ask for the queries of earlier turns where "
+                f"one of them fitted the budget, got {self.policy.name} and a turn up to "
+                f"{prompt_tokens:,} tokens; read the conversation into a new cache, or use LagKV "
+                "or KeyDiff"
+            )
 
     def _recall_for_a_turn(self) -> None:
         """Read the tokens of a turn over all that was seen, in layers that can recall it."""
@@ -226,9 +250,8 @@ class Reading:
         """How many tokens of the text a pass reads of which so many reach that layer."""
         return new_tokens if self.narrowing is None else self.narrowing.arrived(layer, new_tokens)
 
-    @contextlib.contextmanager
-    def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
-        """Within this block one layer reads that many tokens in pieces, and no other does.
+    def require_pieces(self) -> None:
+        """Refuse to read one layer after the other, in pieces.
 
         Raises:
             InvalidArgumentError: the policy looks at tokens, which are announced all at once.
@@ -238,6 +261,10 @@ class Reading:
                 f"policy: expected one that does not look at tokens where a prompt is read layer "
                 f"by layer, got {self.policy.name}; read it with prefill_chunk_size"
             )
+
+    @contextlib.contextmanager
+    def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
+        """Within this block one layer reads that many tokens in pieces, and no other does."""
         end = self.end_by(layer.seen_tokens + tokens)
         self.is_piecewise = True
         try:

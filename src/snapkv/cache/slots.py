@@ -145,11 +145,12 @@ class SlotMap(RowRecord):
         return rows
 
     def whole_tail(self, store: TokenStore) -> int:
-        """How many of the last tokens every head and row still stores."""
+        """How many of the last tokens every head and row still stores, and another before them."""
         columns, end = self.columns(store), self.seen(store.slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
-        return min(int(whole.min()), store.croppable_tokens)
+        held = (self.positions(store) >= 0).sum(dim=-1)
+        return min(int(whole.minimum(held - 1).min()), store.croppable_tokens)
 
     def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
         """Refuse to take back more of the last tokens than are still whole.

@@ -286,11 +286,6 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
     every = layer.turns.refresh_every
     if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return
-    if layer.store.keys.shape[1] != call.key.shape[1]:
-        raise UnsupportedModelError(
-            f"refresh_every: expected attention to the keys as they are stored, got "
-            f"{type(call.module).__name__}, whose heads share one stored latent; leave it out"
-        )
     layer.recall()
     whole = replace(call, key=layer.store.keys, value=layer.store.values)
     prompt = PromptLayer(
@@ -351,19 +346,31 @@ def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
             f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "
             "different tokens would be mixed, so it cannot be compressed"
         )
+    if not unchanged:
+        _require_own_keys_unasked(call, handed)
     if handed.layer.turns is not None and handed.layer.turns.pages is not None:
-        _require_pages_fit(call, handed, unchanged)
+        _require_pages_fit(call, handed)
     return handed
 
 
-def _require_pages_fit(call: AttentionCall, handed: handoff.Handoff, unchanged: bool) -> None:
+def _require_own_keys_unasked(call: AttentionCall, handed: handoff.Handoff) -> None:
+    """Refuse what needs keys of every head, where all heads share one stored latent."""
+    turns, policy = handed.layer.turns, handed.layer.policy
+    for option, is_asked, remedy in (
+        ("group_reduce", policy.parts_groups, "leave it at 'mean'"),
+        ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
+        ("recall", turns is not None and turns.pages is not None, "pass recall='host'"),
+    ):
+        if is_asked:
+            handed.take_back()
+            raise UnsupportedModelError(
+                f"{option}: expected attention to the keys as they are stored, got "
+                f"{type(call.module).__name__}, whose heads share one stored latent; {remedy}"
+            )
+
+
+def _require_pages_fit(call: AttentionCall, handed: handoff.Handoff) -> None:
     """Refuse what attention to pages, which are no columns of the model's mask, would get wrong."""
-    if not unchanged:
-        handed.take_back()
-        raise UnsupportedModelError(
-            f"recall: expected attention to the keys as they are stored with PageRecall, got "
-            f"{type(call.module).__name__}, whose heads share one stored latent; pass recall='host'"
-        )
     if handed.has_own_mask and handed.drafts > 0 and getattr(call.mask, "ndim", 0) == 4:
         handed.take_back()
         raise UnsupportedModelError(

@@ -123,18 +123,19 @@ def storage_for(
     require_int("room_tokens", room_tokens, minimum=1)
     evicts = isinstance(policy, EvictingPolicy)
     alike = policy.most_tokens is not None and policy.most_tokens == getattr(policy, "budget", None)
-    if storage == "static" and (not alike or evicts):
+    if storage == "static" and (not alike or evicts or policy.parts_groups):
         raise InvalidArgumentError(
             f"storage: expected a policy that keeps a budget of tokens, the same in all layers, "
-            f"and all behind it for storage='static', whose layers share one mask, got {policy!r}; "
-            "use SnapKV(budget=...) with a number, or storage='dynamic'"
+            f"one set per KV head, and all behind it for storage='static', whose layers share one "
+            f"mask, got {policy!r}; use SnapKV(budget=...) with a number, or storage='dynamic'"
         )
     if quantize is not None:
         require_choice("quantize", quantize, ("int8", "int4", "fp8"))
-        if evicts or storage != "dynamic":
+        if evicts or storage != "dynamic" or policy.parts_heads:
             raise InvalidArgumentError(
-                f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
-                f"got {policy.name} with storage={storage!r}; leave quantize out"
+                f"quantize: expected a policy that only compresses prompts and keeps as many "
+                f"tokens in every head, and storage='dynamic', got {policy.name} with "
+                f"storage={storage!r}; leave quantize out"
             )
         return functools.partial(Quantized, bits=quantize)
     if storage == "static":

@@ -131,6 +131,8 @@ class CompressedCache(Cache):
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
             self.reading.require_ids(key_states.shape[0], new_tokens)
+            if self.reading.prompt_end is None:
+                self.reading.require_queries(self.reading.seen_tokens + new_tokens)
         if layer_idx == self._first and not torch.compiler.is_compiling():
             self._require_seam()
         if not isinstance(layer, CompressedLayer):
@@ -236,7 +238,8 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
-        super().reset()
+        for layer in self.layers:
+            uncompressed.reset(layer)
         handoff.withdraw(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
@@ -309,6 +312,8 @@ class CompressedCache(Cache):
 
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
+            InvalidArgumentError: the policy would choose by queries of earlier turns, too
+                (`Compactor` behind a prompt that fitted its budget).
         """
         self.reading.expect_prompt(prompt_tokens)
 

@@ -66,6 +66,11 @@ class AroundScores(Policy):
         return self.policy.query_tokens
 
     @property
+    def parts_groups(self) -> bool:
+        """What the scoring policy does."""
+        return self.policy.parts_groups
+
+    @property
     def needs(self) -> frozenset[Need]:
         """What the scoring policy needs."""
         return self.policy.needs

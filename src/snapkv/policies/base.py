@@ -27,9 +27,14 @@ ALL_QUERIES = sys.maxsize
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Decides what a layer keeps when the prompt has been read."""
+    """Decides what a layer keeps when the prompt has been read.
+
+    Attributes:
+        parts_heads: whether heads of a row may keep different numbers of tokens.
+    """
 
     name: ClassVar[str]
+    parts_heads: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -58,6 +63,11 @@ class Policy(ABC):
         Also None where heads of a row keep different numbers of tokens.
         """
         return None
+
+    @property
+    def parts_groups(self) -> bool:
+        """Whether query heads of one KV head may keep sets of their own."""
+        return False
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:

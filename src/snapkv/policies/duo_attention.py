@@ -56,6 +56,7 @@ class DuoAttention(EvictingPolicy):
     """
 
     name: ClassVar[str] = "duo-attention"
+    parts_heads: ClassVar[bool] = True
     query_tokens: ClassVar[int] = 0
     """None: nothing is scored."""
     max_decode_tokens: ClassVar[None] = None

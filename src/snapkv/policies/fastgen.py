@@ -59,6 +59,7 @@ class FastGen(EvictingPolicy):
     """
 
     name: ClassVar[str] = "fastgen"
+    parts_heads: ClassVar[bool] = True
     query_tokens: ClassVar[int] = ALL_QUERIES
     """All: the whole attention over the prompt is what is to be recovered."""
     max_decode_tokens: ClassVar[None] = None

@@ -80,6 +80,11 @@ class PromptThenDecode(EvictingPolicy):
         return max(self.prompt.query_tokens, self.decode.query_tokens)
 
     @property
+    def parts_groups(self) -> bool:
+        """What `prompt` does."""
+        return self.prompt.parts_groups
+
+    @property
     def needs(self) -> frozenset[Need]:
         """What either needs."""
         return self.prompt.needs | self.decode.needs

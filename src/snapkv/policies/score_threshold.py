@@ -52,6 +52,7 @@ class ScoreThreshold(AroundScores):
     """
 
     name: ClassVar[str] = "score-threshold"
+    parts_heads: ClassVar[bool] = True
 
     policy: PrefixPolicy = field(default_factory=SnapKV)
     _: KW_ONLY

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import UnsupportedModelError
 from snapkv.policies.base import PrefixPolicy
 from snapkv.policies.states import LostVotes, PromptLayer, Selection
 from snapkv.validation import (
@@ -79,12 +78,13 @@ class SnapKV(PrefixPolicy):
         """The observation window."""
         return self.window_size
 
-    def score(self, layer: PromptLayer) -> Tensor:
-        """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none".
+    @property
+    def parts_groups(self) -> bool:
+        """With "none"."""
+        return self.group_reduce == "none"
 
-        Raises:
-            UnsupportedModelError: "none" on a model whose heads share one stored latent.
-        """
+    def score(self, layer: PromptLayer) -> Tensor:
+        """Pooled votes of the window: (B, Hkv, P) float32, Hq instead of Hkv for "none"."""
         own = ("score", *self._rating)
         return layer.once(own, lambda: self.pool(self.votes(layer), layer))
 
@@ -109,12 +109,7 @@ class SnapKV(PrefixPolicy):
         return ops.pool_votes(votes, self.kernel_size, self.pooling)
 
     def votes(self, layer: PromptLayer) -> Tensor:
-        """Votes of the window before pooling, shape and errors as of `score`."""
-        if self.group_reduce == "none" and layer.stored_heads is not None:
-            raise UnsupportedModelError(
-                "group_reduce: expected mean, max or sum for a model with latent attention, whose "
-                "heads share one stored latent, got 'none'; leave group_reduce at 'mean'"
-            )
+        """Votes of the window before pooling, shape as of `score`."""
         return layer.once(("votes", self.window_size, self.group_reduce), lambda: self._vote(layer))
 
     def _vote(self, layer: PromptLayer) -> Tensor:

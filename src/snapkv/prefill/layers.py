@@ -79,19 +79,21 @@ def _read_layer(
     """A layer's forward, in pieces where the input is long and goes into a compressed cache."""
     cache = kwargs.get("past_key_values")
     tokens = hidden_states.shape[1]
-    if (
-        not isinstance(cache, CompressedCache)
-        or layer_idx not in cache.compressed_layers
-        or tokens <= chunk_tokens
-        or torch.is_grad_enabled()
-    ):
+    if not isinstance(cache, CompressedCache) or tokens <= chunk_tokens or torch.is_grad_enabled():
+        return forward(hidden_states, *args, **kwargs)
+    cache.reading.require_pieces()
+    if layer_idx not in cache.compressed_layers:
         return forward(hidden_states, *args, **kwargs)
     require_by_token(args, kwargs, tokens)
     watch.note(cache, tokens)
-    with cache.reading.in_pieces(cache.layers[layer_idx], tokens):
+    layer = cache.layers[layer_idx]
+    grows = layer.store.hands_over or layer.recall_due  # or every slot of a buffer has a column
+    with cache.reading.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
-            part = {name: part_of(value, start, stop) for name, value in kwargs.items()}
+            part = {
+                name: part_of(value, start, stop, grows=grows) for name, value in kwargs.items()
+            }
             output = forward(hidden_states[:, start:stop], **part)
             hidden_states[:, start:stop] = output[0] if isinstance(output, tuple) else output
     return (hidden_states,) if isinstance(output, tuple) else hidden_states

@@ -39,8 +39,7 @@ def scoring(policy: Policy) -> Policy:
 
 def parts_heads(policy: Policy) -> bool:
     """Whether the heads of a layer keep different numbers of tokens."""
-    inner = policy.policy if isinstance(policy, ProtectingFirst) else policy
-    return isinstance(inner, AdaKV)
+    return (policy.policy if isinstance(policy, ProtectingFirst) else policy).parts_heads
 
 
 def kept_tokens(policy: Policy, prompt_tokens: int) -> int:

@@ -63,7 +63,7 @@ class TokenStore(ABC):
     @property
     def croppable_tokens(self) -> int:
         """How many of the last tokens could be taken back at most, once others are gone."""
-        return self.slots - 1
+        return self.slots
 
     @property
     def mean_tokens(self) -> float:

@@ -45,6 +45,15 @@ def crop(layer: Any, count: int) -> None:
         layer.crop(-count)
 
 
+def reset(layer: Any) -> None:
+    """Empty a layer for any number of rows; transformers fills states with zeros, for as many."""
+    layer.reset()
+    for name in ("conv_states", "recurrent_states"):
+        if hasattr(layer, name):
+            setattr(layer, name, dict.fromkeys(getattr(layer, name)))
+            setattr(layer, f"is_{name}_initialized", dict.fromkeys(getattr(layer, name), False))
+
+
 def _recorded(layer: Any) -> int:
     """Tokens by which the states of convolutions can go back; recurrent ones cannot at all."""
     if not (getattr(layer, "record_past", False) and getattr(layer, "is_croppable", False)):

@@ -1,0 +1,293 @@
+"""What a cache has become is judged: each row is read again alone, and an oracle reads the batch.
+
+Alone a row is read with no pads, its turns at once, without copies, files or other rows, and
+without what was cropped. It must keep the same positions and give the same logits. The oracle is
+transformers' own cache, whose attention is masked to what the cache keeps.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv import (
+    AutoBudget,
+    CompressedCache,
+    DuoAttention,
+    PageRecall,
+    ScoreThreshold,
+    SnapKVError,
+    StreamingLLM,
+)
+from snapkv.policies import EvictingPolicy
+from snapkv.policies.base import ALL_QUERIES
+from snapkv.prefill import chunked, layer_by_layer
+from tests.oracle import hidden_columns, masked_pass
+from tests.sequences.models import judge_of, small_model
+from tests.sequences.operations import Sequence
+from tests.sequences.state import Part, State
+
+CLOSE = 2e-3
+"""How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
+CLOSE_IN_BITS = {"int8": 0.15, "fp8": 0.7, "int4": 0.7}
+
+
+class WrongError(Exception):
+    """The cache is not as it must be."""
+
+
+def kind_of(error: SnapKVError) -> str:
+    """What kind of refusal it is: the argument, what was expected, without numbers and names."""
+    return f"{type(error).__name__}: {str(error).partition(', got ')[0]}"
+
+
+def reading(
+    model: PreTrainedModel, how: str, *numbers: int
+) -> contextlib.AbstractContextManager[None]:
+    """Within this block the model reads by layers or chunked, where that is how."""
+    if how == "layers":
+        return layer_by_layer(model, chunk_tokens=numbers[0])
+    if how == "chunked":
+        return chunked(model, chunk_tokens=numbers[0], cap_tokens=numbers[1])
+    return contextlib.nullcontext()
+
+
+class Judge:
+    """Knows what the caches of a sequence must be."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence, self.policy, self.options = sequence, sequence.policy, sequence.options
+        self.model = small_model(sequence.model)
+
+    def new_cache(self) -> CompressedCache:
+        """An empty one."""
+        return CompressedCache(self.model, self.policy, **self.options)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the policy drops tokens after every pass."""
+        return isinstance(self.policy, EvictingPolicy)
+
+    @property
+    def recalls(self) -> bool:
+        """Whether turns are read over all that was seen."""
+        return self.options.get("recall") is not None
+
+    @property
+    def _votes_choose_numbers(self) -> bool:
+        """Whether it depends on votes how many tokens a layer keeps."""
+        inner = [self.policy]
+        while hasattr(inner[-1], "policy"):
+            inner.append(inner[-1].policy)
+        kinds = ScoreThreshold | DuoAttention
+        return any(isinstance(each, kinds) for each in inner) or any(
+            isinstance(getattr(each, "budget", None), AutoBudget) for each in inner
+        )
+
+    def check(self, state: State) -> None:
+        """What holds at any time."""
+        cache = state.cache
+        seen = {layer.seen_tokens for layer in cache.reading.layers}
+        if seen != {state.seen}:
+            raise WrongError(f"layers: expected all to have seen {state.seen} tokens, got {seen}")
+        report = cache.report()
+        for layer, row in zip(cache.layers, report["layers"], strict=True):
+            if row["kind"] != "compressed" or not state.seen:
+                continue
+            kept = cache.kept_positions(row["layer"])
+            _require_positions(kept, self._tokens(state), row["layer"])
+            _require_bytes(kept, layer, row, self.options)
+        if report.held_bytes != sum(row["held_bytes"] for row in report["layers"]):
+            raise WrongError("report: held_bytes is not the sum of the layers'")
+
+    def judge(self, state: State, *, keeps: bool = True) -> None:
+        """Every row is as it is alone."""
+        for row in range(state.rows):
+            cache, logits = self._alone(state, row)
+            if not state.fewer_votes:
+                self._compare(state, f"row {row} alone", state.logits[row], logits[0])
+            if keeps:
+                self._compare_kept(state, row, cache)
+        state.logits = None
+
+    def _compare(self, state: State, judge: str, found: Tensor, expected: Tensor) -> None:
+        tokens = min(len(found), len(expected))
+        found, expected = found[-tokens:], expected[-tokens:]
+        apart = float((found - expected).abs().max() / expected.abs().max())
+        bits = self.options.get("quantize")
+        padded = bool(state.pads.any()) or judge == "oracle"
+        close = CLOSE_IN_BITS[bits] if bits is not None and padded else CLOSE
+        if not apart <= close:
+            raise WrongError(f"{judge}: logits are off by {apart:.2g} of the highest")
+
+    def _compare_kept(self, state: State, row: int, alone: CompressedCache) -> None:
+        if self.options.get("quantize") and bool(state.pads.any()) and len(state.done) > 1:
+            return  # other neighbours share a scale, so votes differ by rounding
+        for layer in alone.compressed_layers:
+            found = _sets(state.cache.kept_positions(layer)[row])
+            expected = _sets(alone.kept_positions(layer)[0])
+            most = max(len(found), len(expected))  # heads are stored per query head, or not yet
+            found, expected = (_repeated(heads, most) for heads in (found, expected))
+            if state.fewer_votes:
+                counts = [sum(map(len, heads)) for heads in (found, expected)]
+                alike = self._votes_choose_numbers or counts[0] == counts[1]
+            else:
+                alike = found == expected
+            if not alike:
+                told = [
+                    f"{len(own)}/{len(other)}" for own, other in zip(found, expected, strict=True)
+                ]
+                away = [
+                    f"-{sorted(other - own)[:6]} +{sorted(own - other)[:6]}"
+                    for own, other in zip(found, expected, strict=True)
+                ]
+                raise WrongError(
+                    f"row {row} alone: layer {layer} keeps {' '.join(told)} by head, "
+                    f"{'; '.join(away)}"
+                )
+
+    def _alone(self, state: State, row: int) -> tuple[CompressedCache, Tensor]:
+        """The row read alone, and the logits of the last part."""
+        cache, read = state.alone[row] or (self.new_cache(), 0)
+        logits = torch.empty(0)
+        for number in range(read, len(state.done)):
+            part = state.done[number]
+            try:
+                logits = self._read_alone(cache, part, row, int(state.pads[row]))
+            except SnapKVError as error:
+                raise WrongError(f"row {row} alone is refused: {kind_of(error)}") from error
+        state.alone[row] = (cache, len(state.done))
+        return cache, logits
+
+    def _read_alone(self, cache: CompressedCache, part: Part, row: int, pads: int) -> Tensor:
+        if part.kind == "crop":
+            cache.crop(part.stop - part.start)
+            return torch.empty(0)
+        if part.kind == "turn":
+            cache.expect_prompt((part.stop if part.end is None else part.end) - pads)
+        logits, start = [], max(part.start, pads)
+        for how, stop, *numbers in self._passes_alone(part):
+            if stop <= start:
+                continue
+            piece = part.ids[row : row + 1, start - part.start : stop - part.start]
+            cache.expect_tokens(piece)
+            with reading(self.model, how if how == "chunked" else "call", *numbers):
+                logits.append(self.model(piece, past_key_values=cache).logits)
+            start = stop
+        return logits[-1] if len(logits) == 1 else torch.cat(logits, dim=1)
+
+    def _passes_alone(self, part: Part) -> list[tuple[Any, ...]]:
+        """At once, but where it matters to what is kept how a turn is read."""
+        matters = self.evicts and part.start > 0
+        matters |= part.end != part.stop or any(how == "chunked" for how, *_ in part.passes)
+        if part.kind == "turn" and matters:
+            return part.passes
+        return [("call", part.stop)]
+
+    def lost_votes(self, turn: Part) -> bool:
+        """Whether queries that a crop took would have voted at the end of a turn."""
+        wanted = self.policy.query_tokens
+        if not (turn.short_by and wanted):
+            return False
+        if wanted != ALL_QUERIES and self.options.get("storage") != "static":
+            wanted = turn.short_by  # as many stand before the crop
+        return turn.stop - turn.resumed_at < wanted
+
+    # The oracle.
+
+    def hidden(
+        self, state: State, *, in_turn: bool | None = None, after: int | None = None
+    ) -> dict[int, Tensor]:
+        """Which of the columns seen the next pass will not see, by layer."""
+        seen = state.cache.get_seq_length()
+        in_turn = state.turn is not None if in_turn is None else in_turn
+        if after is not None:
+            in_turn = seen < after
+        pages = self.options.get("recall")
+        if not seen or state.full is None or (self.recalls and in_turn):
+            return {}
+        if isinstance(pages, PageRecall) and pages.pages >= 100:
+            return {}
+        return hidden_columns(state.cache, seen, state.pads)
+
+    def ask_oracle(
+        self, state: State, hidden: dict[int, Tensor], start: int, logits: Tensor, *, exact: bool
+    ) -> None:
+        """Read the same tokens into transformers' own cache."""
+        if not exact or not self._has_oracle(state):
+            state.full = None
+        if state.full is None:
+            return
+        expected = masked_pass(
+            judge_of(self.sequence.model),
+            state.full,
+            hidden,
+            state.ids[:, start:],
+            state.mask(state.seen),
+            state.positions(start, state.seen),
+        )[:, -logits.shape[1] :]
+        real = state.mask(state.seen)[:, -logits.shape[1] :].bool()
+        self._compare(state, "oracle", logits[real], expected[real])
+
+    def _has_oracle(self, state: State) -> bool:
+        """Whether attention is that of a full cache that hides what is not kept."""
+        if self.options.get("quantize") in ("int4", "fp8"):
+            return False  # rounding alone moves logits as far as a wrong token would
+        recall = self.options.get("recall")
+        if isinstance(recall, PageRecall) and recall.pages < 100 and not self.is_whole(state):
+            return False
+        return not (isinstance(self.policy, StreamingLLM) and not self.is_whole(state))
+
+    def is_whole(self, state: State) -> bool:
+        """Whether nothing was dropped, in any layer or row."""
+        return len(self.whole_layers(state)) == len(state.cache.compressed_layers)
+
+    def whole_layers(self, state: State) -> set[int]:
+        """Those in which no head or row has dropped anything."""
+        cache, tokens = state.cache, self._tokens(state)[:, None]
+        return {
+            layer
+            for layer in cache.compressed_layers
+            if not cache.get_seq_length()
+            or bool(((cache.kept_positions(layer) >= 0).sum(dim=-1) == tokens).all())
+        }
+
+    def _tokens(self, state: State) -> Tensor:
+        """(R,) tokens that each row has read; pads count until the first prompt has ended."""
+        in_first = not state.done and (state.turn is not None or state.prompt_end is None)
+        return state.cache.get_seq_length() - (0 * state.pads if in_first else state.pads)
+
+
+def _sets(kept: Tensor) -> list[set[int]]:
+    """(H, S) positions as sets, heads that are alike told once."""
+    return [{position for position in head if position >= 0} for head in kept.tolist()]
+
+
+def _repeated(heads: list[set[int]], count: int) -> list[set[int]]:
+    return [head for head in heads for _ in range(count // len(heads))]
+
+
+def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
+    """Ascending, each once, -1 in front, none of a token that was not seen."""
+    steps = kept.diff(dim=-1)
+    real = kept[..., :-1] >= 0
+    wrong = bool(((steps <= 0) & real).any()) or bool((kept >= tokens[:, None, None]).any())
+    if kept.shape[-1] and (wrong or bool((kept < -1).any())):
+        raise WrongError(f"layer {layer}: expected ascending positions, got {kept.tolist()}")
+
+
+def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[str, Any]) -> None:
+    """Bytes are those of the tokens that are kept; codes and static buffers are left out."""
+    if options.get("quantize") or options.get("storage") == "static":
+        return
+    keys, values = layer.keys, layer.values
+    size = keys.element_size() * (keys.shape[-1] + values.shape[-1])
+    slots = kept.numel() if layer.store.kind == "dense" else int((kept >= 0).sum())
+    sinks = 0 if layer.notes.sink_keys is None else layer.notes.sink_keys.nbytes
+    if row["held_bytes"] != slots * size + sinks:
+        raise WrongError(
+            f"layer {row['layer']}: expected {slots * size + sinks} bytes of {slots} tokens, "
+            f"got {row['held_bytes']}"
+        )
