@@ -6,18 +6,17 @@ from typing import Any
 
 from benchmarks.pooling_rows import Count
 from benchmarks.records import Row, environment_line, markdown_table
+from snapkv import AutoBudget
 from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
+from snapkv.policies.auto_budget import UNDILUTED_TOKENS
 
-PEAKS = (0.001, SAFE_BELOW, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
+PEAKS = (0.00075, SAFE_BELOW, 0.002, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
 MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
-
-MOST_TOKENS = 2000
-"""Of the shorter prompts."""
 
 _HEAD = """\
 # The budget that the votes choose, and how often its words were right
 
-Texts of about 1,040 tokens, some of 2,570, with questions of nine kinds (needles of digits, words
+Texts of about 1,040 tokens with questions of nine kinds (needles of digits, words
 and uuids, two-part answers, lines, quotations, documents of a rag task), and the loss on prose and
 code. The kinds are those of [the study of pooling](pooling.md); the texts differ from those by
 which pooling, window and bound were chosen. Every text is read once with the full cache; each
@@ -35,23 +34,92 @@ cache has right count.
 Rendered from `auto_budget.jsonl` by `python -m benchmarks.auto_budget`."""
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The page that these rows make."""
+def render(rows: Sequence[Row], held_out: Sequence[Row]) -> str:
+    """The page that these rows make, and those of texts that chose nothing."""
     asked = [row for row in rows if row.get("answers")]
     names = list(asked[0]["answers"]) if asked else []
-    lengths = sorted({row["prompt_tokens"] > MOST_TOKENS for row in asked})
     sections = [
         _HEAD,
         environment_line([row for row in rows if "environment" in row][-1:]) + ".",
         f"{len(asked)} questions.",
-        *(
-            _policies([row for row in asked if (row["prompt_tokens"] > MOST_TOKENS) == long], names)
-            for long in lengths
-        ),
+        _policies(asked, names),
         _groups(asked, names),
         _words(asked, names),
+        _held_out(held_out),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _held_out(rows: Sequence[Row]) -> str:
+    """What was right on longer texts of other kinds, and whether the words were."""
+    known = [row for row in rows if row.get("answers")]
+    names = list(known[0]["answers"])
+    lengths = sorted({_length(row) for row in known})
+    table = markdown_table(
+        ["policy", *(f"{length:,} tokens" for length in lengths), "all"],
+        [
+            [
+                f"{name} (default)" if name == DEFAULT else name,
+                *(
+                    _kept([row for row in known if _length(row) == length], name)
+                    for length in lengths
+                ),
+                _kept(known, name),
+            ]
+            for name in names
+        ],
+    )
+    kinds = ", ".join(
+        f"{sum(row['kind'] == kind for row in known)} of {kind}"
+        for kind in dict.fromkeys(row["kind"] for row in known)
+    )
+    return (
+        "## Longer texts of kinds that chose nothing\n\nBounds and words above were chosen by the "
+        f"texts above. Here are {len(known)} other questions that the full cache has right, of "
+        f"{sum('text' in row for row in rows)} that were asked as `snapkv ask` does: {kinds} "
+        "(`benchmarks/held_out.py`). An answer is right if it has the expected words. Rendered "
+        "from `auto_budget_held_out.jsonl`, which `python -m benchmarks.auto_budget_held_out` "
+        'writes. "Undiluted 0.0025" keeps the same bound however long the prompt is; "fading 1/4" '
+        "keeps that share. A cell has right answers, and the mean share of the tokens that was "
+        f"kept.\n\n{table}\n\n{_held_out_words(known, names)}\n\n"
+        f"{environment_line([row for row in rows if 'environment' in row][-1:])}."
+    )
+
+
+DEFAULT = f"auto {AutoBudget.lost_vote}"
+
+
+def _length(row: Row) -> int:
+    return int(row["text"].split("/")[1])
+
+
+def _kept(rows: Sequence[Row], name: str) -> str:
+    own = [(row["answers"][name], row["tokens"]) for row in rows]
+    if not own:
+        return "-"
+    share = fmean(found["kept"] / tokens for found, tokens in own)
+    return f"{sum(found['right'] for found, _ in own)}/{len(own)} ({share:.0%})"
+
+
+def _held_out_words(rows: Sequence[Row], names: Sequence[str]) -> str:
+    families = {
+        "all": lambda name: True,
+        DEFAULT: lambda name: name == DEFAULT,
+        "fading 1/4": lambda name: name == "fading 1/4",
+    }
+    lines = []
+    for word in ("safe", "doubtful", "lost"):
+        cells = []
+        for belongs in families.values():
+            own = [
+                row["answers"][name]["right"]
+                for row in rows
+                for name in filter(belongs, names)
+                if word_for(row["answers"][name]["peak"], row["tokens"]) == word
+            ]
+            cells.append(str(Count(right=sum(own), of=len(own))))
+        lines.append([word, *cells])
+    return markdown_table(["word", *families], lines)
 
 
 def _policies(rows: Sequence[Row], names: Sequence[str]) -> str:
@@ -119,7 +187,7 @@ def _words(rows: Sequence[Row], names: Sequence[str]) -> str:
             lines.append([value, *cells])
         return markdown_table([what, *families], lines)
 
-    by_word = table("word", lambda found: word_for(found["peak"]), ("safe", "doubtful", "lost"))
+    by_word = table("word", lambda found: word_for(found["peak"], 0), ("safe", "doubtful", "lost"))
     peaks = table("peak", lambda found: _bin(found["peak"], PEAKS), _bins(PEAKS))
     masses = table("mass", lambda found: _bin(found["lost"], MASSES), _bins(MASSES))
     return (
@@ -127,7 +195,9 @@ def _words(rows: Sequence[Row], names: Sequence[str]) -> str:
         "`cache.report()` has two numbers. `lost_vote_peak` is the highest vote of a dropped "
         "position after fading, as a share of the window's attention, averaged over heads and "
         "layers. `lost_votes` is the sum of all dropped votes, the mass. The word depends on the "
-        f"first: safe below {SAFE_BELOW:g}, doubtful below {DOUBTFUL_BELOW:g}.\n\n"
+        f"first: safe below {SAFE_BELOW:g}, doubtful below {DOUBTFUL_BELOW:g}; of a prompt longer "
+        f"than {UNDILUTED_TOKENS:,} tokens it is taken as many times higher as that is longer, "
+        "since the same vote is a smaller share of more positions.\n\n"
         f"{by_word}\n\nBy the peak:\n\n{peaks}\n\nBy the mass, which says less about a pooling "
         f"that keeps strong votes without what follows them:\n\n{masses}"
     )

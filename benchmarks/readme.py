@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks import auto_budget, quality, speed
-from benchmarks.auto_budget_page import MOST_TOKENS, mean, right
+from benchmarks.auto_budget_page import mean, right
 from benchmarks.records import Row, between, environment_line, markdown_table, read_rows
 from snapkv.validation import format_bytes
 
@@ -54,7 +54,7 @@ _SMALL_LABELS = {"paper's": "`SnapKV({})`", "fading": "`default_policy({})`"}
 
 def small_budgets(rows: list[Row]) -> str:
     """Right answers of the paper's method and of the default at budgets of a few hundred tokens."""
-    asked = [row for row in rows if row.get("answers") and row["prompt_tokens"] < MOST_TOKENS]
+    asked = [row for row in rows if row.get("answers")]
     lines = [
         [_label(name), f"{mean(asked, name, 'bytes'):.0%}", str(right(asked, name))]
         for name in SMALL
