@@ -172,7 +172,7 @@ FAULTS = (
         file="storage/offload.py",
         old="end=min(piece.end, tokens)",
         new="end=piece.end",
-        tests=("tests/cache/test_recall.py",),
+        tests=("tests/cache/test_crop.py", "tests/cache/test_recall.py"),
     ),
     Fault(
         name="offloaded rows keep the pads of other rows",

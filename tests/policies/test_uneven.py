@@ -61,7 +61,7 @@ def read(model, policy, ids, **options):
     return cache
 
 
-@methods
+@pytest.mark.parametrize("policy", [*METHODS.values(), PER_QUERY_HEAD], ids=[*METHODS, "per query"])
 @families
 @pytest.mark.parametrize("at_once", [1, 4], ids=["one by one", "four at once"])
 def test_decode_logits_equal_masked_full_attention(policy, family, implementation, at_once):
