@@ -74,8 +74,9 @@ def _held_out(rows: Sequence[Row]) -> str:
         for kind in dict.fromkeys(row["kind"] for row in known)
     )
     return (
-        "## Longer texts of kinds that chose nothing\n\nBounds and words above were chosen by the "
-        f"texts above. Here are {len(known)} other questions that the full cache has right, of "
+        "## Longer texts of kinds that chose nothing\n\nThe words were chosen by the texts above, "
+        "and the default bound so that its answers are called safe. Here are "
+        f"{len(known)} other questions that the full cache has right, of "
         f"{sum('text' in row for row in rows)} that were asked as `snapkv ask` does: {kinds} "
         "(`benchmarks/held_out.py`). An answer is right if it has the expected words. Rendered "
         "from `auto_budget_held_out.jsonl`, which `python -m benchmarks.auto_budget_held_out` "

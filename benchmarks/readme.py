@@ -70,7 +70,7 @@ def small_budgets(rows: list[Row]) -> str:
 
 def _label(name: str) -> str:
     kind, _, number = name.partition(" ")
-    return _SMALL_LABELS.get(kind, '`default_policy("auto")`').format(number)
+    return _SMALL_LABELS.get(kind, "`default_policy(AutoBudget(lost_vote={}))`").format(number)
 
 
 def _find(rows: list[Row], wanted: Row) -> Row:

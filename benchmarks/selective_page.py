@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 from textwrap import fill
 
-from benchmarks.records import RESULTS, Row, environment_line, markdown_table
+from benchmarks.records import RESULTS, Row, environment_line, markdown_table, read_rows
 
 ROWS = RESULTS / "selective.jsonl"
 PAGE = RESULTS / "selective.md"
+
+HELD_OUT = RESULTS / "auto_budget_held_out.jsonl"
+"""Rows of `benchmarks.auto_budget_held_out`, with the share that has to go on behind each layer."""
+
+LAYERS = range(14, 25)
+SHARES = (0.075, 0.15, 0.3)
 
 ENOUGH = 0.03
 """By how much right answers may be below those of exact reading."""
@@ -16,7 +22,43 @@ def render(rows: list[Row]) -> str:
     """The page that these rows make."""
     parts = {name: [row for row in rows if row["part"] == name] for name in _SECTIONS}
     sections = [_SECTIONS[name](own) for name, own in parts.items() if own]
-    return "\n\n".join([_HEAD, *sections]) + "\n"
+    return "\n\n".join([_HEAD, *sections, _longer(read_rows(HELD_OUT))]) + "\n"
+
+
+def _longer(rows: list[Row]) -> str:
+    """Behind which layer the answers of longer texts go on."""
+    known = [row for row in rows if row.get("needed")]
+    lengths = sorted({int(row["text"].split("/")[1]) for row in known})
+    of_length = {n: [row for row in known if f"/{n}/" in row["text"]] for n in lengths}
+    table = markdown_table(
+        [
+            "layers that read all",
+            *(f"{share:.1%} go on" for share in SHARES),
+            *(f"15.0%, {n:,} tokens" for n in lengths),
+        ],
+        [
+            [
+                str(layer),
+                *(_going_on(known, layer, share) for share in SHARES),
+                *(_going_on(own, layer, 0.15) for own in of_length.values()),
+            ]
+            for layer in LAYERS
+        ],
+    )
+    text = (
+        f"{len(known)} questions that the full cache has right about texts of {lengths[0]:,} to "
+        f"{lengths[-1]:,} tokens, of kinds that chose no setting (`benchmarks/held_out.py`). A "
+        "cell counts those of which all tokens of the answer are among what the votes of that "
+        "layer let go on. What does not go on can only be found by the lower layers. Rendered from "
+        "`auto_budget_held_out.jsonl`, which `python -m benchmarks.auto_budget_held_out` writes."
+    )
+    return f"## Answers that go on, in longer texts\n\n{fill(text, 100)}\n\n{table}"
+
+
+def _going_on(rows: list[Row], layer: int, share: float) -> str:
+    needed = [row["needed"][layer - 1] for row in rows]
+    found = sum(least is not None and least <= share for least in needed)
+    return f"{found}/{len(needed)}"
 
 
 _HEAD = """\
