@@ -13,6 +13,7 @@ is a question, with the answers where the full cache has it right. Rows:
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from benchmarks.records import RESULTS, TABLES, Row, read_rows
 from snapkv import AutoBudget, CompressedCache, default_policy
 from snapkv.app.models import load
 from snapkv.policies import FullCache, Policy, PromptLayer
+from snapkv.prefill.selective import tokens_that_go_on
 from snapkv.validation import SMALL_WINDOW
 
 ROWS = RESULTS / "auto_budget_held_out.jsonl"
@@ -38,6 +40,9 @@ ROUNDS = 8
 ANSWER_TOKENS = 28
 MORE_TOKENS = 6
 """By so many an answer may be longer than that of the full cache."""
+
+SHARES = (0.075, 0.15, 0.3)
+"""Of the prompt, that may go on where it is read selectively."""
 
 BOUNDS = (0.004, 0.0025, 0.0015, 0.001)
 
@@ -64,13 +69,12 @@ def measure(first: int) -> None:
     """Read every text from that round on that has no row yet; append a row for each question."""
     loaded = load("demo")
     known = read_rows(ROWS) if ROWS.exists() else []
-    done = {row.get("text") for row in known}
     run = {"model": loaded.description(), "environment": describe_environment()}
     with ROWS.open("a", buffering=1 << 20, encoding="utf-8") as file:
         if run not in known:
             file.write(json.dumps(run) + "\n")
         for text in held_out(loaded.tokenizer, range(first, ROUNDS)):
-            if text.name in done:
+            if text.name in {row.get("text") for row in read_rows(ROWS)}:
                 continue
             read = ReadText(loaded.model, text.ids)
             rows = [_row(loaded.tokenizer, read, text, each) for each in text.asked]
@@ -97,7 +101,30 @@ def _row(tokenizer: Any, read: ReadText, text: HeldOut, asked: Asked) -> Row:
         return row
     shown = [replace(layer, queries=layer.queries[:, :, -SMALL_WINDOW:]) for layer in prompt.layers]
     answers = {name: _answer(answering, ids, shown, policy) for name, policy in policies().items()}
-    return row | {"answers": answers}
+    places = _places(text.ids, tokenizer, asked.expected)
+    return row | {"answers": answers, "needed": _needed(shown, places) if places else None}
+
+
+def _places(ids: Sequence[int], tokenizer: Any, expected: str) -> list[int]:
+    """Where the expected words stand in a text; none where they are other tokens there."""
+    for text in (f" {expected}", expected):
+        own = tokenizer(text, add_special_tokens=False).input_ids
+        for start in range(len(ids) - len(own) + 1):
+            if list(ids[start : start + len(own)]) == own:
+                return list(range(start, start + len(own)))
+    return []
+
+
+def _needed(shown: list[PromptLayer], places: list[int]) -> list[float | None]:
+    """The least of some shares of a prompt that lets all places go on, behind every layer."""
+    return [
+        next((share for share in SHARES if _go_on(layer, places, share)), None) for layer in shown
+    ]
+
+
+def _go_on(layer: PromptLayer, places: list[int], share: float) -> bool:
+    chosen = tokens_that_go_on(layer, keep_ratio=share, least_tokens=0)
+    return chosen is None or set(places) <= set(chosen.keep_indices[0, 0].tolist())
 
 
 def _answer(
@@ -105,6 +132,7 @@ def _answer(
 ) -> dict[str, Any]:
     cache = _compressed(answering.prompt, shown, policy)
     report = cache.report()
+    peaks = torch.stack([layer.notes.lost_peak[0] for layer in cache.reading.layers])
     answer = answering.tokenizer.decode(answering.as_generated(cache, ids))
     right = answering.expected in answer
     return {
@@ -113,6 +141,8 @@ def _answer(
         "kept": round(report.kept_tokens, 1),
         "lost": round(report["lost_votes"], 5),
         "peak": round(report["lost_vote_peak"], 7),
+        "peak_of_layer": round(float(peaks.mean(dim=1).max()), 7),
+        "peak_of_head": round(float(peaks.max()), 7),
     }
 
 

@@ -17,6 +17,9 @@ from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 PEAKS = (0.00075, SAFE_BELOW, 0.002, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
 MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
 
+LAYERS = range(14, 25)
+SHARES = (0.075, 0.15, 0.3)
+
 
 def render(rows: Sequence[Row]) -> str:
     """The tables of these rows."""
@@ -60,7 +63,35 @@ def render_held_out(rows: Sequence[Row]) -> str:
         table,
         "## The word for the lost votes, and whether the answer was right",
         _held_out_words(known, names),
+        "## Answers whose tokens the votes of a layer let go on",
+        _going_on_by_layer([row for row in rows if row.get("needed")]),
     )
+
+
+def _going_on_by_layer(known: Sequence[Row]) -> str:
+    """Behind which layer the answers of longer texts go on in selective reading."""
+    lengths = sorted({_length(row) for row in known})
+    of_length = {n: [row for row in known if _length(row) == n] for n in lengths}
+    header = [
+        "layers that read all",
+        *(f"{share:.1%} go on" for share in SHARES),
+        *(f"15.0%, {n:,} tokens" for n in lengths),
+    ]
+    lines = [
+        [
+            str(layer),
+            *(_going_on(known, layer, share) for share in SHARES),
+            *(_going_on(own, layer, 0.15) for own in of_length.values()),
+        ]
+        for layer in LAYERS
+    ]
+    return markdown_table(header, lines)
+
+
+def _going_on(rows: Sequence[Row], layer: int, share: float) -> str:
+    needed = [row["needed"][layer - 1] for row in rows]
+    found = sum(least is not None and least <= share for least in needed)
+    return f"{found}/{len(needed)}"
 
 
 DEFAULT = f"auto {AutoBudget.lost_vote}"

@@ -108,9 +108,9 @@ def _going_on(text: str, found: Sequence[str], what: str, draw: random.Random) -
         return []
     return [
         _Pair(
-            question=f'How does the {what} go on that begins "{start}"?',
+            question=f"What does the text say in that {what}?",
             expected=rest,
-            start=f'The {what} is: "{start}',
+            start=f'The text says: "{start}',
         )
         for start, rest in _some(begun, draw)
     ]
@@ -158,7 +158,7 @@ def _phrases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, lis
         _Pair(
             question=f"What is the pass phrase of {person}?",
             expected=told[person],
-            start=f"The pass phrase of {person} is",
+            start=f'The text says: "The pass phrase of {person} is',
         )
         for person in _some(people, draw)
     ]

@@ -8,7 +8,7 @@ from snapkv.policies.auto_budget import dilution
 
 Word = Literal["safe", "doubtful", "lost"]
 
-SAFE_BELOW = 0.001
+SAFE_BELOW = 0.00125
 """Where no more than this share of the window's attention is lost at one place, on average over
 heads and layers, answers are those of the full cache but for few of a hundred: see
 `docs/results.md`, which says how often each word was right. The share is that of a

@@ -40,13 +40,13 @@ class AutoBudget:
         InvalidTypeError: a value of the wrong type.
     """
 
-    lost_vote: float = 0.0025
+    lost_vote: float = 0.0015
     least: int = 32
     most: int | None = None
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
-        require_fraction("lost_vote", self.lost_vote, "0.0025")
+        require_fraction("lost_vote", self.lost_vote, "0.0015")
         require_int("least", self.least, minimum=1)
         if self.most is not None:
             require_int("most", self.most, minimum=self.least + 1)
