@@ -75,8 +75,6 @@ def texts(make: Maker) -> Iterator[Text]:
         yield make.rag(6, index, questions=2)
         yield make.prose(1024, 32, index)
         yield make.code(1024, 32, index)
-        if index % 3 == 0:
-            yield make.needles(2560, index, turns=False)
 
 
 def measure() -> None:

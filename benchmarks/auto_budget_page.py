@@ -11,31 +11,123 @@ from benchmarks.records import (
     markdown_table,
     tables_page,
 )
+from snapkv import AutoBudget
 from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 
-PEAKS = (0.001, SAFE_BELOW, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
+PEAKS = (0.00075, SAFE_BELOW, 0.002, 0.004, DOUBTFUL_BELOW, 0.016, 0.032)
 MASSES = (0.1, 0.15, 0.2, 0.3, 0.4)
 
-MOST_TOKENS = 2000
-"""Of the shorter prompts."""
+LAYERS = range(14, 25)
+SHARES = (0.075, 0.15, 0.3)
 
 
 def render(rows: Sequence[Row]) -> str:
     """The tables of these rows."""
     asked = [row for row in rows if row.get("answers")]
     names = list(asked[0]["answers"]) if asked else []
-    sections = []
-    for long in sorted({row["prompt_tokens"] > MOST_TOKENS for row in asked}):
-        own = [row for row in asked if (row["prompt_tokens"] > MOST_TOKENS) == long]
-        sections += _policies(own, names)
     return tables_page(
         "auto_budget",
         "The budget that the votes choose, and how often its words were right",
         environment_line([row for row in rows if "environment" in row][-1:]),
-        *sections,
+        *_policies(asked, names),
         *_groups(asked, names),
         *_words(asked, names),
     )
+
+
+def render_held_out(rows: Sequence[Row]) -> str:
+    """The tables of longer texts of kinds that chose nothing: right answers, and the words."""
+    known = [row for row in rows if row.get("answers")]
+    names = list(known[0]["answers"])
+    lengths = sorted({_length(row) for row in known})
+    table = markdown_table(
+        ["policy", *(f"{length:,} tokens" for length in lengths), "all"],
+        [
+            [
+                f"{name} (default)" if name == DEFAULT else name,
+                *(
+                    _kept([row for row in known if _length(row) == length], name)
+                    for length in lengths
+                ),
+                _kept(known, name),
+            ]
+            for name in names
+        ],
+    )
+    asked = sum("text" in row for row in rows)
+    return tables_page(
+        "auto_budget_held_out",
+        "The automatic budget and its words, on texts that chose neither",
+        environment_line([row for row in rows if "environment" in row][-1:]),
+        f"## Right answers (share of the tokens kept), {len(known)} of {asked} questions",
+        table,
+        "## The word for the lost votes, and whether the answer was right",
+        _held_out_words(known, names),
+        "## Answers whose tokens the votes of a layer let go on",
+        _going_on_by_layer([row for row in rows if row.get("needed")]),
+    )
+
+
+def _going_on_by_layer(known: Sequence[Row]) -> str:
+    """Behind which layer the answers of longer texts go on in selective reading."""
+    lengths = sorted({_length(row) for row in known})
+    of_length = {n: [row for row in known if _length(row) == n] for n in lengths}
+    header = [
+        "layers that read all",
+        *(f"{share:.1%} go on" for share in SHARES),
+        *(f"15.0%, {n:,} tokens" for n in lengths),
+    ]
+    lines = [
+        [
+            str(layer),
+            *(_going_on(known, layer, share) for share in SHARES),
+            *(_going_on(own, layer, 0.15) for own in of_length.values()),
+        ]
+        for layer in LAYERS
+    ]
+    return markdown_table(header, lines)
+
+
+def _going_on(rows: Sequence[Row], layer: int, share: float) -> str:
+    needed = [row["needed"][layer - 1] for row in rows]
+    found = sum(least is not None and least <= share for least in needed)
+    return f"{found}/{len(needed)}"
+
+
+DEFAULT = f"auto {AutoBudget.lost_vote}"
+
+
+def _length(row: Row) -> int:
+    return int(row["text"].split("/")[1])
+
+
+def _kept(rows: Sequence[Row], name: str) -> str:
+    own = [(row["answers"][name], row["tokens"]) for row in rows]
+    if not own:
+        return "-"
+    share = fmean(found["kept"] / tokens for found, tokens in own)
+    return f"{sum(found['right'] for found, _ in own)}/{len(own)} ({share:.0%})"
+
+
+def _held_out_words(rows: Sequence[Row], names: Sequence[str]) -> str:
+    families = {
+        "all": lambda name: True,
+        DEFAULT: lambda name: name == DEFAULT,
+        "fading 1/4": lambda name: name == "fading 1/4",
+    }
+    lines = []
+    for word in ("safe", "doubtful", "lost"):
+        cells = []
+        for belongs in families.values():
+            own = [
+                row["answers"][name]["right"]
+                for row in rows
+                for name in filter(belongs, names)
+                if word_for(row["answers"][name]["peak"], row["tokens"]) == word
+            ]
+            cells.append(str(Count(right=sum(own), of=len(own))))
+        lines.append([word, *cells])
+    return markdown_table(["word", *families], lines)
 
 
 def _policies(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
@@ -103,7 +195,7 @@ def _words(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
             lines.append([value, *cells])
         return markdown_table([what, *families], lines)
 
-    by_word = table("word", lambda found: word_for(found["peak"]), ("safe", "doubtful", "lost"))
+    by_word = table("word", lambda found: word_for(found["peak"], 0), ("safe", "doubtful", "lost"))
     peaks = table("peak", lambda found: _bin(found["peak"], PEAKS), _bins(PEAKS))
     masses = table("mass", lambda found: _bin(found["lost"], MASSES), _bins(MASSES))
     return [

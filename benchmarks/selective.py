@@ -38,10 +38,10 @@ from snapkv.lab.measure.random_models import random_model
 from snapkv.lab.measure.timing import alternate, ratios
 from snapkv.policies import default_policy
 
-LAYER, RATIO = 16, 0.15
+LAYER, RATIO = 18, 0.15
 """What `snapkv study early-layer` has found of the demo model, and the default share."""
 
-LAYERS = (19,)
+LAYERS = (16, 19)
 RATIOS = (0.3,)
 BUDGET = 256
 SHAPE, SHAPE_LAYERS = "smollm2-135m", 6

@@ -6,7 +6,7 @@ from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, LostInWords, wor
 
 
 def report(**values):
-    return {"kept_tokens": 256, "seen_tokens": 4096, **values}
+    return {"kept_tokens": 256, "seen_tokens": 1024, **values}
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,13 @@ def report(**values):
     ],
 )
 def test_every_peak_has_a_word_and_the_borders_belong_to_the_worse_one(peak, word):
-    assert word_for(peak) == word
+    assert word_for(peak, 1024) == word
+
+
+def test_votes_on_a_longer_prompt_weigh_more():
+    assert word_for(SAFE_BELOW / 2, 1000) == word_for(SAFE_BELOW / 8, 7 * 1024) == "safe"
+    assert word_for(SAFE_BELOW / 2, 2 * 1024) == word_for(SAFE_BELOW / 8, 8 * 1024) == "doubtful"
+    assert word_for(DOUBTFUL_BELOW / 8, 8 * 1024) == "lost"
 
 
 def test_a_report_without_votes_says_nothing():
@@ -34,7 +40,7 @@ def test_a_report_without_votes_says_nothing():
 
 def test_a_report_with_votes_says_the_share_and_the_word():
     layers = [{"lost_votes": 0.01}, {"kind": "sliding"}, {"lost_votes": 0.4}]
-    votes = LostInWords.of(report(lost_votes=0.072, lost_vote_peak=0.0013, layers=layers))
+    votes = LostInWords.of(report(lost_votes=0.072, lost_vote_peak=0.0007, layers=layers))
     assert str(votes) == "7 % (safe)"
     assert votes.highest == 0.4
     assert not votes.calls_for_more
@@ -46,6 +52,6 @@ def test_a_report_with_votes_says_the_share_and_the_word():
 
 @pytest.mark.parametrize("lost", [None, 0.0, 0.5])
 def test_where_all_is_held_nothing_was_dropped(lost):
-    votes = LostInWords.of(report(kept_tokens=4096, lost_votes=lost))
+    votes = LostInWords.of(report(kept_tokens=1024, lost_votes=lost))
     assert str(votes) == "nothing was dropped"
     assert votes.word == "safe"

@@ -19,7 +19,7 @@ def asked(snapkv, document, *more):
 def test_json_says_the_rule_and_what_it_kept(snapkv, demo_only, document):
     record = json.loads(asked(snapkv, document, "--json", "--verbose").out)
     (run,) = record["runs"]
-    auto = {"lost_vote": 0.0025, "least": 32, "most": None}
+    auto = {"lost_vote": 0.0015, "least": 32, "most": None}
     assert run["policy"]["budget"] == {"auto": auto}
     behind = run["cache"]["seen_tokens"] - run["prompt_tokens"]
     kept = [layer["kept_tokens"] - behind for layer in run["cache"]["layers"]]
@@ -39,7 +39,7 @@ def test_a_line_below_the_table_says_it(snapkv, demo_only, document):
     assert "gave a pooled vote of more than 1 %" in line
     assert "no more than" not in line
     limited = asked(snapkv, document, "--budget", "auto:least=8,most=60")
-    assert "than 0.25 %, but no more than 60" in " ".join(limited.err.split())
+    assert "than 0.15 %, but no more than 60" in " ".join(limited.err.split())
 
 
 def test_nothing_is_said_of_a_number(snapkv, demo_only, document):
@@ -60,7 +60,7 @@ def test_a_chat_needs_no_budget(snapkv, demo_only, document, monkeypatch, recall
     done = snapkv("chat", document, *recall, *SHORT, "--json")
     assert done.err == ""
     first, second = [json.loads(line) for line in done.out.splitlines()]
-    budget = 1024 if recall else {"auto": {"lost_vote": 0.0025, "least": 32, "most": None}}
+    budget = 1024 if recall else {"auto": {"lost_vote": 0.0015, "least": 32, "most": None}}
     assert first["policy"]["budget"] == second["policy"]["budget"] == budget
     assert (second["cache"]["host_bytes"] > 0) == (not recall)
 

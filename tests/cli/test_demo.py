@@ -4,7 +4,15 @@ import re
 
 import pytest
 
+from snapkv import default_policy
 from snapkv.app import answering
+from snapkv.cli.ask_options import AskOptions
+from snapkv.cli.demo import DemoOptions
+from snapkv.cli.policy import build_policy
+
+
+def test_without_options_it_keeps_what_ask_keeps():
+    assert default_policy(DemoOptions().budget) == build_policy(AskOptions())
 
 
 @pytest.mark.slow

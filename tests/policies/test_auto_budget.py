@@ -33,6 +33,21 @@ def test_what_must_stay_is_counted_per_head():
     assert AutoBudget(lost_vote=0.3).voted(SHARES).tolist() == [[0, 1]]
 
 
+def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
+    shares = torch.tensor([0.004, 0.0015, 0.0006]).repeat(2, 1, 2048)[..., :4096]
+    shares[1, 0, : 4096 - 1500] = -torch.inf  # pads
+    shares[1, 0, -476:] = 0.0
+    of_each = [(row > -torch.inf).sum().item() for row in shares]
+    assert of_each == [4096, 1500]
+    long, short = AutoBudget(lost_vote=0.002).voted(shares)[:, 0].tolist()
+    assert long == (shares[0, 0] > 0.0005).sum()
+    assert short == (shares[1, 0] > 0.002 * 1024 / 1500).sum()
+    assert (
+        AutoBudget(lost_vote=0.002).voted(shares[:1, :, :1024]).item()
+        == (shares[0, 0, :1024] > 0.002).sum()
+    )
+
+
 @pytest.mark.parametrize(
     ("voted", "expected"), [(0, 4), (4, 4), (7, 7), (12, 12), (50, 12)], ids=str
 )

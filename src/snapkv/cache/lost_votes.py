@@ -4,23 +4,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from snapkv.policies.auto_budget import dilution
+
 Word = Literal["safe", "doubtful", "lost"]
 
-SAFE_BELOW = 0.002
+SAFE_BELOW = 0.00125
 """Where no more than this share of the window's attention is lost at one place, on average over
-heads and layers, answers are mostly those of the full cache: see `docs/results.md`,
-which says how often each word was right. The sum of what is lost says less: many small votes may
-mean nothing, and one that is lost may be the answer."""
+heads and layers, answers are those of the full cache but for few of a hundred: see
+`docs/results.md`, which says how often each word was right. The share is that of a
+prompt of 1,024 tokens; a longer one dilutes votes. The sum of what is lost says less: many small
+votes may mean nothing, and one that is lost may be the answer."""
 
 DOUBTFUL_BELOW = 0.008
 """From here on an answer is to be mistrusted; below it, and not safe, most are right."""
 
 
-def word_for(peak: float) -> Word:
-    """What the highest lost vote, 0 to 1, means for the answer; what is no number is lost."""
-    if peak < SAFE_BELOW:
+def word_for(peak: float, tokens: float) -> Word:
+    """What the highest lost vote, 0 to 1, of so many tokens means for the answer.
+
+    What is no number is lost.
+    """
+    undiluted = peak * dilution(tokens)
+    if undiluted < SAFE_BELOW:
         return "safe"
-    return "doubtful" if peak < DOUBTFUL_BELOW else "lost"
+    return "doubtful" if undiluted < DOUBTFUL_BELOW else "lost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +39,14 @@ class LostInWords:
         highest: that of the worst layer; None where there is none.
         peak: the highest vote that is lost, as a share of the window's attention, mean over layers
             and heads, see `CacheReport`; None where the method measures none.
-        drops_nothing: whether all that was seen is held.
+        tokens: that were seen.
+        drops_nothing: whether all of them are held.
     """
 
     share: float | None
     highest: float | None
     peak: float | None
+    tokens: int
     drops_nothing: bool
 
     @classmethod
@@ -48,6 +57,7 @@ class LostInWords:
             share=report.get("lost_votes"),
             highest=max((lost for lost in layers if lost is not None), default=None),
             peak=report.get("lost_vote_peak"),
+            tokens=report["seen_tokens"],
             drops_nothing=report["kept_tokens"] >= report["seen_tokens"],
         )
 
@@ -56,7 +66,7 @@ class LostInWords:
         """The plain word; None where nothing is known. Where nothing is dropped, it is "safe"."""
         if self.drops_nothing:
             return "safe"
-        return None if self.peak is None else word_for(self.peak)
+        return None if self.peak is None else word_for(self.peak, self.tokens)
 
     @property
     def calls_for_more(self) -> bool:

@@ -15,7 +15,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.whole_numbers import TokenBudget, WholeNumber
-from snapkv.validation import format_bytes
+from snapkv.validation import AUTO, format_bytes
 
 WARM_UP_CHARACTERS = 2_000
 
@@ -47,13 +47,13 @@ SECOND = Question(
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(ModelOptions):
-    """What the demonstration takes."""
+    """What the demonstration takes; without options it keeps what `snapkv ask` keeps."""
 
     budget: Annotated[
         Any,
         panels.policy(metavar="INTEGER|auto", help="Tokens kept per head and layer"),
         TokenBudget(),
-    ] = 512
+    ] = AUTO
 
 
 @with_options(DemoOptions)

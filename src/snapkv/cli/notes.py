@@ -15,6 +15,7 @@ from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.command_line import changed_command
 from snapkv.cli.options import RunOptions
 from snapkv.cli.remedies import Remedy, Try, larger_budget, parameter_of, remedy_for
+from snapkv.policies.auto_budget import dilution
 from snapkv.validation import AUTO
 
 DIFFERS = 3
@@ -130,7 +131,7 @@ class AutoKept:
         if least >= self.prompt_tokens:
             return [Text("budget auto: nothing was dropped")]
         cut = "" if limit is None or most < limit else f", but no more than {limit:,}"
-        bound = f"{100 * self.auto['lost_vote']:g} %"
+        bound = f"{100 * self.auto['lost_vote'] / dilution(self.prompt_tokens):.2g} %"
         return [
             Text(
                 f"budget auto: {fmean(self.layers):,.0f} of {self.prompt_tokens:,} prompt tokens "

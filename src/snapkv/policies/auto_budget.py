@@ -1,5 +1,6 @@
 """A budget that the votes choose: each layer keeps as much as its heads look at."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -8,19 +9,29 @@ from torch import Tensor
 from snapkv.errors import InvalidArgumentError
 from snapkv.validation import AUTO, require_fraction, require_int
 
+UNDILUTED_TOKENS = 1024
+"""Up to here a vote weighs the same; of a longer prompt each position gets a smaller share of the
+window's attention, and so does the one that is the answer: see `docs/results/auto_budget.md`."""
+
+
+def dilution(tokens: float) -> float:
+    """By how much a vote on a prompt of so many tokens weighs more than its share says."""
+    return max(1.0, tokens / UNDILUTED_TOKENS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBudget:
     """As many positions as it takes to lose none that the window looked at.
 
     A layer keeps the smallest number at which, in every head, all positions are kept whose pooled
-    vote is more than `lost_vote` of the window's attention. So a layer with focused heads keeps
-    few, one with dispersed heads many. The bound is on the highest vote that is lost and not on the
-    sum of them, which tells less about whether an answer is right: `docs/results.md`.
+    vote is more than `lost_vote` of the window's attention; of a prompt longer than 1,024 tokens,
+    more than as much less as it is longer. So a layer with focused heads keeps few, one with
+    dispersed heads many. The bound is on the highest vote that is lost and not on the sum of them,
+    which tells less about whether an answer is right: `docs/results.md`.
 
     Args:
         lost_vote: the highest share of a query's attention, mean over the window, that a position
-            may have and be dropped, in (0, 1).
+            may have and be dropped, in (0, 1), in a prompt of up to 1,024 tokens.
         least: positions that every layer keeps beside the window, whatever the votes.
         most: tokens that no layer keeps more of, the window included; None for no limit.
 
@@ -29,13 +40,13 @@ class AutoBudget:
         InvalidTypeError: a value of the wrong type.
     """
 
-    lost_vote: float = 0.0025
+    lost_vote: float = 0.0015
     least: int = 32
     most: int | None = None
 
     def __post_init__(self) -> None:
         """Check every parameter once, here."""
-        require_fraction("lost_vote", self.lost_vote, "0.0025")
+        require_fraction("lost_vote", self.lost_vote, "0.0015")
         require_int("least", self.least, minimum=1)
         if self.most is not None:
             require_int("most", self.most, minimum=self.least + 1)
@@ -83,7 +94,9 @@ class AutoBudget:
             shares: (B, H, P) float32, pooled votes as shares of the window's attention; infinity
                 for what must stay, minus infinity for pads.
         """
-        return (shares > self.lost_vote).sum(dim=-1)
+        tokens = (shares > -math.inf).sum(dim=-1, keepdim=True)
+        bound = self.lost_vote / (tokens / UNDILUTED_TOKENS).clamp(min=1.0)
+        return (shares > bound).sum(dim=-1)
 
     def within(self, voted: int, prefix_tokens: int, window_size: int) -> int:
         """Positions of a prefix to keep, where so many may not be lost."""

@@ -46,8 +46,8 @@ def made_layer(attended):
 
 
 def test_what_votes_let_go_on_of_a_number_by_hand():
-    """Of 40 tokens before the window go on 8: four sinks, and four that a vote lifts."""
-    study = replace(SMALL, keep_ratio=0.2)
+    """Half of 40% of 40 tokens before the window is 8: four sinks, and four that a vote lifts."""
+    study = replace(SMALL, keep_ratio=0.4)
     layer = made_layer([0] * 40 + [20] * 16)
 
     def share(start):

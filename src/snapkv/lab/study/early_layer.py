@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _VOTES = "votes"
 """The question of records that say what each layer's votes let go on."""
 
+_LENGTHS = 4
+"""How many there are, each half of the one before."""
+
 _OVERHEAD_TOKENS = 64
 """Room for what is said around the number."""
 
@@ -32,11 +35,13 @@ class EarlyLayer(Study):
     """How many layers have to read every token, before the others may read only some.
 
     A number is hidden among others in a text, and the prompt ends where it is to be said again.
-    First every prompt is read exactly, and each layer's votes say which tokens would go on behind
-    it. Of the layers that let the whole number go on in every prompt the lowest are tried: prompts
-    are read exactly and selectively in turn, and the number behind them. The first layer is taken
-    from which on the loss stays within the tolerance and no number is lost that exact reading
-    finds. It is kept for this model, and is where `selective` and `gemfilter` begin from then on.
+    Prompts are long and short in turn, down to an eighth. First every prompt is read exactly, and
+    each layer's votes say which tokens would go on behind it, at half the share: what only just
+    goes on here is lost elsewhere. Of the layers that let the whole number go on in every prompt
+    the lowest are tried: prompts are read exactly and selectively in turn, and the number behind
+    them. The first layer is taken from which on the loss stays within the tolerance and no number
+    is lost that exact reading finds. It is kept for this model, and is where `selective` and
+    `gemfilter` begin from then on.
 
     Args:
         documents: files, a text each; none for essays or Python's documentation.
@@ -47,8 +52,8 @@ class EarlyLayer(Study):
             that are.
         tolerance: by how much the loss may be above that of exact reading, nats per token.
         samples: prompts, with the number at another depth each.
-        document_tokens: length that texts are cut to; shorter where one of them has no more, or
-            the model no positions.
+        document_tokens: length that every fourth text is cut to, the others to a half, a quarter
+            and an eighth of it; shorter where one of them has no more, or the model no positions.
         digits: of the number.
         rivals: other numbers in the text, said of other things in the same words.
         budget: tokens kept per head and layer, window included.
@@ -64,7 +69,7 @@ class EarlyLayer(Study):
     keep_ratio: float = 0.15
     tolerance: float = 0.05
     samples: int = 6
-    document_tokens: int = 2048
+    document_tokens: int = 7168
     digits: int = 6
     rivals: int = 8
     budget: int = 256
@@ -144,6 +149,7 @@ class EarlyLayer(Study):
 
         _, text = texts[number % len(texts)]
         ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids[: max(LEAST_TOKENS, len(ids) >> number % _LENGTHS)]
         seed = f"{self.seed}/{number}"
         rivals: Record = {"count": self.rivals, "digits": self.digits}
         return hidden_copy(
@@ -156,7 +162,7 @@ class EarlyLayer(Study):
         )
 
     def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:
-        """Which part of a hidden number the votes of one layer let go on.
+        """Which part of a hidden number the votes of one layer let go on, at half the share.
 
         Args:
             copy: the prompt.
@@ -164,7 +170,7 @@ class EarlyLayer(Study):
         """
         from snapkv.prefill.selective import tokens_that_go_on
 
-        chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio, least_tokens=0)
+        chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio / 2, least_tokens=0)
         if chosen is None:
             return 1.0
         places = set(chosen.keep_indices[0, 0].tolist())
@@ -250,8 +256,8 @@ class EarlyLayer(Study):
         votes, tried = (_rows_of(rows, of) for of in ("votes", "reading"))
         last = max([*tried, 3 * (len(votes) + 1) // 4])
         return Table(
-            title=f"{self.keep_ratio:.0%} of the tokens go on behind some layers; "
-            f"budget {self.budget}, loss in nats per token",
+            title=f"{self.keep_ratio:.0%} of the tokens go on behind some layers, the number at "
+            f"half of that; budget {self.budget}, loss in nats per token",
             header=("layers", "number goes on", "right", "exactly", "loss", "exactly", "time"),
             lines=[
                 _line(row, tried.get(layer))
