@@ -74,13 +74,19 @@ def measure(first: int) -> None:
         if run not in known:
             file.write(json.dumps(run) + "\n")
         for text in held_out(loaded.tokenizer, range(first, ROUNDS)):
-            if text.name in {row.get("text") for row in read_rows(ROWS)}:
+            if _is_there(text):
                 continue
             read = ReadText(loaded.model, text.ids)
             rows = [_row(loaded.tokenizer, read, text, each) for each in text.asked]
+            if _is_there(text):  # from one that runs side by side
+                continue
             file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-            file.flush()  # at once, so that two that run side by side do not mix theirs
+            file.flush()  # at once, so that two do not mix theirs
             print(text.name, [row["full"] for row in rows], file=sys.stderr, flush=True)
+
+
+def _is_there(text: HeldOut) -> bool:
+    return text.name in {row.get("text") for row in read_rows(ROWS)}
 
 
 @torch.inference_mode()

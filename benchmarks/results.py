@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks import (
     appending,
     auto_budget,
+    auto_budget_held_out,
     bits,
     chunked,
     compatibility,
@@ -50,6 +51,7 @@ PAGES = (ROOT / "docs/results.md", ROOT / "README.md")
 OF_ROWS = (
     appending,
     auto_budget,
+    auto_budget_held_out,
     bits,
     chunked,
     compatibility,

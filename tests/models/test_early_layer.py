@@ -118,4 +118,4 @@ def test_the_folder_is_in_the_cache_folder(monkeypatch, tmp_path):
 
 
 def test_what_was_found_of_the_demo_model_comes_with_the_package(demo):
-    assert known_early_layer(demo.model) == 16
+    assert known_early_layer(demo.model) == 18

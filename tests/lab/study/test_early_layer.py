@@ -57,6 +57,15 @@ def test_what_votes_let_go_on_of_a_number_by_hand():
     assert [share(20), share(22), share(18), share(30)] == [1.0, 0.5, 0.5, 0.0]
 
 
+def test_prompts_are_of_four_lengths_in_turn(demo):
+    study = replace(SMALL, samples=5, rivals=0)
+    texts = [("garden", "The garden is quiet and the path is long. " * 200)]
+    first, *shorter = [len(study._copy(demo, texts, number).prompt) for number in range(5)]
+    text = len(demo.tokenizer(texts[0][1], add_special_tokens=False)["input_ids"])
+    said = first - text
+    assert shorter == [text // 2 + said, text // 4 + said, text // 8 + said, first]
+
+
 def reading(layer, number, *, loss, right=True, exact_right=True, ms=60.0):
     return {
         "sample": str(number),
@@ -116,7 +125,7 @@ def test_a_search_on_the_demo_is_remembered_and_continued(
     tried = [row["layer"] for row in rows if row["of"] == "reading"]
     assert len(tried) == 1
     assert found["layer"] in (None, *tried)
-    assert known_early_layer(demo.model) == (found["layer"] or 16)  # which the package knows
+    assert known_early_layer(demo.model) == (found["layer"] or 18)  # which the package knows
     assert str(early_layers if found["layer"] else "nothing is stored") in findings.closing
     saved = (tmp_path / "first" / "summary.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in saved] == findings.rows
