@@ -256,6 +256,17 @@ SHOWN: dict[str, Shown] = {
             "auto 0.0025, by head",
         ),
     ),
+    "longer": Shown(
+        "auto_budget_held_out",
+        "Right answers (share of the tokens kept), 117 of 195 questions",
+        ("policy", "1,024 tokens", "7,168 tokens", "all"),
+        ("undiluted 0.0025", "auto 0.0015 (default)", "auto 0.001", "fading 1/4"),
+    ),
+    "longer-words": Shown(
+        "auto_budget_held_out",
+        "The word for the lost votes, and whether the answer was right",
+        ("word", "all", "auto 0.0015", "fading 1/4"),
+    ),
     "default": Shown(
         "auto_budget",
         "Prompts of about 1,030 tokens",
