@@ -131,7 +131,7 @@ class CompressedCache(Cache):
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
             self.reading.require_ids(key_states.shape[0], new_tokens)
-            if self.reading.prompt_end is None:
+            if not torch.compiler.is_compiling() and self.reading.prompt_end is None:
                 self.reading.require_queries(self.reading.seen_tokens + new_tokens)
         if layer_idx == self._first and not torch.compiler.is_compiling():
             self._require_seam()
