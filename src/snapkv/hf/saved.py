@@ -13,7 +13,6 @@ from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.reading import Reading
 from snapkv.cache.saving.encoding import decode_layer, encode_layer
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
-from snapkv.cache.saving.format1 import in_parts
 from snapkv.cache.saving.packing import pack, unpack
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
@@ -104,8 +103,7 @@ def read(
 
 def contents(file: SealedFile) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes of a cache's file, as `encoded` gives them today."""
-    notes = in_parts(file.notes, file.tensors) if file.version == 1 else file.notes
-    return unpack(file.tensors, notes.get("packed", {})), notes
+    return unpack(file.tensors, file.notes.get("packed", {})), file.notes
 
 
 def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

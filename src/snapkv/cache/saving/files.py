@@ -31,13 +31,11 @@ class SealedFile(NamedTuple):
     Attributes:
         tensors: on the host.
         notes: JSON.
-        version: of the format.
         seal: the SHA-256 of all its bytes, with zeros in the digest's own place.
     """
 
     tensors: dict[str, Tensor]
     notes: dict[str, Any]
-    version: int
     seal: str
 
 
@@ -125,11 +123,9 @@ def read_sealed(path: Path, *, most_bytes: int | None = None) -> SealedFile:
         if isinstance(error, CacheFileError):
             raise
         raise _damaged(path, str(error)) from error
-    known = {f"{_FORMAT}{version}": version for version in range(1, _VERSION + 1)}
-    if metadata.get("format") not in known:
-        got = metadata.get("format")
-        raise _damaged(path, f"its format is {got!r}, not {_FORMAT}{_VERSION} or before")
-    return SealedFile(tensors, notes, known[metadata["format"]], seal)
+    if metadata.get("format") != f"{_FORMAT}{_VERSION}":
+        raise _damaged(path, f"its format is {metadata.get('format')!r}, not {_FORMAT}{_VERSION}")
+    return SealedFile(tensors, notes, seal)
 
 
 def seal_of(path: Path, *, checked: bool = True) -> str:
