@@ -95,7 +95,7 @@ class FakeEngine:
     async def look_at(self, path):
         if not path.is_file():
             raise CacheFileError("path: expected a cache that was saved before")
-        _, notes, _, seal = read_sealed(path)
+        _, notes, seal = read_sealed(path)
         return Saved(path=path, seal=seal, token_ids=tuple(notes["ids"]), kept_tokens=notes["kept"])
 
     async def adopt(self, document_id, saved):

@@ -175,14 +175,13 @@ def test_a_file_worked_by_hand(tmp_path):
         values=[values],
         policy=KVzip(2, window_size=1, sink_tokens=1),
     )
-    tensors, notes, version, _ = read_sealed(tmp_path / "one")
+    tensors, notes, _ = read_sealed(tmp_path / "one")
     assert {name: (str(each.dtype), each.tolist()) for name, each in tensors.items()} == {
         "beside.input_ids": ("torch.int64", [[11, 12, 13]]),
         "layers.0.slots.kept": ("torch.int32", [[[0, 2]]]),
         "layers.0.store.keys": ("torch.float32", [[[[1.0, 2.0], [3.0, 4.0]]]]),
         "layers.0.store.values": ("torch.float32", [[[[5.0], [6.0]]]]),
     }
-    assert version == 2
     assert (notes["model"], notes["recalls"]) == (TINY, False)
     assert (notes["seen_tokens"], notes["turn_start"], notes["prompt_end"]) == (3, 0, 3)
     assert notes["policy"] == json.loads(
