@@ -133,7 +133,7 @@ def test_per_query_head_selection_equals_its_masked_oracle(family, implementatio
     policy = SnapKV(BUDGET, window_size=8, kernel_size=5, group_reduce="none")
     cache = CompressedCache(model, policy)
     if shares_one_latent(model):
-        with pytest.raises(UnsupportedModelError, match="latent attention"):
+        with pytest.raises(UnsupportedModelError, match="the latent attention of"):
             feed(model, cache, ids, continuation)
         return
     got = feed(model, cache, ids, continuation)[:, 1:]

@@ -281,9 +281,8 @@ def test_storage_and_readings_that_cannot_hold_it_are_refused():
     model, policy = tiny_model("llama"), ScoreThreshold(SnapKV(40, window_size=8), at_least=0.016)
     with pytest.raises(InvalidArgumentError, match="storage: expected a policy that keeps"):
         CompressedCache(model, policy, storage="static")
-    cache = CompressedCache(model, policy, quantize="int8")
     with pytest.raises(InvalidArgumentError, match="quantize: expected a policy that"):
-        call(model, cache, random_ids(1, 80))
+        CompressedCache(model, policy, quantize="int8")
     with pytest.raises(InvalidArgumentError, match="turns='compress' without recall"):
         CompressedCache(model, policy, turns="compress")
     cache = CompressedCache(model, policy)

@@ -42,6 +42,8 @@ def look_back(layer: CompressedLayer, queries: Tensor) -> Tensor:
         queries = _with_tail(layer, queries)
         forget_queries(layer)
         return queries
+    if (tail := layer.notes.last_queries) is not None:  # no more of it than stays
+        _hold(layer, last_tokens(tail, history - queries.shape[-2]))
     queries = last_tokens(_with_tail(layer, queries), history)
     _hold(layer, queries)
     return queries

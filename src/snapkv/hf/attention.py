@@ -364,8 +364,8 @@ def _require_own_keys_unasked(call: AttentionCall, handed: handoff.Handoff) -> N
         if is_asked:
             handed.take_back()
             raise UnsupportedModelError(
-                f"{option}: expected attention to the keys as they are stored, got "
-                f"{type(call.module).__name__}, whose heads share one stored latent; {remedy}"
+                f"{option}: expected attention to the keys as they are stored, got the latent "
+                f"attention of {type(call.module).__name__}, whose heads share one; {remedy}"
             )
 
 
