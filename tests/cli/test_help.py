@@ -31,7 +31,7 @@ SAME = {
     "data": "file|folder",
     "depths": "places",
     "digits": "of the .*number",
-    "document_tokens": "^length that (documents|texts) are cut to",
+    "document_tokens": "^length that ((documents|texts) are|every fourth text is) cut to",
     "documents": "^[Hh]ow many",
     "generation_windows": "(parts|windows) of the answer",
     "group_reduce": "heads that share keys",

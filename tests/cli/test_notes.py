@@ -208,8 +208,8 @@ def test_a_check_is_a_line_and_a_status():
     ("lost", "peak", "ending"),
     [
         (None, None, None),
-        (0.5, 0.0019, None),
-        (0.12, 0.002, "--budget 128"),
+        (0.5, 0.0012, None),
+        (0.12, 0.0013, "--budget 128"),
         (0.05, 0.05, "--budget 128"),
     ],
 )

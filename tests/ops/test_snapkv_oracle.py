@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from snapkv import UnsupportedModelError, ops
+from snapkv import ops
 from snapkv.policies import SnapKV
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
@@ -270,13 +270,6 @@ def test_heads_that_share_one_stored_latent_vote_together(group_reduce):
     assert oracle.cut_gap(scores, 12) > ROUNDING * 6
     selection = policy.select(replace(layer, stored_heads=1))
     assert our_kept(selection, layer) == [oracle.kept_positions(scores, 45, 12)]
-
-
-def test_a_set_per_query_head_is_refused_where_heads_share_one_latent():
-    layer = random_layer(4, kv_heads=4, prompt_tokens=45, query_tokens=6)
-    policy = SnapKV(budget=18, window_size=6, group_reduce="none")
-    with pytest.raises(UnsupportedModelError, match=r"group_reduce: expected .* got 'none'; leave"):
-        policy.select(replace(layer, stored_heads=1))
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "none"])
