@@ -225,11 +225,12 @@ class CompressedManager(FullAttentionManager):
             request_id, held, *cached, num_tokens_main_model, **kwargs
         )
         step_tokens = num_tokens_main_model - total_computed_tokens
-        room = self.room_blocks(request_id, total_computed_tokens, step_tokens)
-        if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
-            room += 2  # the block that is copied, and its copy, are not its own for this step
-        own = missing + len(self.unshared_blocks(request_id))
-        self.lacking_blocks = max(0, room - own)
+        self.lacking_blocks = 0
+        if room := self.room_blocks(request_id, total_computed_tokens, step_tokens):
+            own = missing + len(self.unshared_blocks(request_id))
+            if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
+                own -= 2  # the block that is copied, and its copy, are not its own for this step
+            self.lacking_blocks = max(0, room - own)
         return missing + self.lacking_blocks
 
     def allocate_new_blocks(

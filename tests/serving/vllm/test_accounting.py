@@ -235,6 +235,13 @@ def test_shared_blocks_are_no_room_for_what_is_kept(config):
     assert [block.ref_cnt for block in mine] == [1] * 6
 
 
+def test_a_step_that_keeps_nothing_looks_at_no_block_for_its_room(config, monkeypatch):
+    _, manager = holding(config, mine=6, free=1, kept=8)
+    monkeypatch.setattr(manager, "unshared_blocks", None)  # not to be called
+    assert manager.get_num_blocks_to_allocate("a", 20, [], 16, 16, 20) == 0
+    assert manager.lacking_blocks == 0
+
+
 def test_room_comes_back_when_a_request_is_preempted_before_its_step(config):
     blocks, manager = holding(config, mine=6, free=5, kept=8)
     blocks.take_room("a", 20, 4)
