@@ -97,6 +97,11 @@ class CompressedManager(FullAttentionManager):
         """Blocks of a request that nobody else holds, the last first."""
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
+    @property
+    def holds_room(self) -> bool:
+        """Whether blocks that were free are set aside for what is kept."""
+        return any(fresh for fresh, _ in self._rooms.values())
+
     def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
         """Blocks that the tokens move to which a request keeps within so many computed tokens.
 
@@ -300,10 +305,18 @@ class CompressedBlocks:
         """Whether the request vLLM asked about last needs more blocks for what it will keep."""
         return any(manager.lacking_blocks for manager in self._managers.values())
 
-    def take_room(self, request_id: str, seen_tokens: int, step_tokens: int) -> None:
+    @property
+    def hold_room(self) -> bool:
+        """Whether blocks that were free are set aside for what the step under way keeps."""
+        return any(manager.holds_room for manager in self._managers.values())
+
+    def take_room(
+        self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
+    ) -> None:
         """Set blocks aside for what a step keeps of a request, once it has those of the step.
 
-        Fresh ones while there are some, so that the request's own can still be found.
+        Fresh ones while there are more than `others_blocks`, so that the request's own can still be
+        found, and that other requests of the step find some.
         """
         rooms, least = {}, {}
         for manager in self._managers.values():
@@ -313,7 +326,8 @@ class CompressedBlocks:
                 least[manager] = max(0, room - len(manager.unshared_blocks(request_id)))
         for manager, room in rooms.items():
             free = manager.block_pool.get_num_free_blocks() - sum(least.values())
-            manager.take_room(request_id, room, min(room, free + least.pop(manager)))
+            spare = max(0, free - others_blocks)
+            manager.take_room(request_id, room, min(room, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
         """Free the blocks that the kept tokens of a request do not need, in every group.
