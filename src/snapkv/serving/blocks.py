@@ -131,6 +131,8 @@ class CompressedManager(FullAttentionManager):
         room = order.room_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
+        shares = self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0
+        assert request_id in self._rooms or not shares, "others may read what it would overwrite"
         fresh, own = self._rooms.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)

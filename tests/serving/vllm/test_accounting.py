@@ -245,6 +245,17 @@ def test_shared_blocks_are_no_room_for_what_is_kept(config):
     assert [block.ref_cnt for block in mine] == [1] * 6
 
 
+def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config):
+    blocks, manager = holding(config, mine=6, free=1, kept=8)
+    mine = list(manager.req_to_blocks["a"])
+    with pytest.raises(AssertionError, match="others may read"):
+        blocks.compress("a", ended_at(24, 24, 8))
+    assert manager.req_to_blocks["a"] == mine
+    manager.dropped_tokens["a"] = 4  # its blocks are its own since it was compressed
+    blocks.compress("a", ended_at(28, 24, 8))
+    assert manager.req_to_blocks["a"] == mine[:2]
+
+
 def test_a_step_that_keeps_nothing_looks_at_no_block_for_its_room(config, monkeypatch):
     _, manager = holding(config, mine=6, free=1, kept=8)
     monkeypatch.setattr(manager, "unshared_blocks", None)  # not to be called
@@ -310,7 +321,7 @@ def beside(config, monkeypatch, *, step, first, second, after):
 def test_a_request_that_generates_has_its_next_block_beside_one_that_keeps(
     config, monkeypatch, second
 ):
-    """Three blocks are free in the step in which the first one keeps eight; one of four needs one."""
+    """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
     found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
     assert found == (0, 0)
 
