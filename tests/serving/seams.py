@@ -218,6 +218,11 @@ SEAMS = (
         test="test_the_second_runner_says_whether_all_requests_decode",
     ),
     Seam(
+        parts="names of the processes that vLLM starts",
+        purpose="`lifetime.py`: those and no others end with what started them",
+        test="test_processes_have_the_names_by_which_they_are_known",
+    ),
+    Seam(
         parts="`get_tp_group`, `get_pp_group`, `is_first_rank`",
         purpose="`metrics.py`: one process of an engine tells the time of compressions",
         test="test_a_worker_knows_whether_it_is_the_first_of_its_engine",

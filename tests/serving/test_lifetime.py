@@ -29,14 +29,16 @@ def worker(files):
     time.sleep(60)
 
 def engine(context, files):
-    context.Process(target=worker, args=(files,)).start()
+    end_with_parent()  # before it forks
+    context.Process(target=worker, args=(files,), name="VllmWorker-0").start()
     worker(0)
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[1])
     with metrics_folder():
         print(os.environ[METRICS], flush=True)
-        context.Process(target=engine, args=(context, int(sys.argv[2]))).start()
+        arguments = context, int(sys.argv[2])
+        context.Process(target=engine, args=arguments, name="EngineCore").start()
         time.sleep(60)
 """
 
@@ -67,6 +69,7 @@ gone = subprocess.Popen([sys.executable, "-c", ""])
 gone.wait()
 os.environ[{METRICS!r}] = {str(tmp_path)!r}
 multiprocessing.parent_process = lambda: gone
+multiprocessing.current_process().name = "EngineCore_DP0"
 end_with_parent()
 time.sleep(60)
 """
@@ -75,10 +78,37 @@ time.sleep(60)
     assert tmp_path.exists()
 
 
-def test_a_process_that_nobody_has_started_so_watches_none(monkeypatch):
-    before = threading.active_count()
+@linux
+def test_a_process_of_vllm_watches_once_and_one_of_a_user_never():
+    code = """
+import multiprocessing, os, threading
+from snapkv.serving.lifetime import end_with_parent
+def watching():
     end_with_parent()
+    end_with_parent()
+    return threading.active_count() - 1
+def child(end):
+    me = multiprocessing.current_process()
+    watches = [watching()]
+    me.name = "ApiServer_0"
+    watches.append(watching())
+    end.send(watches)
+receiving, end = multiprocessing.Pipe()
+assert watching() == 0
+multiprocessing.current_process().name = "EngineCore"
+assert watching() == 0
+mine = multiprocessing.get_context("fork").Process(target=child, args=(end,), name="Process-1")
+mine.start()
+print(receiving.recv())
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=30, check=True, capture_output=True)
+    assert done.stdout == b"[0, 1]\n"
+
+
+def test_where_a_parent_cannot_be_watched_nothing_happens(monkeypatch):
+    before = threading.active_count()
     monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
     monkeypatch.delattr(os, "pidfd_open", raising=False)
     end_with_parent()
     assert threading.active_count() == before
@@ -91,5 +121,6 @@ def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
         assert folder.is_dir()
     assert own_folder() is None
     assert not folder.exists()
-    monkeypatch.setenv(METRICS, "/of/the/user")
-    assert own_folder() is None
+    for users in ("/of/the/user", "/of/the/user/snapkv-metrics-prod"):
+        monkeypatch.setenv(METRICS, users)
+        assert own_folder() is None

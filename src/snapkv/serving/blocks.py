@@ -97,6 +97,11 @@ class CompressedManager(FullAttentionManager):
         """Blocks of a request that nobody else holds, the last first."""
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
+    @property
+    def holds_room(self) -> bool:
+        """Whether blocks that were free are set aside for what is kept."""
+        return any(fresh for fresh, _ in self._rooms.values())
+
     def room_blocks(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
         """Blocks that the tokens move to which a request keeps within so many computed tokens.
 
@@ -126,6 +131,8 @@ class CompressedManager(FullAttentionManager):
         room = order.room_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
         in_place: list[KVCacheBlock] = blocks[: cdiv(room, self.block_size)]
+        shares = self.enable_caching and self.dropped_tokens.get(request_id, 0) <= 0
+        assert request_id in self._rooms or not shares, "others may read what it would overwrite"
         fresh, own = self._rooms.pop(request_id, ([], in_place))
         stay = set(_ids(own))
         self.block_pool.free_blocks(one for one in reversed(blocks) if one.block_id not in stay)
@@ -225,11 +232,12 @@ class CompressedManager(FullAttentionManager):
             request_id, held, *cached, num_tokens_main_model, **kwargs
         )
         step_tokens = num_tokens_main_model - total_computed_tokens
-        room = self.room_blocks(request_id, total_computed_tokens, step_tokens)
-        if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
-            room += 2  # the block that is copied, and its copy, are not its own for this step
-        own = missing + len(self.unshared_blocks(request_id))
-        self.lacking_blocks = max(0, room - own)
+        self.lacking_blocks = 0
+        if room := self.room_blocks(request_id, total_computed_tokens, step_tokens):
+            own = missing + len(self.unshared_blocks(request_id))
+            if self._has_partial_local_hit(new_computed_blocks, num_local_computed_tokens):
+                own -= 2  # the block that is copied, and its copy, are not its own for this step
+            self.lacking_blocks = max(0, room - own)
         return missing + self.lacking_blocks
 
     def allocate_new_blocks(
@@ -299,10 +307,18 @@ class CompressedBlocks:
         """Whether the request vLLM asked about last needs more blocks for what it will keep."""
         return any(manager.lacking_blocks for manager in self._managers.values())
 
-    def take_room(self, request_id: str, seen_tokens: int, step_tokens: int) -> None:
+    @property
+    def hold_room(self) -> bool:
+        """Whether blocks that were free are set aside for what the step under way keeps."""
+        return any(manager.holds_room for manager in self._managers.values())
+
+    def take_room(
+        self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
+    ) -> None:
         """Set blocks aside for what a step keeps of a request, once it has those of the step.
 
-        Fresh ones while there are some, so that the request's own can still be found.
+        Fresh ones while there are more than `others_blocks`, so that the request's own can still be
+        found, and that other requests of the step find some.
         """
         rooms, least = {}, {}
         for manager in self._managers.values():
@@ -312,7 +328,8 @@ class CompressedBlocks:
                 least[manager] = max(0, room - len(manager.unshared_blocks(request_id)))
         for manager, room in rooms.items():
             free = manager.block_pool.get_num_free_blocks() - sum(least.values())
-            manager.take_room(request_id, room, min(room, free + least.pop(manager)))
+            spare = max(0, free - others_blocks)
+            manager.take_room(request_id, room, min(room, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
         """Free the blocks that the kept tokens of a request do not need, in every group.

@@ -1,6 +1,7 @@
 """The processes of a server end with the one that started them, and take its folder along."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import select
@@ -14,37 +15,48 @@ from pathlib import Path
 METRICS = "PROMETHEUS_MULTIPROC_DIR"
 """Names the folder through which processes count together, before prometheus_client is imported."""
 
-_OURS = "snapkv-metrics-"
+PROCESSES = ("EngineCore", "VllmWorker-", "ApiServer_")
+"""How the names of the processes that vLLM starts begin: engines, workers, several web servers."""
+
+_OURS = "SNAPKV_METRICS_DIR"
+"""Names that folder once more, where it is one of `metrics_folder`."""
 
 
 @contextlib.contextmanager
 def metrics_folder() -> Iterator[None]:
     """Have the processes that are started meanwhile count in a folder of their own."""
-    with tempfile.TemporaryDirectory(prefix=_OURS) as folder:
-        os.environ[METRICS] = folder
+    with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
+        os.environ[METRICS] = os.environ[_OURS] = folder
         try:
             yield
         finally:
-            del os.environ[METRICS]  # what this process starts next has no such folder
+            for name in (METRICS, _OURS):  # what this process starts next has no such folder
+                del os.environ[name]
 
 
 def own_folder() -> Path | None:
     """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
-    folder = Path(os.environ.get(METRICS, ""))
-    return folder if folder.name.startswith(_OURS) else None
+    folder = os.environ.get(_OURS)
+    return Path(folder) if folder and folder == os.environ.get(METRICS) else None
 
 
 def end_with_parent() -> None:
-    """Watch the process that has started this one, and kill this one when that one is gone.
+    """Watch the process that has started this one of vLLM's, and kill this one when that is gone.
 
     A process that is killed cannot stop its children: vLLM's engine would stay, and with it the
-    memory that a successor needs, and the metrics. Where Python's `multiprocessing` has not started
-    this process, or the system cannot watch one that is no child (it takes Linux), nothing happens.
+    memory that a successor needs, and the metrics. Where vLLM has not started this process (it may
+    be a user's own that runs an engine), or the system cannot watch one that is no child (it takes
+    Linux), nothing happens.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None and hasattr(os, "pidfd_open"):
-        watching = threading.Thread(target=_outlive, args=(parent.pid,), daemon=True)
-        watching.start()
+    of_vllm = multiprocessing.current_process().name.startswith(PROCESSES)
+    if parent is not None and of_vllm and hasattr(os, "pidfd_open"):
+        _watch(parent.pid)
+
+
+@functools.cache  # a forked process has another parent
+def _watch(process: int) -> None:
+    threading.Thread(target=_outlive, args=(process,), daemon=True).start()
 
 
 def _outlive(process: int) -> None:

@@ -122,12 +122,14 @@ class _CompressingScheduler(Scheduler):
     ) -> Any:
         """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
         slots = self._allocate_slots(request, num_new_tokens, num_new_computed_tokens, **kwargs)
-        self._lacks_room = slots is None and self._blocks.lack_room
+        runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
+        self._lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
         if slots is not None:
             self._waiting_for_room.discard(request.request_id)
             seen = request.num_computed_tokens + num_new_computed_tokens
-            self._blocks.take_room(request.request_id, seen, num_new_tokens)
-        elif request.status != RequestStatus.RUNNING:
+            others = len(self.running) * len(self.kv_cache_config.kv_cache_groups)
+            blocks.take_room(request.request_id, seen, num_new_tokens, others_blocks=others)
+        elif not runs:
             self._count_wait(request)
         return slots
 

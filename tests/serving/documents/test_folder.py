@@ -90,6 +90,29 @@ def test_any_name_is_a_files_name(tmp_path, name):
     asyncio.run(run())
 
 
+def test_the_line_of_registrations_ends_also_while_the_folder_is_restored(tmp_path):
+    async def run():
+        await World(tmp_path).documents.register("", BODY)
+        world, restoring = World(tmp_path, most_bytes=100_000), asyncio.Event()
+        look_at = world.engine.look_at
+
+        async def looked_at_later(path):
+            await restoring.wait()
+            return await look_at(path)
+
+        world.engine.look_at = looked_at_later
+        bodies = [{**BODY, "name": f"n{number}"} for number in range(66)]
+        line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
+        await asyncio.sleep(0)
+        assert [one.done() for one in line] == [False] * 64 + [True] * 2
+        restoring.set()
+        found = await asyncio.gather(*line, return_exceptions=True)
+        assert [isinstance(one, RefusedError) for one in found] == [False] * 64 + [True] * 2
+        assert len(await world.names()) == 65
+
+    asyncio.run(run())
+
+
 def test_names_that_are_cut_stay_apart(tmp_path):
     folder = DocumentFolder(tmp_path)
     places = {folder.place("", "é" * 99 + last) for last in "abc"}

@@ -211,7 +211,7 @@ def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
     blocks, manager = holding(config, mine=6, free=1, kept=8)
     mine = list(manager.req_to_blocks["a"])
     assert lacking(manager) == 0
-    blocks.take_room("a", 20, 4)
+    blocks.take_room("a", 20, 4, others_blocks=0)
     (move,) = blocks.compress("a", ended_at(24, 24, 8))
     assert move.sources == tuple(block.block_id for block in mine)
     assert move.targets[1:] == (mine[-1].block_id,)
@@ -219,6 +219,16 @@ def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
     assert manager.block_pool.get_num_free_blocks() == 5
     assert manager.dropped_tokens == {"a": 16}
     assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
+
+
+def test_the_blocks_that_others_may_need_are_no_room_while_its_own_will_do(config):
+    blocks, manager = holding(config, mine=6, free=3, kept=8)
+    blocks.take_room("a", 20, 4, others_blocks=2)
+    assert manager.block_pool.get_num_free_blocks() == 2
+    blocks, manager = holding(config, mine=6, free=3, kept=8)
+    manager.block_pool.touch(manager.req_to_blocks["a"])
+    blocks.take_room("a", 20, 4, others_blocks=2)
+    assert manager.block_pool.get_num_free_blocks() == 1
 
 
 def test_shared_blocks_are_no_room_for_what_is_kept(config):
@@ -229,15 +239,33 @@ def test_shared_blocks_are_no_room_for_what_is_kept(config):
     assert blocks.lack_room
     manager.block_pool.free_blocks(mine[:1])
     assert lacking(manager) == 2
-    blocks.take_room("a", 20, 4)
+    blocks.take_room("a", 20, 4, others_blocks=0)
     (move,) = blocks.compress("a", ended_at(24, 24, 12))
     assert move.targets[2:] == (mine[0].block_id,)
     assert [block.ref_cnt for block in mine] == [1] * 6
 
 
+def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config):
+    blocks, manager = holding(config, mine=6, free=1, kept=8)
+    mine = list(manager.req_to_blocks["a"])
+    with pytest.raises(AssertionError, match="others may read"):
+        blocks.compress("a", ended_at(24, 24, 8))
+    assert manager.req_to_blocks["a"] == mine
+    manager.dropped_tokens["a"] = 4  # its blocks are its own since it was compressed
+    blocks.compress("a", ended_at(28, 24, 8))
+    assert manager.req_to_blocks["a"] == mine[:2]
+
+
+def test_a_step_that_keeps_nothing_looks_at_no_block_for_its_room(config, monkeypatch):
+    _, manager = holding(config, mine=6, free=1, kept=8)
+    monkeypatch.setattr(manager, "unshared_blocks", None)  # not to be called
+    assert manager.get_num_blocks_to_allocate("a", 20, [], 16, 16, 20) == 0
+    assert manager.lacking_blocks == 0
+
+
 def test_room_comes_back_when_a_request_is_preempted_before_its_step(config):
     blocks, manager = holding(config, mine=6, free=5, kept=8)
-    blocks.take_room("a", 20, 4)
+    blocks.take_room("a", 20, 4, others_blocks=0)
     assert manager.block_pool.get_num_free_blocks() == 3
     manager.free("a")
     assert manager.block_pool.get_num_free_blocks() == 11
@@ -262,6 +290,46 @@ def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
     assert running.worker.tokens == {name: answer(tokens, 8) for name in ("first", "second")}
     assert running.worker.compressed["prompt"] == 1
     assert len(waits) == 1
+
+
+def beside(config, monkeypatch, *, step, first, second, after):
+    """Two requests that read `step` tokens a step together, the second begun some steps later.
+
+    The first is compressed, the second stays whole; returns how many were preempted, and waited.
+    """
+    monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", step)
+    running, waits = simulation(config, caching=True, ahead=0), []
+    running.scheduler._metrics.waits = lambda: waits.append("once")
+    tokens = {"first": list(range(1, first + 1)), "second": [2] * second}
+    running.scheduler.add_request(request("first", tokens["first"], 4, {"snapkv_budget": 30}))
+    for _ in range(after):
+        running.step()
+    running.scheduler.add_request(request("second", tokens["second"], 9, {"snapkv_budget": 0}))
+    while running.scheduler.requests:
+        running.step()
+    running.drain()
+    generated = {"first": 4, "second": 9}
+    assert running.worker.tokens == {
+        name: answer(ids, generated[name]) for name, ids in tokens.items()
+    }
+    assert running.worker.compressed["prompt"] == 1
+    return running.preempted, len(waits)
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+@pytest.mark.parametrize("second", range(20, 24))
+def test_a_request_that_generates_has_its_next_block_beside_one_that_keeps(
+    config, monkeypatch, second
+):
+    """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
+    found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
+    assert found == (0, 0)
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+def test_one_that_is_preempted_beside_a_room_waits_for_it(config, monkeypatch):
+    """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
+    assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
 
 
 @pytest.mark.parametrize("limits", [False], indirect=True)

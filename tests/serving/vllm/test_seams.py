@@ -573,6 +573,20 @@ def test_workers_measure_their_memory_with_the_runners_profile_run():
         assert parameters(runner.profile_run) == ["self", "randomize_inputs"]
 
 
+def test_processes_have_the_names_by_which_they_are_known():
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.utils import APIServerProcessManager
+
+    from snapkv.serving.lifetime import PROCESSES
+
+    engine, worker, web = PROCESSES
+    name = f'name=f"{engine}_DP{{global_index}}" if is_dp else "{engine}"'
+    assert name in inspect.getsource(CoreEngineProcManager)
+    assert f'name=f"{worker}{{rank}}"' in inspect.getsource(WorkerProc)
+    assert f'name=f"{web}{{i}}"' in inspect.getsource(APIServerProcessManager)
+
+
 def test_a_worker_knows_whether_it_is_the_first_of_its_engine():
     from vllm.distributed import get_pp_group, get_tp_group
     from vllm.distributed.parallel_state import GroupCoordinator

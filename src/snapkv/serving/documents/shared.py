@@ -98,7 +98,6 @@ class SharedDocuments:
                 "way, which are done one after the other, got one more; try again later",
                 BUSY,
             )
-        await self.restored()
         task = asyncio.create_task(self._register(tenant, body))
         self._registrations[task] = tenant
         task.add_done_callback(self._ended)
@@ -188,6 +187,7 @@ class SharedDocuments:
         return self._folder.place(tenant, name)
 
     async def _register(self, tenant: str, body: Mapping[str, Any]) -> SharedDocument:
+        await self.restored()
         async with self._own_turn[tenant], self._one_at_a_time:  # each tenant waits with one alone
             self.catalogue.require_free(tenant, body["name"])
             if body.get("file") is None:
