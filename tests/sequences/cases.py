@@ -147,4 +147,13 @@ CASES = {
         ScoreThreshold(SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
         (Turn(10, pads=(0, 2)), Crop(6)),
     ),
+    # What was left of codes that were cropped cou    # The judge knew of the queries that a crop takes only where it reached into a turn.
+    "crop behind a turn, and a short one": Sequence(
+        "llama",
+        ScoreThreshold(SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),
+        (Turn(11, how="generate", answer=6), Crop(3), Turn(2)),
+        HOST,
+    ),
+    # The judge compared the logits of no token.
+    "a row of which nothing has come yet": Sequence("llama", FITS, (Begin(1, of=2, pads=(1,)),)),
 }

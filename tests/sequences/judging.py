@@ -76,6 +76,12 @@ class Judge:
         return self.options.get("recall") is not None
 
     @property
+    def looks_back(self) -> bool:
+        """Whether the end of a short turn votes with queries of what stands before it."""
+        votes = self.recalls or self.options.get("turns") == "compress"
+        return votes and self.options.get("storage") != "static"  # whose steps hold none
+
+    @property
     def _votes_choose_numbers(self) -> bool:
         """Whether it depends on votes how many tokens a layer keeps."""
         inner = [self.policy]
@@ -186,14 +192,14 @@ class Judge:
             return part.passes
         return [("call", part.stop)]
 
-    def lost_votes(self, turn: Part) -> bool:
-        """Whether queries that a crop took would have voted at the end of a turn."""
+    def lost_votes(self, state: State) -> bool:
+        """Whether queries that a crop took would have voted at the end that has been read."""
         wanted = self.policy.query_tokens
-        if not (turn.short_by and wanted):
+        if not (state.short_by and wanted):
             return False
         if wanted != ALL_QUERIES and self.options.get("storage") != "static":
-            wanted = turn.short_by  # as many stand before the crop
-        return turn.stop - turn.resumed_at < wanted
+            wanted = state.short_by  # as many stand before the crop
+        return state.seen - state.resumed_at < wanted
 
     # The oracle.
 
@@ -229,7 +235,8 @@ class Judge:
             state.positions(start, state.seen),
         )[:, -logits.shape[1] :]
         real = state.mask(state.seen)[:, -logits.shape[1] :].bool()
-        self._compare(state, "oracle", logits[real], expected[real])
+        if bool(real.any()):
+            self._compare(state, "oracle", logits[real], expected[real])
 
     def _has_oracle(self, state: State) -> bool:
         """Whether attention is that of a full cache that hides what is not kept."""
