@@ -8,7 +8,9 @@ from snapkv import (
     Compactor,
     DuoAttention,
     FastGen,
+    LagKV,
     PageRecall,
+    Random,
     Scissorhands,
     ScoreThreshold,
     SnapKV,
@@ -147,7 +149,14 @@ CASES = {
         ScoreThreshold(SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
         (Turn(10, pads=(0, 2)), Crop(6)),
     ),
-    # What was left of codes that were cropped cou    # The judge knew of the queries that a crop takes only where it reached into a turn.
+    # What was left of codes that were cropped counted as held as it came.
+    "crop into codes of all that was seen, under recall": Sequence(
+        "llama", Random(28, window_size=8), (Turn(2), Crop(1)), {**HOST, "quantize": "int8"}
+    ),
+    "crop into codes of all that was seen, with pages": Sequence(
+        "llama", LagKV(12, window_size=4), (Turn(2), Crop(1)), {**PAGES, "quantize": "fp8"}
+    ),
+    # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": Sequence(
         "llama",
         ScoreThreshold(SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),

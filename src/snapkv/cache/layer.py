@@ -176,9 +176,15 @@ class CompressedLayer(DynamicLayer):
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
 
     def must_recall(self, count: int) -> bool:
-        """Whether so many of the last tokens cannot be taken back before all are recalled."""
-        is_away = self.offloaded is not None and self.slots.kept is not None
-        return bool(count) and is_away and count > self.slots.whole_tail(self.store)
+        """Whether so many of the last tokens cannot be taken back before all are recalled.
+
+        Where nothing was dropped, what would be left must be as it came: codes are not.
+        """
+        if not count or self.offloaded is None:
+            return False
+        if self.slots.kept is None:
+            return not self.store.is_exact and self.seen_tokens - count < self.offloaded.tokens
+        return count > self.slots.whole_tail(self.store)
 
     def take_back(self, count: int) -> None:
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
