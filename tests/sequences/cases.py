@@ -28,6 +28,7 @@ from tests.sequences.operations import (
 )
 
 HOST, PAGES = {"recall": "host"}, {"recall": PageRecall(1000, page_tokens=2)}
+STATIC = {"storage": "static", "room_tokens": 24}
 FITS = SnapKV(18, window_size=6)
 
 CASES = {
@@ -155,6 +156,16 @@ CASES = {
     ),
     "crop into codes of all that was seen, with pages": Sequence(
         "llama", LagKV(12, window_size=4), (Turn(2), Crop(1)), {**PAGES, "quantize": "fp8"}
+    ),
+    # Refused at the first token without a slot, when others of its turn had been read.
+    "static, a turn by layers that has no room": Sequence(
+        "llama", FITS, (Turn(10), Turn(40, how="layers", piece=4)), STATIC
+    ),
+    "static, a turn in pieces that has no room": Sequence(
+        "llama", FITS, (Turn(10), Turn(40, how="generate", piece=4)), STATIC
+    ),
+    "static, an answer behind a turn that has no room": Sequence(
+        "llama", FITS, (Turn(10), Turn(30, how="generate", answer=6)), STATIC
     ),
     # The judge knew of the queries that a crop takes only where it reached into a turn.
     "crop behind a turn, and a short one": Sequence(

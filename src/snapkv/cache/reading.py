@@ -121,7 +121,8 @@ class Reading:
 
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
-            InvalidArgumentError: the policy would choose by queries of earlier turns, too.
+            InvalidArgumentError: the policy would choose by queries of earlier turns, too; or
+                static storage has no room for the turn.
         """
         require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
@@ -131,6 +132,7 @@ class Reading:
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
         self.require_queries(prompt_tokens)
+        self.require_room(prompt_tokens)
         if not self.is_announced:  # or the turn has begun, and only its end is another
             self.turn_start = seen
         self.prompt_end = prompt_tokens
@@ -176,8 +178,8 @@ class Reading:
                 self._recall_for_a_turn()
             raise
 
-    def require_room(self, new_tokens: int) -> None:
-        """Refuse to generate more tokens behind a prompt than static storage has room for.
+    def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
+        """Refuse a prompt that ends there, and new tokens, without room in static storage.
 
         Raises:
             InvalidArgumentError: there is room for fewer.
@@ -188,6 +190,9 @@ class Reading:
                 f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
+        layer = self.layers[0]
+        if layer.offloaded is None:  # or the turn is read into a store that grows
+            layer.store.room_for(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
 
     # Which tokens come.
 
