@@ -6,8 +6,10 @@ from snapkv import (
     AdaKV,
     AutoBudget,
     Compactor,
+    CriticalKV,
     DuoAttention,
     FastGen,
+    KeyDiff,
     LagKV,
     PageRecall,
     Random,
@@ -173,6 +175,19 @@ CASES = {
         ScoreThreshold(SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),
         (Turn(11, how="generate", answer=6), Crop(3), Turn(2)),
         HOST,
+    ),
+    # Sums that differ in their last bits had one number go to the next code, which is as near.
+    "a number between two codes": Sequence(
+        "llama",
+        CriticalKV(KeyDiff(16, window_size=4), first_share=1.0),
+        (
+            Turn(4),
+            Step(5),
+            Turn(11, how="pieces", piece=5),
+            Turn(1, how="generate", answer=4),
+            Turn(1),
+        ),
+        {**HOST, "refresh_every": 1, "quantize": "int4"},
     ),
     # The judge compared the logits of no token.
     "a row of which nothing has come yet": Sequence("llama", FITS, (Begin(1, of=2, pads=(1,)),)),
