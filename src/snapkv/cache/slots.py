@@ -65,10 +65,6 @@ class SlotMap(RowRecord):
         """Tokens seen, where the store has that many slots."""
         return self.start + slots - self.chosen_slots
 
-    def behind(self, slots: int) -> int:
-        """How many of the slots stand behind the chosen ones."""
-        return slots - self.chosen_slots
-
     @functools.cached_property
     def needs_own_mask(self) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
