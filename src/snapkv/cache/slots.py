@@ -145,7 +145,8 @@ class SlotMap(RowRecord):
         columns, end = self.columns(store), self.seen(store.slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
-        held = (self.positions(store) >= 0).sum(dim=-1)
+        pads = 0 if self.pads is None else self.pads[:, None, None]
+        held = (columns >= pads).sum(dim=-1)
         return min(int(whole.minimum(held - 1).min()), store.croppable_tokens)
 
     def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
