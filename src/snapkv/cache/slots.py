@@ -14,6 +14,7 @@ from torch import Tensor
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.errors import InvalidArgumentError
 from snapkv.storage.base import TokenStore
+from snapkv.validation import MOST, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +200,10 @@ def require_removable(tokens_to_remove: int) -> int:
     """How many of the last tokens a crop takes back, of a count as transformers has it.
 
     Raises:
+        InvalidTypeError: no integer.
         InvalidArgumentError: a positive count.
     """
+    require_int("tokens_to_remove", tokens_to_remove, minimum=-MOST)
     if tokens_to_remove > 0:
         raise InvalidArgumentError(
             f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
