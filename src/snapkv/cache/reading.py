@@ -145,12 +145,13 @@ class Reading:
             InvalidArgumentError: see `expect_prompt`.
         """
         layer, most = self.layers[0], self.policy.most_tokens
-        fits = most is not None and prompt_tokens <= most
-        if not self.seen_tokens or "queries" not in self.policy.needs or fits:
+        if not self.seen_tokens or "queries" not in self.policy.needs:
             return
         held = 0 if layer.notes.last_queries is None else layer.notes.last_queries.shape[2]
-        is_whole = layer.slots.kept is None or any(layer.slots.whole_rows(layer.store))
-        if is_whole and held < self.seen_tokens:
+        if held >= self.seen_tokens:
+            return
+        choosing = layer.slots.choosing_tokens(layer.store, prompt_tokens)
+        if choosing and (most is None or choosing > most):
             raise InvalidArgumentError(
                 f"policy: expected one that does not ask for the queries of earlier turns where "
                 f"one of them fitted the budget, got {self.policy.name} and a turn up to "

@@ -5,6 +5,7 @@ pads of its row out.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -140,6 +141,17 @@ class SlotMap(RowRecord):
         pads = 0 if self.pads is None else self.pads
         rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
         return rows
+
+    def choosing_tokens(self, store: TokenStore, prompt_tokens: int) -> int:
+        """Tokens of a prompt up to there that the longest row chooses of that has not chosen yet.
+
+        Pads count where every row has them; 0 where all rows have chosen.
+        """
+        if self.kept is None:
+            return prompt_tokens
+        whole = self.whole_rows(store)
+        pads = [0] * len(whole) if self.pads is None else self.pads.tolist()
+        return max((prompt_tokens - own for own in itertools.compress(pads, whole)), default=0)
 
     def whole_tail(self, store: TokenStore) -> int:
         """How many of the last tokens every head and row still stores, and another before them."""
