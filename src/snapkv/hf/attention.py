@@ -299,11 +299,7 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
         fair=layer.spans.fair,
         **of_layer(whole, layer),
     )
-    selection = select(layer, prompt)
-    if selection is None:
-        layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
-    else:
-        layer.end_prompt(selection, prompt)
+    layer.end_prompt(select(layer, prompt), prompt)
 
 
 _PHASES: dict[Phase, Callable[..., Attended]] = {
