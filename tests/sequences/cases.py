@@ -109,6 +109,20 @@ CASES = {
     "fastgen with its own tokens, saved": Sequence(
         "llama", FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)), (Turn(10), Save())
     ),
+    # The first layer had dropped its pads, so there was no mask for those that had dropped nothing.
+    "a later turn of a layer that is whole, pads in it": Sequence(
+        "qk-norm",
+        AdaKV(
+            SnapKV(
+                AutoBudget(lost_vote=0.01, least=4),
+                window_size=4,
+                kernel_size=1,
+                pooling="avg",
+                group_reduce="max",
+            )
+        ),
+        (Turn(43, pads=(0, 1, 0)), Turn(1)),
+    ),
     # Nothing was dropped by the first turn; the mask of the next one had another width.
     "static, a later turn by layers": Sequence(
         "llama",
