@@ -63,6 +63,13 @@ CASES = {
         (Turn(60, pads=(0, 40)), Step(12)),
         {"recall": "host", "refresh_every": 3},
     ),
+    # What a crop left of a refresh was recalled where a row beside it kept less, and not alone.
+    "crop of the queries that chose, under refresh_every": Sequence(
+        "llama",
+        SnapKV(keep_ratio=0.2, window_size=6, pooling="fading", decay=0.935, sink_tokens=4),
+        (Turn(5, pads=(0, 1)), Step(2), Step(4), Crop(6)),
+        {**HOST, "refresh_every": 2},
+    ),
     # transformers' own layers refused behind compressed ones that had changed.
     "crop beside sliding layers": Sequence(
         "sliding", SnapKV(20, window_size=2), (Turn(60), Step(3), Crop(2))
@@ -108,6 +115,20 @@ CASES = {
     # What was saved could not be loaded.
     "fastgen with its own tokens, saved": Sequence(
         "llama", FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)), (Turn(10), Save())
+    ),
+    # The first layer had dropped its pads, so there was no mask for those that had dropped nothing.
+    "a later turn of a layer that is whole, pads in it": Sequence(
+        "qk-norm",
+        AdaKV(
+            SnapKV(
+                AutoBudget(lost_vote=0.01, least=4),
+                window_size=4,
+                kernel_size=1,
+                pooling="avg",
+                group_reduce="max",
+            )
+        ),
+        (Turn(43, pads=(0, 1, 0)), Turn(1)),
     ),
     # Nothing was dropped by the first turn; the mask of the next one had another width.
     "static, a later turn by layers": Sequence(
@@ -175,6 +196,13 @@ CASES = {
         ScoreThreshold(SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),
         (Turn(11, how="generate", answer=6), Crop(3), Turn(2)),
         HOST,
+    ),
+    # The judge read on behind a crop that was done alone, too, when the next one reached before it.
+    "crop before a crop, under refresh_every": Sequence(
+        "llama",
+        SnapKV(6, window_size=2),
+        (Turn(2), Step(), Crop(1), Step(), Crop(2)),
+        {**PAGES, "refresh_every": 1},
     ),
     # Sums that differ in their last bits had one number go to the next code, which is as near.
     "a number between two codes": Sequence(

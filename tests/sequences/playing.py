@@ -314,7 +314,7 @@ class Game:
         reads_again = into_turn and (
             self.judge.recalls or (open_turn is not None and nothing_dropped)
         )
-        stays = bool(state.done) and state.done[-1].kind == "crop" and state.done[-1].stop > left
+        stays = any(part.kind == "crop" and part.stop > left for part in state.done)
         if not stays and (reads_again or not (into_turn or self.options.get("refresh_every"))):
             self._cut(left, is_open=into_turn, count=count)
         else:

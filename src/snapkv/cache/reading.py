@@ -84,12 +84,19 @@ class Reading:
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
-        if any(layer.must_recall(count) for layer in self.layers):
+        if self._takes_votes_back(count) or any(layer.must_recall(count) for layer in self.layers):
             for layer in self.layers:
                 layer.recall()
         for layer in self.layers:
             layer.take_back(count)
         self.forget_end_within(seen)
+
+    def _takes_votes_back(self, count: int) -> bool:
+        """Whether the last tokens have chosen again behind a prompt that stays."""
+        left = self.seen_tokens - count
+        return self.prompt_end is not None and (
+            self.prompt_end <= left < self.layers[0].slots.chosen_at
+        )
 
     def forget_end_within(self, seen_tokens: int) -> None:
         """Some of so many tokens were taken back: an end among them is to be announced again."""
