@@ -147,16 +147,27 @@ def test_all_layers_recall_for_a_crop_or_none(recall, kind):
         assert kept_of(cache) == kept_of(expected)
 
 
-def test_all_layers_recall_for_a_crop_behind_a_refresh():
-    model, cache = filled("host", SnapKV(22, window_size=2), refresh_every=6)
+@pytest.mark.parametrize("recall", RECALLS, ids=str)
+def test_behind_a_crop_of_tokens_that_a_refresh_has_let_vote_the_next_one_votes_on_all(recall):
+    policy = SnapKV(22, window_size=2)
+    model, cache = filled(recall, policy, refresh_every=6)
     for token in LATER.split(1, dim=1):
         read(model, cache, token)
     cache.crop(-5)
     assert {layer.slots.kept is None for layer in cache.reading.layers} == {True}
     assert cache.get_seq_length() == PROMPT + 15
-    for token in LATER.split(1, dim=1):
+    for number, token in enumerate(LATER.split(1, dim=1)):
         read(model, cache, token)
-    assert cache.report().kept_tokens < 22 + 6
+        assert cache.report().kept_tokens == 22 + number % 6
+
+
+def test_behind_such_a_crop_what_all_fits_is_held_in_few_bits_again():
+    model, cache = filled("host", FullCache(), refresh_every=6, quantize="int8")
+    for token in LATER[:, :8].split(1, dim=1):
+        read(model, cache, token)
+    cache.crop(-4)
+    read(model, cache, LATER[:, :1])
+    assert {layer.store.kind for layer in cache.reading.layers} == {"quantized"}
 
 
 @pytest.mark.parametrize(

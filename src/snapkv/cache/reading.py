@@ -84,11 +84,16 @@ class Reading:
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
-        if self._takes_votes_back(count) or any(layer.must_recall(count) for layer in self.layers):
+        recalls = self._takes_votes_back(count) or any(
+            layer.must_recall(count) for layer in self.layers
+        )
+        if recalls:
             for layer in self.layers:
                 layer.recall()
         for layer in self.layers:
             layer.take_back(count)
+        if recalls and not self.is_announced:
+            self.prompt_end = None  # what was recalled is chosen from again with the next tokens
         self.forget_end_within(seen)
 
     def _takes_votes_back(self, count: int) -> bool:
