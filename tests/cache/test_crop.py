@@ -2,15 +2,18 @@
 
 import copy
 import functools
+import re
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from snapkv import (
+    AdaKV,
     CompressedCache,
     FullCache,
     InvalidArgumentError,
+    InvalidTypeError,
     PageRecall,
     PyramidKV,
     SnapKV,
@@ -144,16 +147,27 @@ def test_all_layers_recall_for_a_crop_or_none(recall, kind):
         assert kept_of(cache) == kept_of(expected)
 
 
-def test_all_layers_recall_for_a_crop_behind_a_refresh():
-    model, cache = filled("host", SnapKV(22, window_size=2), refresh_every=6)
+@pytest.mark.parametrize("recall", RECALLS, ids=str)
+def test_behind_a_crop_of_tokens_that_a_refresh_has_let_vote_the_next_one_votes_on_all(recall):
+    policy = SnapKV(22, window_size=2)
+    model, cache = filled(recall, policy, refresh_every=6)
     for token in LATER.split(1, dim=1):
         read(model, cache, token)
     cache.crop(-5)
     assert {layer.slots.kept is None for layer in cache.reading.layers} == {True}
     assert cache.get_seq_length() == PROMPT + 15
-    for token in LATER.split(1, dim=1):
+    for number, token in enumerate(LATER.split(1, dim=1)):
         read(model, cache, token)
-    assert cache.report().kept_tokens < 22 + 6
+        assert cache.report().kept_tokens == 22 + number % 6
+
+
+def test_behind_such_a_crop_what_all_fits_is_held_in_few_bits_again():
+    model, cache = filled("host", FullCache(), refresh_every=6, quantize="int8")
+    for token in LATER[:, :8].split(1, dim=1):
+        read(model, cache, token)
+    cache.crop(-4)
+    read(model, cache, LATER[:, :1])
+    assert {layer.store.kind for layer in cache.reading.layers} == {"quantized"}
 
 
 @pytest.mark.parametrize(
@@ -286,12 +300,34 @@ def test_rows_of_all_layers_are_changed(family, change):
     torch.testing.assert_close(read(model, cache, LATER[rows]), expected, **CLOSE)
 
 
+NO_ROWS = {
+    "[0, 2]": torch.tensor([0, 2]),
+    "[]": torch.tensor([], dtype=torch.int64),
+    "[False, False]": torch.tensor([False, False]),
+    "[[0, 1], [1, 0]]": torch.tensor([[0, 1], [1, 0]]),
+    "[0.0]": torch.tensor([0.0]),
+    "(0, 1)": (0, 1),
+}
+
+
+@pytest.mark.parametrize("got", NO_ROWS)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *LINEAR])
-def test_rows_that_are_not_there_are_refused_and_nothing_changes(family):
+def test_rows_that_are_not_there_are_refused_and_nothing_changes(family, got):
     _, cache = hybrid(family)
+    refusal = f"rows: expected some of the 2 rows of the batch, got {got}; pass a 1-D"
     for act in (cache.reorder_cache, cache.batch_select_indices):
-        with pytest.raises(
-            InvalidArgumentError, match=r"rows: expected some of the 2 rows.*\[0, 2\]"
-        ):
-            act(torch.tensor([0, 2]))
+        with pytest.raises(InvalidArgumentError, match=re.escape(refusal)):
+            act(NO_ROWS[got])
     assert {len(layer.keys) for layer in cache.reading.layers} == {2}
+
+
+def test_numbers_that_are_no_count_are_refused_by_name():
+    _, cache = filled(None, AdaKV(POLICY))
+    with pytest.raises(InvalidTypeError, match=r"tokens_to_remove: .*an integer, got -1\.0"):
+        cache.crop(-1.0)
+    for repeats in (-1, 0):
+        with pytest.raises(InvalidArgumentError, match="repeats: expected at least 1"):
+            cache.batch_repeat_interleave(repeats)
+    with pytest.raises(InvalidTypeError, match=r"repeats: expected an integer, got 2\.0"):
+        cache.batch_repeat_interleave(2.0)
+    assert cache.get_seq_length() == PROMPT

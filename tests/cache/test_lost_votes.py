@@ -1,8 +1,11 @@
 """Lost votes in plain words."""
 
 import pytest
+import torch
 
+from snapkv import CompressedCache, SnapKV
 from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, LostInWords, word_for
+from tests.families import random_ids, tiny_model
 
 
 def report(**values):
@@ -55,3 +58,15 @@ def test_where_all_is_held_nothing_was_dropped(lost):
     votes = LostInWords.of(report(kept_tokens=1024, lost_votes=lost))
     assert str(votes) == "nothing was dropped"
     assert votes.word == "safe"
+
+
+@torch.no_grad()
+def test_the_word_is_that_of_the_prompt_however_much_follows():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, SnapKV(24, window_size=8))
+    model(random_ids(1, 60), past_key_values=cache)
+    behind_the_prompt = LostInWords.of(cache.report())
+    for tokens in (1, 140):
+        model(random_ids(1, tokens), past_key_values=cache)
+        assert LostInWords.of(cache.report()) == behind_the_prompt
+    assert behind_the_prompt.tokens == 60

@@ -118,10 +118,11 @@ def test_answers_that_ended_early_in_generate_are_refused_with_the_next_turn(pol
 
 @by_case
 @pytest.mark.parametrize("given", ["without a mask", "all ones"])
-def test_a_leading_pad_stays_a_pad(policy, options, given):
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_leading_pad_stays_a_pad(policy, options, given, tokens):
     model, cache, mask = behind_a_prompt(policy, options)
     other = copy.deepcopy(cache)
-    for token in random_ids(2, 3, 2).split(1, dim=1):
+    for token in random_ids(2, 6, 2).split(tokens, dim=1):
         mask = torch.cat([mask, torch.ones_like(token)], dim=1)
         expected = read(model, other, token, mask)
         ones = None if given == "without a mask" else torch.ones_like(mask)
@@ -130,7 +131,7 @@ def test_a_leading_pad_stays_a_pad(policy, options, given):
                 token,
                 past_key_values=cache,
                 attention_mask=ones,
-                position_ids=positions_of(mask)[:, -1:],
+                position_ids=positions_of(mask)[:, -tokens:],
             )
         torch.testing.assert_close(found.logits, expected, **CLOSE)
 

@@ -290,6 +290,21 @@ def test_a_refresh_at_a_budget_of_everything_changes_nothing():
     assert torch.equal(*ids)
 
 
+@pytest.mark.parametrize("policy", [SnapKV(500, window_size=8), FullCache()], ids=lambda p: p.name)
+def test_a_refresh_that_keeps_all_holds_it_in_few_bits(policy):
+    """As a prompt of as many tokens is held."""
+    model, text = tiny_model("llama"), torch.cat([document(), random_ids(1, 9, seed=3)], dim=1)
+    options = {"recall": "host", "quantize": "int4"}
+    cache = CompressedCache(model, policy, refresh_every=4, **options)
+    call(model, cache, document())
+    for token in text[:, document().shape[1] :].split(1, dim=1):
+        call(model, cache, token)
+    other = CompressedCache(model, policy, **options)
+    call(model, other, text[:, :-1])
+    call(model, other, text[:, -1:])
+    assert cache.report() == other.report()
+
+
 # What it costs, and where it ends.
 
 

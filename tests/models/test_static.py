@@ -18,6 +18,7 @@ from snapkv import (
     SnapKV,
     UnsupportedModelError,
 )
+from snapkv.prefill import layer_by_layer
 from tests.families import CASES, random_ids, tiny_model
 
 POLICY = SnapKV(40, window_size=8)
@@ -173,14 +174,25 @@ def test_what_static_storage_cannot_hold_is_refused():
         static(tiny_model("cohere2"))
 
 
-def test_plain_calls_beyond_the_room_are_refused_before_anything_is_stored():
+def test_what_is_beyond_the_room_is_refused_before_anything_is_stored():
     model = tiny_model("llama")
     cache = static(model, room_tokens=4)
     with torch.no_grad():
         model(random_ids(1, 60), past_key_values=cache)
         with pytest.raises(InvalidArgumentError, match="room_tokens"):
             model(random_ids(1, 5), past_key_values=cache)
-    assert cache.get_seq_length() == 60
+        with (
+            pytest.raises(InvalidArgumentError, match="room_tokens"),
+            layer_by_layer(model, chunk_tokens=1),
+        ):
+            model(random_ids(1, 5), past_key_values=cache)
+    with pytest.raises(InvalidArgumentError, match="room for 45 tokens, got a buffer of 44"):
+        cache.expect_prompt(65)
+    with pytest.raises(InvalidArgumentError, match="room_tokens"):
+        model.generate(random_ids(1, 62), past_key_values=cache, max_new_tokens=4)
+    assert [layer.seen_tokens for layer in cache.layers] == [60] * len(cache.layers)
+    answer = model.generate(random_ids(1, 62), past_key_values=cache, max_new_tokens=3)
+    assert answer.shape[1] == 65
 
 
 @pytest.mark.parametrize("tokens", [2, 12], ids=["whole", "recalled"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import Compactor, PromptLayer
-from tests.families import random_ids, tiny_model
+from tests.families import CLOSE, random_ids, tiny_model
 from tests.ops.oracle import attention_weights
 from tests.ops.states import random_layer, rotate
 
@@ -198,6 +198,28 @@ def test_a_turn_behind_a_prompt_that_fitted_is_refused_and_one_behind_a_cut_prom
                 continue
             with pytest.raises(InvalidArgumentError, match="got compactor and a turn up to 45 tok"):
                 cache.expect_prompt(tokens + 12)
+
+
+@torch.no_grad()
+def test_a_turn_is_read_where_the_rows_that_fitted_still_do_without_their_pads():
+    model, policy, mask = tiny_model("llama"), Compactor(40, window_size=8), torch.ones(2, 84)
+    ids, mask[1, :45] = random_ids(2, 84), 0
+    cache, alone = CompressedCache(model, policy), CompressedCache(model, policy)
+    model(ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache)
+    model(ids[1:, 45:60], past_key_values=alone)
+    for end in (70, 78):
+        cache.expect_prompt(end)
+        alone.expect_prompt(end - 45)
+        found, expected = (
+            model(ids[row:, each.get_seq_length() + pads : end], past_key_values=each, **options)
+            for each, row, pads, options in (
+                (cache, 0, 0, {"attention_mask": mask[:, :end]}),
+                (alone, 1, 45, {}),
+            )
+        )
+        torch.testing.assert_close(found.logits[1:], expected.logits, **CLOSE)
+    with pytest.raises(InvalidArgumentError, match="got compactor and a turn up to 86 tok"):
+        cache.expect_prompt(86)
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 17}])

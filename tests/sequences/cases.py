@@ -6,9 +6,13 @@ from snapkv import (
     AdaKV,
     AutoBudget,
     Compactor,
+    CriticalKV,
     DuoAttention,
     FastGen,
+    KeyDiff,
+    LagKV,
     PageRecall,
+    Random,
     Scissorhands,
     ScoreThreshold,
     SnapKV,
@@ -26,6 +30,7 @@ from tests.sequences.operations import (
 )
 
 HOST, PAGES = {"recall": "host"}, {"recall": PageRecall(1000, page_tokens=2)}
+STATIC = {"storage": "static", "room_tokens": 24}
 FITS = SnapKV(18, window_size=6)
 
 CASES = {
@@ -57,6 +62,13 @@ CASES = {
         SnapKV(22, window_size=4),
         (Turn(60, pads=(0, 40)), Step(12)),
         {"recall": "host", "refresh_every": 3},
+    ),
+    # What a crop left of a refresh was recalled where a row beside it kept less, and not alone.
+    "crop of the queries that chose, under refresh_every": Sequence(
+        "llama",
+        SnapKV(keep_ratio=0.2, window_size=6, pooling="fading", decay=0.935, sink_tokens=4),
+        (Turn(5, pads=(0, 1)), Step(2), Step(4), Crop(6)),
+        {**HOST, "refresh_every": 2},
     ),
     # transformers' own layers refused behind compressed ones that had changed.
     "crop beside sliding layers": Sequence(
@@ -104,6 +116,20 @@ CASES = {
     "fastgen with its own tokens, saved": Sequence(
         "llama", FastGen(0.5, special_ids=(3, 4), punctuation_ids=(5, 6, 7)), (Turn(10), Save())
     ),
+    # The first layer had dropped its pads, so there was no mask for those that had dropped nothing.
+    "a later turn of a layer that is whole, pads in it": Sequence(
+        "qk-norm",
+        AdaKV(
+            SnapKV(
+                AutoBudget(lost_vote=0.01, least=4),
+                window_size=4,
+                kernel_size=1,
+                pooling="avg",
+                group_reduce="max",
+            )
+        ),
+        (Turn(43, pads=(0, 1, 0)), Turn(1)),
+    ),
     # Nothing was dropped by the first turn; the mask of the next one had another width.
     "static, a later turn by layers": Sequence(
         "llama",
@@ -147,4 +173,50 @@ CASES = {
         ScoreThreshold(SnapKV(8, window_size=6, kernel_size=5), at_least=0.2),
         (Turn(10, pads=(0, 2)), Crop(6)),
     ),
+    # What was left of codes that were cropped counted as held as it came.
+    "crop into codes of all that was seen, under recall": Sequence(
+        "llama", Random(28, window_size=8), (Turn(2), Crop(1)), {**HOST, "quantize": "int8"}
+    ),
+    "crop into codes of all that was seen, with pages": Sequence(
+        "llama", LagKV(12, window_size=4), (Turn(2), Crop(1)), {**PAGES, "quantize": "fp8"}
+    ),
+    # Refused at the first token without a slot, when others of its turn had been read.
+    "static, a turn by layers that has no room": Sequence(
+        "llama", FITS, (Turn(10), Turn(40, how="layers", piece=4)), STATIC
+    ),
+    "static, a turn in pieces that has no room": Sequence(
+        "llama", FITS, (Turn(10), Turn(40, how="generate", piece=4)), STATIC
+    ),
+    "static, an answer behind a turn that has no room": Sequence(
+        "llama", FITS, (Turn(10), Turn(30, how="generate", answer=6)), STATIC
+    ),
+    # The judge knew of the queries that a crop takes only where it reached into a turn.
+    "crop behind a turn, and a short one": Sequence(
+        "llama",
+        ScoreThreshold(SnapKV(14, window_size=6, kernel_size=1), at_least=0.05),
+        (Turn(11, how="generate", answer=6), Crop(3), Turn(2)),
+        HOST,
+    ),
+    # The judge read on behind a crop that was done alone, too, when the next one reached before it.
+    "crop before a crop, under refresh_every": Sequence(
+        "llama",
+        SnapKV(6, window_size=2),
+        (Turn(2), Step(), Crop(1), Step(), Crop(2)),
+        {**PAGES, "refresh_every": 1},
+    ),
+    # Sums that differ in their last bits had one number go to the next code, which is as near.
+    "a number between two codes": Sequence(
+        "llama",
+        CriticalKV(KeyDiff(16, window_size=4), first_share=1.0),
+        (
+            Turn(4),
+            Step(5),
+            Turn(11, how="pieces", piece=5),
+            Turn(1, how="generate", answer=4),
+            Turn(1),
+        ),
+        {**HOST, "refresh_every": 1, "quantize": "int4"},
+    ),
+    # The judge compared the logits of no token.
+    "a row of which nothing has come yet": Sequence("llama", FITS, (Begin(1, of=2, pads=(1,)),)),
 }

@@ -232,7 +232,7 @@ class Game:
         whole = how != "chunked" and state.logits is not None
         state.logits = torch.cat([state.logits, logits], dim=1) if whole else logits
         if state.seen == state.turn.end:
-            state.fewer_votes |= self.judge.lost_votes(state.turn)
+            state.fewer_votes |= self.judge.lost_votes(state)
             state.done.append(state.turn)
             state.turn = None
             self.judge.judge(state, keeps=keeps)
@@ -314,7 +314,7 @@ class Game:
         reads_again = into_turn and (
             self.judge.recalls or (open_turn is not None and nothing_dropped)
         )
-        stays = bool(state.done) and state.done[-1].kind == "crop" and state.done[-1].stop > left
+        stays = any(part.kind == "crop" and part.stop > left for part in state.done)
         if not stays and (reads_again or not (into_turn or self.options.get("refresh_every"))):
             self._cut(left, is_open=into_turn, count=count)
         else:
@@ -330,7 +330,10 @@ class Game:
         """Nothing behind that column was ever read; an open turn goes on with the next pass."""
         state = self.state
         parts = [*state.done, *([] if state.turn is None else [state.turn])]
-        short_by = count + (0 if state.turn is None else state.turn.short_by)
+        if is_open or self.judge.looks_back:
+            held_again = left + count - state.resumed_at
+            state.short_by = max(0, state.short_by - held_again) + count
+            state.resumed_at = left
         while parts and parts[-1].start >= left and parts[-1].kind != "crop":
             parts.pop()
         state.turn = None
@@ -344,8 +347,7 @@ class Game:
                 state.turn = parts.pop()
         if is_open:
             turn = state.turn or Part("turn", left, left, state.ids[:, :0])
-            end = state.prompt_end
-            state.turn = replace(turn, end=end, short_by=short_by, resumed_at=left)
+            state.turn = replace(turn, end=state.prompt_end)
         state.done = parts
 
     def _repeat(self, repeat: Repeat) -> None:

@@ -22,8 +22,6 @@ class Part:
         ids: (R, stop - start), what was read.
         end: of a turn, where it will end; None where the next pass will tell.
         passes: of a turn, how it was read: the function's name, up to which column, numbers.
-        short_by: queries that a crop took from those that vote at the end.
-        resumed_at: tokens seen after that crop.
     """
 
     kind: str
@@ -32,8 +30,6 @@ class Part:
     ids: Tensor
     end: int | None = None
     passes: list[tuple[Any, ...]] = field(default_factory=list)
-    short_by: int = 0
-    resumed_at: int = 0
 
 
 @dataclass
@@ -50,6 +46,8 @@ class State:
         prompt_end: as the cache was told, or None.
         logits: (R, N, V) of the last N columns of the turn that is open.
         alone: for each row a cache that has read it alone, and how many parts; None until asked.
+        short_by: queries that crops took of the last ones, which vote at the end of a short turn.
+        resumed_at: tokens seen after the last of those crops.
         fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
             of kept tokens are alike.
     """
@@ -63,6 +61,8 @@ class State:
     prompt_end: int | None = None
     logits: Tensor | None = None
     alone: list[tuple[CompressedCache, int] | None] = field(default_factory=list)
+    short_by: int = 0
+    resumed_at: int = 0
     fewer_votes: bool = False
 
     @property

@@ -50,7 +50,8 @@ def look_back(layer: CompressedLayer, queries: Tensor) -> Tensor:
 
 
 def _hold(layer: CompressedLayer, queries: Tensor | None) -> None:
-    layer.notes = replace(layer.notes, last_queries=queries)
+    if queries is not layer.notes.last_queries:
+        layer.notes = replace(layer.notes, last_queries=queries)
 
 
 def _with_tail(layer: CompressedLayer, queries: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -176,9 +177,15 @@ class CompressedLayer(DynamicLayer):
         self.slots.require_whole(count, self.store, self.identity.layer_idx)
 
     def must_recall(self, count: int) -> bool:
-        """Whether so many of the last tokens cannot be taken back before all are recalled."""
-        is_away = self.offloaded is not None and self.slots.kept is not None
-        return bool(count) and is_away and count > self.slots.whole_tail(self.store)
+        """Whether so many of the last tokens cannot be taken back before all are recalled.
+
+        Where nothing was dropped, what would be left must be as it came: codes are not.
+        """
+        if not count or self.offloaded is None:
+            return False
+        if self.slots.kept is None:
+            return not self.store.is_exact and self.seen_tokens - count < self.offloaded.tokens
+        return count > self.slots.whole_tail(self.store)
 
     def take_back(self, count: int) -> None:
         """Forget the last tokens, which are whole: rejected ones, or those of a refused pass."""
@@ -266,12 +273,24 @@ class CompressedLayer(DynamicLayer):
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
         if selection is not None and self.slots.is_whole:
             lost = self.policy.lost_votes(prompt, selection)
-        self.notes = self.notes.of_choice(queries, lost)
-        self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
-        if selection is not None:
-            self._keep(selection, at)
-        kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
-        self.settle(kept_tokens)
+        with self.altogether():
+            self.notes = self.notes.of_choice(queries, lost)
+            self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
+            if selection is not None:
+                self._keep(selection, at)
+            kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
+            self.settle(kept_tokens)
+
+    @contextlib.contextmanager
+    def altogether(self) -> Iterator[None]:
+        """Within this block the layer changes; where an error ends it, nothing has changed."""
+        parts = {"store": copy.copy(self.store), "offloaded": copy.copy(self.offloaded)}
+        before = vars(self) | parts
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def settle(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.

@@ -39,7 +39,7 @@ class LostInWords:
         highest: that of the worst layer; None where there is none.
         peak: the highest vote that is lost, as a share of the window's attention, mean over layers
             and heads, see `CacheReport`; None where the method measures none.
-        tokens: that were seen.
+        tokens: that were seen when the layers chose.
         drops_nothing: whether all of them are held.
     """
 
@@ -57,7 +57,7 @@ class LostInWords:
             share=report.get("lost_votes"),
             highest=max((lost for lost in layers if lost is not None), default=None),
             peak=report.get("lost_vote_peak"),
-            tokens=report["seen_tokens"],
+            tokens=report.get("chosen_at", report["seen_tokens"]),
             drops_nothing=report["kept_tokens"] >= report["seen_tokens"],
         )
 

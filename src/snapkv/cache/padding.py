@@ -43,8 +43,7 @@ class PaddingWatch:
         layer = self.layers[0]
         if not layer.storage.is_compileable:
             self.masked_to = layer.seen_tokens + new_tokens
-        has_pads = layer.storage.is_compileable and layer.slots.pads is not None
-        if not layer.slots.chosen_at or (visible is None and not has_pads):
+        if not layer.slots.chosen_at or (visible is None and layer.slots.pads is None):
             return visible
         total = layer.seen_tokens + new_tokens
         known = layer.slots.visible_columns(layer.store, total)

@@ -31,6 +31,7 @@ class Reading:
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
+        is_broken: whether a layer's attention has begun and not come to its end.
     """
 
     layers: Sequence[CompressedLayer]
@@ -43,6 +44,7 @@ class Reading:
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
     narrowing: Narrowing | None = None
+    is_broken: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -73,7 +75,7 @@ class Reading:
     def forget(self) -> None:
         """Begin anew: nothing has been read, nothing is announced."""
         self.prompt_end = self.coming_ids = self.narrowing = None
-        self.turn_start, self.verifies_drafts = 0, False
+        self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers.
@@ -84,12 +86,24 @@ class Reading:
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
-        if any(layer.must_recall(count) for layer in self.layers):
+        recalls = self._takes_votes_back(count) or any(
+            layer.must_recall(count) for layer in self.layers
+        )
+        if recalls:
             for layer in self.layers:
                 layer.recall()
         for layer in self.layers:
             layer.take_back(count)
+        if recalls and not self.is_announced:
+            self.prompt_end = None  # what was recalled is chosen from again with the next tokens
         self.forget_end_within(seen)
+
+    def _takes_votes_back(self, count: int) -> bool:
+        """Whether the last tokens have chosen again behind a prompt that stays."""
+        left = self.seen_tokens - count
+        return self.prompt_end is not None and (
+            self.prompt_end <= left < self.layers[0].slots.chosen_at
+        )
 
     def forget_end_within(self, seen_tokens: int) -> None:
         """Some of so many tokens were taken back: an end among them is to be announced again."""
@@ -121,7 +135,8 @@ class Reading:
 
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
-            InvalidArgumentError: the policy would choose by queries of earlier turns, too.
+            InvalidArgumentError: the policy would choose by queries of earlier turns, too; or
+                static storage has no room for the turn.
         """
         require_int("prompt_tokens", prompt_tokens, minimum=1)
         seen = self.seen_tokens
@@ -131,6 +146,7 @@ class Reading:
                 f"already seen, got {prompt_tokens} tokens; call cache.reset() before a new prompt"
             )
         self.require_queries(prompt_tokens)
+        self.require_room(prompt_tokens)
         if not self.is_announced:  # or the turn has begun, and only its end is another
             self.turn_start = seen
         self.prompt_end = prompt_tokens
@@ -143,12 +159,13 @@ class Reading:
             InvalidArgumentError: see `expect_prompt`.
         """
         layer, most = self.layers[0], self.policy.most_tokens
-        fits = most is not None and prompt_tokens <= most
-        if not self.seen_tokens or "queries" not in self.policy.needs or fits:
+        if not self.seen_tokens or "queries" not in self.policy.needs:
             return
         held = 0 if layer.notes.last_queries is None else layer.notes.last_queries.shape[2]
-        is_whole = layer.slots.kept is None or any(layer.slots.whole_rows(layer.store))
-        if is_whole and held < self.seen_tokens:
+        if held >= self.seen_tokens:
+            return
+        choosing = layer.slots.choosing_tokens(layer.store, prompt_tokens)
+        if choosing and (most is None or choosing > most):
             raise InvalidArgumentError(
                 f"policy: expected one that does not ask for the queries of earlier turns where "
                 f"one of them fitted the budget, got {self.policy.name} and a turn up to "
@@ -176,8 +193,8 @@ class Reading:
                 self._recall_for_a_turn()
             raise
 
-    def require_room(self, new_tokens: int) -> None:
-        """Refuse to generate more tokens behind a prompt than static storage has room for.
+    def require_room(self, prompt_tokens: int, new_tokens: int = 0) -> None:
+        """Refuse a prompt that ends there, and new tokens, without room in static storage.
 
         Raises:
             InvalidArgumentError: there is room for fewer.
@@ -188,6 +205,9 @@ class Reading:
                 f"this cache behind the prompt, got {new_tokens:,}; make the CompressedCache with "
                 "a larger room_tokens"
             )
+        layer = self.layers[0]
+        if layer.offloaded is None:  # or the turn is read into a store that grows
+            layer.store.room_for(prompt_tokens - self.seen_tokens + max(0, new_tokens - 1))
 
     # Which tokens come.
 
@@ -236,6 +256,13 @@ class Reading:
         )
 
     # How it comes.
+
+    @contextlib.contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around a layer's attention; behind an error in it the cache is to be reset."""
+        self.is_broken = True
+        yield
+        self.is_broken = False
 
     @contextlib.contextmanager
     def narrowed(self, narrowing: Narrowing | None) -> Iterator[None]:

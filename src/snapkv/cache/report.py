@@ -18,6 +18,8 @@ class CacheReport(dict[str, Any]):
 
     Keys:
         seen_tokens: tokens per row the cache has seen.
+        chosen_at: tokens per row seen when the layers last chose what to keep; 0 before a prompt
+            has ended.
         kept_tokens: tokens per row, head and layer that the compressed layers store, the mean.
         held_bytes: bytes of the stored keys and values of all layers. Room for tokens to come does
             not count: for 64 when it is made, at the first token behind the prompt.
@@ -47,6 +49,7 @@ class CacheReport(dict[str, Any]):
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
+            chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
             held_bytes=sum(row["held_bytes"] for row in rows),
             index_bytes=sum(layer.index_bytes for layer in compressed),

@@ -5,6 +5,7 @@ pads of its row out.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.errors import InvalidArgumentError
 from snapkv.storage.base import TokenStore
+from snapkv.validation import MOST, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,6 @@ class SlotMap(RowRecord):
     def seen(self, slots: int) -> int:
         """Tokens seen, where the store has that many slots."""
         return self.start + slots - self.chosen_slots
-
-    def behind(self, slots: int) -> int:
-        """How many of the slots stand behind the chosen ones."""
-        return slots - self.chosen_slots
 
     @functools.cached_property
     def needs_own_mask(self) -> bool:
@@ -144,12 +142,24 @@ class SlotMap(RowRecord):
         rows: list[bool] = (held == self.seen(store.slots) - pads).tolist()
         return rows
 
+    def choosing_tokens(self, store: TokenStore, prompt_tokens: int) -> int:
+        """Tokens of a prompt up to there that the longest row chooses of that has not chosen yet.
+
+        Pads count where every row has them; 0 where all rows have chosen.
+        """
+        if self.kept is None:
+            return prompt_tokens
+        whole = self.whole_rows(store)
+        pads = [0] * len(whole) if self.pads is None else self.pads.tolist()
+        return max((prompt_tokens - own for own in itertools.compress(pads, whole)), default=0)
+
     def whole_tail(self, store: TokenStore) -> int:
         """How many of the last tokens every head and row still stores, and another before them."""
         columns, end = self.columns(store), self.seen(store.slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
-        held = (self.positions(store) >= 0).sum(dim=-1)
+        pads = 0 if self.pads is None else self.pads[:, None, None]
+        held = (columns >= pads).sum(dim=-1)
         return min(int(whole.minimum(held - 1).min()), store.croppable_tokens)
 
     def require_whole(self, tokens: int, store: TokenStore, layer_idx: int) -> None:
@@ -202,8 +212,10 @@ def require_removable(tokens_to_remove: int) -> int:
     """How many of the last tokens a crop takes back, of a count as transformers has it.
 
     Raises:
+        InvalidTypeError: no integer.
         InvalidArgumentError: a positive count.
     """
+    require_int("tokens_to_remove", tokens_to_remove, minimum=-MOST)
     if tokens_to_remove > 0:
         raise InvalidArgumentError(
             f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "

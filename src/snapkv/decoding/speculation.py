@@ -85,7 +85,8 @@ class Request:
             CacheMismatchError: the cache has seen as much as that, or more.
             InvalidArgumentError: it has no room for the text and so many drafts behind it.
         """
-        self.cache.reading.require_room(self.limit - self.ids.shape[1] + most_drafts)
+        prompt_tokens = self.ids.shape[1]
+        self.cache.reading.require_room(prompt_tokens, self.limit - prompt_tokens + most_drafts)
         seen = cache.get_seq_length()
         if seen >= self.ids.shape[1]:
             raise CacheMismatchError(

@@ -140,10 +140,15 @@ def attend_stored(
 
 
 def fitting(call: AttentionCall, layer: CompressedLayer) -> AttentionCall:
-    """The call of a layer that has dropped nothing, where the first one has: with its own mask."""
-    narrow = call.mask is not None and call.mask.shape[-1] < call.key.shape[2]
-    is_later_turn = layer.slots.chosen_at > 0 and layer.slots.kept is None
-    return _with_own_mask(call, layer) if narrow and is_later_turn else call
+    """The call of a layer that has dropped nothing, where the first one has: with its own mask.
+
+    Where what the first one stores has no pads, there was none.
+    """
+    slots, mask = layer.slots, call.mask
+    if not slots.chosen_at or slots.kept is not None:
+        return call
+    is_other = slots.hides_slots if mask is None else mask.shape[-1] < call.key.shape[2]
+    return _with_own_mask(call, layer) if is_other else call
 
 
 def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0) -> AttentionCall:

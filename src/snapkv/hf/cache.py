@@ -27,6 +27,7 @@ from snapkv.hf.known_heads import with_known_heads
 from snapkv.policies import EvictingPolicy, Policy, default_policy
 from snapkv.storage import uncompressed
 from snapkv.storage.codes import Bits
+from snapkv.validation import require_int
 
 
 class CompressedCache(Cache):
@@ -170,7 +171,7 @@ class CompressedCache(Cache):
 
     def _require_seam(self) -> None:
         """Refuse to read where attention does not come through the seam, or did not to the end."""
-        if self._check.doubts or not self._use.is_in_place:
+        if self._check.doubts or self.reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:
@@ -205,12 +206,14 @@ class CompressedCache(Cache):
         """Put the rows of all layers in the order of `beam_idx`.
 
         Raises:
-            InvalidArgumentError: a row that is not there; then none has changed.
+            InvalidArgumentError: a row that is not there, none at all, or anything but a 1-D tensor
+                of integers or a mask; then none has changed.
         """
         self._take_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of all layers `repeats` times."""
+        """Repeat every row of all layers `repeats` times, an integer of at least 1."""
+        require_int("repeats", repeats, minimum=1)
         self._take_rows(torch.arange(self._rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -227,14 +230,17 @@ class CompressedCache(Cache):
         if not self._rows:
             return
         try:
-            rows = torch.arange(self._rows, device=rows.device)[rows]
-        except IndexError as error:
+            chosen = torch.arange(self._rows, device=rows.device)[rows]
+        except (AttributeError, IndexError):  # no tensor; a row that is not there, or no integers
+            chosen = torch.empty(0)
+        if chosen.ndim != 1 or not len(chosen):
+            got = rows.tolist() if isinstance(rows, Tensor) else repr(rows)
             raise InvalidArgumentError(
-                f"rows: expected some of the {self._rows} rows of the batch, got {rows.tolist()}; "
-                "pass 0 for the first one"
-            ) from error
+                f"rows: expected some of the {self._rows} rows of the batch, got {got}; pass a 1-D "
+                "tensor of integers, 0 for the first one"
+            )
         for layer in self.layers:
-            layer.reorder_cache(rows)
+            layer.reorder_cache(chosen)
 
     def reset(self) -> None:
         """Empty the cache for another prompt, of any length and batch size."""
@@ -313,7 +319,8 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the cache has already seen that many tokens.
             InvalidArgumentError: the policy would choose by queries of earlier turns, too
-                (`Compactor` behind a prompt that fitted its budget).
+                (`Compactor` behind a prompt that fitted its budget); or static storage has no room
+                for the turn.
         """
         self.reading.expect_prompt(prompt_tokens)
 

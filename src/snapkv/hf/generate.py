@@ -77,7 +77,7 @@ class AnnouncingGenerate(_Announcing):
             _require_plain_prompt(model, kwargs)
             _require_ids(reading, kwargs)
             prompt_tokens = _prompt_tokens(args, kwargs)
-            reading.require_room(_new_tokens(model, kwargs, prompt_tokens))
+            reading.require_room(prompt_tokens, _new_tokens(model, kwargs, prompt_tokens))
             if prompt_tokens:
                 announcement = reading.announced(prompt_tokens)
         with announcement:

@@ -88,6 +88,8 @@ def _read_layer(
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
     grows = layer.store.hands_over or layer.recall_due  # or every slot of a buffer has a column
+    if not grows:
+        layer.store.room_for(tokens)
     with cache.reading.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
             stop = min(start + chunk_tokens, tokens)
