@@ -35,5 +35,5 @@ def test_every_call_has_one_phase_and_every_phase_a_function():
         if new <= seen:
             for compressed, turns_vote in itertools.product([False, True], repeat=2):
                 met.add(phase_of(seen, new, end, is_compressed=compressed, turns_vote=turns_vote))
-    assert met == set(Phase) - {Phase.FOREIGN}
+    assert met == set(Phase)
     assert _PHASES.keys() == set(Phase)

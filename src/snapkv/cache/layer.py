@@ -1,7 +1,8 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -272,12 +273,24 @@ class CompressedLayer(DynamicLayer):
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
         if selection is not None and self.slots.is_whole:
             lost = self.policy.lost_votes(prompt, selection)
-        self.notes = self.notes.of_choice(queries, lost)
-        self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
-        if selection is not None:
-            self._keep(selection, at)
-        kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
-        self.settle(kept_tokens)
+        with self.altogether():
+            self.notes = self.notes.of_choice(queries, lost)
+            self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
+            if selection is not None:
+                self._keep(selection, at)
+            kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
+            self.settle(kept_tokens)
+
+    @contextlib.contextmanager
+    def altogether(self) -> Iterator[None]:
+        """Within this block the layer changes; where an error ends it, nothing has changed."""
+        parts = {"store": copy.copy(self.store), "offloaded": copy.copy(self.offloaded)}
+        before = self.__dict__ | parts
+        try:
+            yield
+        except BaseException:
+            self.__dict__.update(before)
+            raise
 
     def settle(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.

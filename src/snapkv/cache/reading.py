@@ -31,6 +31,7 @@ class Reading:
         verifies_drafts: whether a forward pass may hold drafts.
         coming_ids: after how many tokens the tokens of which ids come; None while not announced.
         narrowing: which tokens of the prompt do not reach all layers; None where all do.
+        is_broken: whether a layer's attention has begun and not come to its end.
     """
 
     layers: Sequence[CompressedLayer]
@@ -43,6 +44,7 @@ class Reading:
     verifies_drafts: bool = False
     coming_ids: tuple[int, Tensor] | None = None
     narrowing: Narrowing | None = None
+    is_broken: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -73,7 +75,7 @@ class Reading:
     def forget(self) -> None:
         """Begin anew: nothing has been read, nothing is announced."""
         self.prompt_end = self.coming_ids = self.narrowing = None
-        self.turn_start, self.verifies_drafts = 0, False
+        self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
 
     def crop(self, count: int) -> None:
         """Take the last tokens back from all layers.
@@ -254,6 +256,13 @@ class Reading:
         )
 
     # How it comes.
+
+    @contextlib.contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around a layer's attention; behind an error in it the cache is to be reset."""
+        self.is_broken = True
+        yield
+        self.is_broken = False
 
     @contextlib.contextmanager
     def narrowed(self, narrowing: Narrowing | None) -> Iterator[None]:

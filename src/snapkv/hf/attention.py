@@ -127,12 +127,13 @@ def _attention(
 def attend(call: AttentionCall) -> Attended:
     """What the call returns, once the layer that was left for it has stored and kept its part."""
     handed = _take_handoff(call)
-    return _PHASES[_phase(handed)](call, handed)
-
-
-def _phase(handed: handoff.Handoff | None) -> Phase:
     if handed is None:
-        return Phase.FOREIGN
+        return call.attend()
+    with handed.reading.attending():
+        return _PHASES[_phase(handed)](call, handed)
+
+
+def _phase(handed: handoff.Handoff) -> Phase:
     layer = handed.layer
     return phase_of(
         layer.seen_tokens,
@@ -141,12 +142,6 @@ def _phase(handed: handoff.Handoff | None) -> Phase:
         is_compressed=layer.slots.is_compressed,
         turns_vote=layer.turns is not None,
     )
-
-
-def _foreign(call: AttentionCall, handed: None) -> Attended:
-    """Another cache's tokens: the model's own attention."""
-    del handed
-    return call.attend()
 
 
 def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
@@ -303,7 +298,6 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
 
 
 _PHASES: dict[Phase, Callable[..., Attended]] = {
-    Phase.FOREIGN: _foreign,
     Phase.READ_PROMPT: _read_prompt,
     Phase.END_PROMPT: _end_prompt,
     Phase.READ_TURN: _read_turn,

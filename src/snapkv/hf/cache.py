@@ -171,7 +171,7 @@ class CompressedCache(Cache):
 
     def _require_seam(self) -> None:
         """Refuse to read where attention does not come through the seam, or did not to the end."""
-        if self._check.doubts or not self._use.is_in_place:
+        if self._check.doubts or self.reading.is_broken or not self._use.is_in_place:
             raise _interrupted()
 
     def _require_finished_forward(self, layer: CompressedLayer, new_tokens: int) -> None:

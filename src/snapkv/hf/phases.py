@@ -7,7 +7,6 @@ class Phase(Enum):
     """What an attention call reads; one function of `snapkv.hf.attention` for each.
 
     Attributes:
-        FOREIGN: tokens of a cache that is not ours.
         READ_PROMPT: a part of a prompt, whose end is still to come.
         END_PROMPT: the end of a prompt, all of which the layer holds.
         READ_TURN: a later prompt, or a part of it, over what was kept.
@@ -15,7 +14,6 @@ class Phase(Enum):
         DECODE: tokens behind the prompt.
     """
 
-    FOREIGN = auto()
     READ_PROMPT = auto()
     END_PROMPT = auto()
     READ_TURN = auto()

@@ -76,14 +76,14 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end
     with torch.no_grad():
         selection = select_by_rows(layer.policy, prompt, whole, held)
     if selection is not None:
-        layer.apply_eviction(
-            Eviction(
-                keep_indices=selection.keep_indices,
-                filler_tokens=selection.filler_tokens,
-                parts_heads=selection.head_tokens is not None,
-            )
+        eviction = Eviction(
+            keep_indices=selection.keep_indices,
+            filler_tokens=selection.filler_tokens,
+            parts_heads=selection.head_tokens is not None,
         )
-        layer.settle(chosen_slots)
+        with layer.altogether():
+            layer.apply_eviction(eviction)
+            layer.settle(chosen_slots)
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
         layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 
