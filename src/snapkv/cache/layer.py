@@ -285,11 +285,11 @@ class CompressedLayer(DynamicLayer):
     def altogether(self) -> Iterator[None]:
         """Within this block the layer changes; where an error ends it, nothing has changed."""
         parts = {"store": copy.copy(self.store), "offloaded": copy.copy(self.offloaded)}
-        before = vars(self) | parts
+        before = self.__dict__ | parts
         try:
             yield
         except BaseException:
-            vars(self).update(before)
+            self.__dict__.update(before)
             raise
 
     def settle(self, kept_tokens: int) -> None:
