@@ -131,7 +131,7 @@ def test_a_document_is_kept_as_by_the_library_and_answers_as_there(engine, small
     assert not engine.leftovers()
 
 
-def test_a_document_without_a_block_to_move_to_is_not_registered_and_hurts_nobody(small):
+def test_a_document_without_a_block_to_move_to_waits_for_some_and_hurts_nobody(small):
     """Others share the blocks it was read into, and hold nearly all of the rest."""
     sizes = {"kv_cache_memory_bytes": small.blocks_bytes(21, 32), "max_model_len": 384}
     sharing = Sharing(chunk_tokens=30, most_bytes=small.blocks_bytes(8, 32))
@@ -150,11 +150,12 @@ def test_a_document_without_a_block_to_move_to_is_not_registered_and_hurts_nobod
         ended = {}
         while engine.scheduler.requests:
             ended |= {one.request_id: one for one in engine.step() if one.finished}
-        assert ended.pop(name).kv_transfer_params is None
+        assert ended.pop(name).kv_transfer_params["kept_tokens"] == 256
         assert [list(one.outputs[0].token_ids) for one in ended.values()] == alone
+        assert engine.free_blocks == engine.all_blocks - 256 // PAGE
+        drop(engine, "one")
         assert engine.free_blocks == engine.all_blocks
         assert not engine.leftovers()
-        assert register(engine, "one", ids, **{BUDGET: 256})["kept_tokens"] == 256
 
 
 def test_a_session_has_no_document(engine):
