@@ -331,3 +331,9 @@ def test_numbers_that_are_no_count_are_refused_by_name():
     with pytest.raises(InvalidTypeError, match=r"repeats: expected an integer, got 2\.0"):
         cache.batch_repeat_interleave(2.0)
     assert cache.get_seq_length() == PROMPT
+
+
+def test_a_count_may_be_a_tensor_of_one_as_some_releases_of_transformers_pass_it():
+    _, cache = filled("host")
+    cache.crop(torch.tensor(-1))
+    assert cache.get_seq_length() == PROMPT - 1

@@ -6,16 +6,16 @@ pads of its row out.
 
 import functools
 import itertools
+import operator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from snapkv.cache.rows import RowRecord, per_row
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.storage.base import TokenStore
-from snapkv.validation import MOST, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +208,22 @@ class SlotMap(RowRecord):
         )
 
 
-def require_removable(tokens_to_remove: int) -> int:
+def require_removable(tokens_to_remove: SupportsIndex) -> int:
     """How many of the last tokens a crop takes back, of a count as transformers has it.
+
+    Its releases pass an int or a tensor of one.
 
     Raises:
         InvalidTypeError: no integer.
         InvalidArgumentError: a positive count.
     """
-    require_int("tokens_to_remove", tokens_to_remove, minimum=-MOST)
+    try:
+        tokens_to_remove = operator.index(tokens_to_remove)
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"tokens_to_remove: expected an integer, got {tokens_to_remove!r}; pass -n to remove "
+            "the last n tokens"
+        ) from error
     if tokens_to_remove > 0:
         raise InvalidArgumentError(
             f"tokens_to_remove: expected zero or a negative number of tokens to remove, got "
