@@ -97,11 +97,6 @@ def _noting(refused: list[str]) -> Iterator[None]:
         refused.append(str(error))
 
 
-def _kind(error: SnapKVError) -> str:
-    """What kind of refusal it is: the argument, what was expected, without numbers and names."""
-    return f"{type(error).__name__}: {str(error).partition(', got ')[0]}"
-
-
 class Game:
     """A sequence that is being played."""
 
