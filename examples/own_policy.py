@@ -9,9 +9,9 @@ from torch import Tensor
 
 from snapkv import FullCache, default_policy
 from snapkv.app.models import load
-from snapkv.lab.evaluate.runner import Method, Run
-from snapkv.lab.evaluate.tasks import Needle
 from snapkv.policies import PrefixPolicy, PromptLayer
+from snapkv_lab.evaluate.runner import Method, Run
+from snapkv_lab.evaluate.tasks import Needle
 
 
 @dataclass(frozen=True)

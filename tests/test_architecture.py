@@ -33,7 +33,7 @@ GOOD = {
     "plan/__init__.py": "def choose():\n    from snapkv.cache.layer import view",
     "serving/__init__.py": "from snapkv import ops, policies",
     "lab/run.py": "from snapkv import __version__, document",
-    "cli/__init__.py": "import snapkv.lab.run",
+    "cli/__init__.py": "import snapkv_lab.run",
 }
 RULES = {
     rule.__name__: rule
@@ -91,8 +91,8 @@ def test_a_good_source_breaks_no_rule(made_up, rule):
         (
             "upward_imports",
             "serving/documents/files.py",
-            "import snapkv.cache.layer, snapkv.lab.run",
-            ["snapkv.lab.run"],
+            "import snapkv.cache.layer, snapkv_lab.run",
+            ["snapkv_lab.run"],
         ),
         ("upward_imports", "lab/a.py", "from snapkv import cli", ["snapkv.cli"]),
         ("room_circles", "plan/more.py", "import snapkv.document", ["document", "plan"]),

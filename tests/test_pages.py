@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from benchmarks import overview, plans, speed
-from benchmarks.records import read_rows
 
 from snapkv.cli.app import program, run
-from snapkv.lab import drawing
+from snapkv_lab import drawing
+from snapkv_lab.experiments import overview, plans, speed
+from snapkv_lab.experiments.records import read_rows
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

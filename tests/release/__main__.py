@@ -17,11 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import compatibility
-from benchmarks.environment import describe_environment
-from benchmarks.records import Row
-
 from snapkv.validation import first_line
+from snapkv_lab.experiments import compatibility
+from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.records import Row
 from tests.release import checks
 from tests.release.environments import EXTRAS, ROOT, Environment, NotReleasableError, build
 

@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MOST_WHEEL_BYTES = 2_500_000
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+EXTRAS = tomllib.loads((ROOT / "packages/snapkv/pyproject.toml").read_text("utf-8"))["project"][
     "optional-dependencies"
 ]
 
@@ -75,7 +75,7 @@ class Environment:
     def versions(self) -> dict[str, Any]:
         """Of the software that a result depends on, as the package says it there."""
         code = (
-            "import json; from snapkv.lab.measure.environment import versions; "
+            "import json; from snapkv_lab.measure.environment import versions; "
             "print(json.dumps(versions()))"
         )
         found: dict[str, Any] = json.loads(self.run("python", "-c", code))

@@ -26,8 +26,8 @@ def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path, monk
     for wrong, words in [
         ({"help": "ask", "python": "0.4 snapkv.cli.app"}, "at most 0.3 s, got 0.40 s"),
         (
-            {"help": "ask", "python": "0.1 numpy snapkv.cli.app snapkv.lab torch"},
-            "none of numpy, snapkv.lab, torch",
+            {"help": "ask", "python": "0.1 numpy snapkv.cli.app snapkv_lab torch"},
+            "none of numpy, snapkv_lab, torch",
         ),
         ({"help": "", "python": "0.1 snapkv.cli.app"}, "expected the command ask"),
     ]:
@@ -43,7 +43,7 @@ def test_a_wrong_answer_and_an_early_laboratory_are_named(tmp_path):
     with pytest.raises(NotReleasableError, match="expected the red door, got 'green'"):
         checks.require_library(Fake(tmp_path, python="snapkv", ask="green"))
     with pytest.raises(NotReleasableError, match="expected no laboratory"):
-        checks.require_library(Fake(tmp_path, python="snapkv.lab", ask="red door"))
+        checks.require_library(Fake(tmp_path, python="snapkv_lab", ask="red door"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""Settings and models shared by all tests."""
+
+import os
+import uuid
+from pathlib import Path
+
+# Before torch is imported: idle threads must not burn the cores that other processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Processes that tests start import from `tests`, too, of which every package has a part.
+_PARTS = [str(path.parent) for path in Path(__file__).parent.glob("packages/*/tests")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_PARTS, os.environ.get("PYTHONPATH", "")])
+
+import pytest
+
+from snapkv.app.models import LoadedModel, load
+
+
+@pytest.fixture(scope="session")
+def demo() -> LoadedModel:
+    """The offline demo model, SmolLM2-135M-Instruct in float32."""
+    return load("demo")
+
+
+@pytest.fixture(autouse=True)
+def early_layers(tmp_path_factory, monkeypatch):
+    """Nothing is known of any model's early layer but what a test remembers; returns the folder.
+
+    Converted models stay where they are, so the cache folder as a whole is not replaced.
+    """
+    folder = tmp_path_factory.getbasetemp() / f"early-layers-{uuid.uuid4().hex}"
+    monkeypatch.setattr("snapkv.prefill.early_layer.early_layers_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def head_scores(tmp_path_factory, monkeypatch):
+    """Nothing is known of any model's heads but the demo model's, and what a test remembers."""
+    folder = tmp_path_factory.getbasetemp() / f"head-scores-{uuid.uuid4().hex}"
+    monkeypatch.setattr("snapkv.hf.known_heads.head_scores_folder", lambda: folder)
+    return folder
+
+
+def pytest_report_header() -> str:
+    """Name the transformers release under test: the suite runs on the oldest and the newest."""
+    import torch
+    import transformers
+
+    return f"transformers {transformers.__version__}, torch {torch.__version__}"

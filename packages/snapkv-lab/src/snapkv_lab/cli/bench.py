@@ -1,0 +1,292 @@
+"""`snapkv bench`: time and memory of the caches, on a model or on a shape with random weights."""
+
+import json as json_format
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from snapkv.cache.saving.writing import append_line, open_for_lines
+from snapkv.cli import panels
+from snapkv.cli.fields import integers
+from snapkv.cli.options import ComparedOptions, ReadingOptions, with_options
+from snapkv.cli.outputs import Output, RowsFile, WritingOptions
+from snapkv.cli.whole_numbers import WholeNumber
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.validation import require_each_at_least
+
+_MOST_GB = 10**9
+
+Rows = Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(ComparedOptions, WritingOptions):
+    """What every bench takes."""
+
+    shape: Annotated[
+        str | None,
+        panels.model(
+            help="Random weights in a published shape instead of a model: llama-3.1-8b, ..."
+        ),
+    ] = None
+    num_layers: Annotated[
+        int | None, panels.model(help="Fewer layers than the shape has"), WholeNumber(1)
+    ] = None
+    storage: Annotated[
+        str, panels.sweep(help="dynamic, static, or both with a comma between them")
+    ] = "dynamic"
+    baseline: Annotated[
+        str,
+        panels.sweep(
+            help="transformers' own caches beside them: transformers, also -static and -int4"
+        ),
+    ] = "transformers"
+    lengths: Annotated[
+        str, panels.work(metavar="INTEGER,...", help="Prompt tokens, with commas: 1k,8k")
+    ] = "1k,4k"
+    batch: Annotated[
+        str, panels.work(metavar="INTEGER,...", help="Requests together, with commas")
+    ] = "1"
+    rounds: Annotated[int, panels.work(help="Turns of every cache that count"), WholeNumber(2)] = 5
+    output: Annotated[
+        str | None,
+        panels.output(help="File to add the rows to, as JSON"),
+        RowsFile(key="bench"),
+    ] = None
+    plot: Annotated[
+        str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()
+    ] = None
+    json: panels.AsJson = False
+
+    def __post_init__(self) -> None:
+        """Check the lists, too, before torch and the model are waited for."""
+        for name in ("lengths", "batch"):
+            require_each_at_least(name, integers(name, getattr(self, name)), 1)
+        of_models = ("model", "revision", "trust_remote_code")
+        for name in of_models if self.shape else ("num_layers",):
+            if given := getattr(self, name):
+                expected = "none beside --shape" if self.shape else "--shape beside it"
+                raise InvalidArgumentError(
+                    f"{name}: expected {expected}, got {given}; leave it out"
+                )
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(BenchOptions, ReadingOptions):
+    """What a bench takes that reads prompts."""
+
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a chunk; prompts are read layer by layer in them"),
+        WholeNumber(1),
+    ] = None
+    cap_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens held of every layer between two chunks instead"),
+        WholeNumber(1),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse two ways to read at once."""
+        super().__post_init__()
+        if self.prefill and self.chunk_tokens is not None:
+            raise InvalidArgumentError(
+                f"chunk_tokens: expected none with --prefill {' '.join(self.prefill)}, got "
+                f"{self.chunk_tokens}; write for instance --prefill layer-by-layer:chunk_tokens=4k"
+            )
+
+
+Tokens = Annotated[int, typer.Option(help="Generated in every round"), WholeNumber(1)]
+
+app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help=True)
+
+
+@app.command()
+@with_options(BenchOptions)
+def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
+    """Time per generated token behind prompts of several lengths."""
+    from snapkv_lab.measure.bandwidth import copy_bandwidth
+    from snapkv_lab.measure.decode import DecodeBench
+
+    def rows(model: Any, **compared: Any) -> Rows:
+        return DecodeBench(
+            model=model,
+            batches=integers("batch", options.batch),
+            tokens=tokens,
+            bytes_per_second=copy_bandwidth(model.device),
+            **compared,
+        ).rows()
+
+    _run(options, rows)
+
+
+@app.command()
+@with_options(PrefillOptions)
+def prefill(*, options: PrefillOptions) -> None:
+    """Time to read a prompt."""
+    _run(options, lambda **compared: _prefill_bench(options, compared).times())
+
+
+@app.command()
+@with_options(PrefillOptions)
+def memory(*, options: PrefillOptions) -> None:
+    """Most memory held at once while a prompt is read, and what is held after it."""
+
+    def rows(**compared: Any) -> Rows:
+        if compared["model"].device.type == "cuda" or os.environ.get(_ALONE):
+            peaks: Rows = _prefill_bench(options, compared).peaks()
+            return peaks
+        return _measured_alone(sys.argv[1:], [each.label for each in compared["contenders"]])
+
+    _run(options, rows)
+
+
+def _prefill_bench(options: PrefillOptions, compared: dict[str, Any]) -> Any:
+    from snapkv_lab.measure.prefill import PrefillBench
+
+    return PrefillBench(
+        batches=integers("batch", options.batch),
+        chunk_tokens=options.chunk_tokens,
+        cap_tokens=options.cap_tokens,
+        **compared,
+    )
+
+
+_ALONE = "SNAPKV_BENCH_ONLY"
+_HAND_BACK_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of the same command with one cache each, in a process of its own.
+
+    The memory of a process does not shrink to what it holds, so another cache would start from
+    what the one before it has left.
+    """
+    for label in labels:
+        done = subprocess.run(
+            [sys.executable, "-m", "snapkv", *arguments, "--json"],
+            env={**os.environ, **_HAND_BACK_FREED_MEMORY, _ALONE: label},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise typer.Exit(done.returncode)  # it has said why
+        yield from json_format.loads(done.stdout)["rows"]
+
+
+@app.command()
+@with_options(BenchOptions)
+def throughput(
+    memory_gb: Annotated[float, typer.Option(help="GB for weights and caches together")] = 16.0,
+    tokens: Tokens = 16,
+    *,
+    options: BenchOptions,
+) -> None:
+    """Tokens per second at the largest batch whose caches fit into the same memory."""
+    if not 0 < memory_gb <= _MOST_GB:
+        raise InvalidArgumentError(
+            f"memory_gb: expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}; pass "
+            "what the device has"
+        )
+    if options.batch != BenchOptions.batch:
+        raise InvalidArgumentError(
+            f"batch: expected none, since the largest one that fits is looked for, got "
+            f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
+        )
+    from snapkv_lab.measure.throughput import ThroughputBench
+
+    memory_bytes = int(memory_gb * 1e9)
+    _run(
+        options,
+        lambda **compared: ThroughputBench(
+            memory_bytes=memory_bytes, tokens=tokens, **compared
+        ).rows(),
+    )
+
+
+def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
+    """Load the model, measure, and show or store the rows.
+
+    Args:
+        options: what to load and to compare.
+        bench: gives the rows, of `model`, `contenders`, `lengths` and `rounds`.
+    """
+    from rich.console import Console
+
+    from snapkv.cli.grid import give
+    from snapkv.cli.loading import load_model
+    from snapkv_lab import drawing
+    from snapkv_lab.cli.caches import compared_caches
+    from snapkv_lab.cli.tables import bench_table
+    from snapkv_lab.measure.environment import describe
+    from snapkv_lab.report.bench import draw
+
+    alone = os.environ.get(_ALONE)  # the process that asked for this one stores and draws
+    output, plot = (None, None) if alone else (options.output, options.plot)
+    if plot is not None:
+        drawing.require_drawable(plot)
+    if options.shape is None:
+        loaded = load_model(options)
+        model, named = loaded.model, loaded.description()
+    else:
+        model, named = _shaped(options, options.shape)
+    block = {"model": named, "environment": describe(model.device)}
+    lengths = integers("lengths", options.lengths)
+    rows: list[dict[str, Any]] = []
+    unwritten: OutputError | None = None
+    contenders = [each for each in compared_caches(options) if alone in (None, each.label)]
+    with Console(stderr=True).status("measuring") as status:
+        for row in bench(
+            model=model, contenders=contenders, lengths=lengths, rounds=options.rounds
+        ):
+            rows.append(row)
+            status.update(f"measuring: {len(rows)} rows")
+            if output is not None and unwritten is None:
+                unwritten = _append(Path(output), row | block)
+    give(block | {"rows": rows}, lambda: bench_table(rows), as_json=options.json)
+    if unwritten is not None:
+        raise unwritten
+    if plot is not None:
+        drawing.save(draw(rows), Path(plot))
+
+
+def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
+    """A model of random weights, and what a row says of it."""
+    from rich.console import Console
+
+    from snapkv.app.models import chosen_device, chosen_dtype
+    from snapkv.cli.loading import begin
+    from snapkv_lab.measure.random_models import random_model
+
+    begin(verbose=options.verbose)
+    device = chosen_device(options.device or "auto")
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = chosen_dtype(options.dtype or default)
+    with Console(stderr=True).status(f"making random weights in the shape of {shape}"):
+        model = random_model(
+            shape,
+            device=device,
+            dtype=dtype,
+            layers=options.num_layers,
+            attn_implementation=options.attn_implementation,
+        )
+    described = {"shape": shape, "layers": model.config.num_hidden_layers}
+    return model, described | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
+
+
+def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
+    """Add a row to a file; why not, where that cannot be done: what is measured is still shown."""
+    try:
+        with open_for_lines(path) as file:
+            append_line(file, json_format.dumps(row), path)
+    except OutputError as error:
+        return error
+    return None

@@ -1,0 +1,65 @@
+"""`snapkv medusa train`: heads that draft for a model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from snapkv.app import text_files
+from snapkv.app.settings import MedusaTraining
+from snapkv.cli import panels
+from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import RunFolder
+from snapkv.cli.standard_output import write_json
+
+_FILES = (
+    *("plan.json", "answers.jsonl", "training.safetensors"),
+    *("medusa_lm_head.safetensors", "config.json"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(ModelOptions):
+    """What `train` takes beside its numbers."""
+
+    to: Annotated[
+        str,
+        typer.Option(help="Folder of the heads; a run that was stopped is continued there"),
+        RunFolder(files=_FILES, record="plan.json", key="num_heads"),
+    ] = "medusa-heads"
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object")] = False
+
+
+app = typer.Typer(name="medusa", help="Heads that draft tokens.", no_args_is_help=True)
+
+
+@app.command()
+@with_options(TrainOptions, settings=MedusaTraining, panel="Training")
+def train(
+    *,
+    document: Annotated[list[str], typer.Option(metavar="FILE", help=panels.FILES_AGAIN)],
+    settings: MedusaTraining,
+    options: TrainOptions,
+) -> None:
+    """Train heads on a model's own answers about documents; the model stays as it is."""
+    read, warnings = text_files.read_noting(document)
+
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import answers_progress
+    from snapkv_lab.training import medusa  # torch and the model come with what follows
+
+    loaded = load_model(options)
+    texts = [document.text for document in read]
+    with answers_progress("medusa train") as advance:
+        heads = medusa.train(loaded, texts, Path(options.to), settings, advance)
+    if options.json:
+        found = {"heads": options.to, "accuracies": heads.accuracies, "warnings": warnings}
+        write_json(found)
+        return
+    for number, (first, *others) in enumerate(heads.accuracies, start=1):
+        typer.echo(
+            f"head {number}: right {first:.1%} of the time, {first + sum(others):.1%} among its "
+            f"first {1 + len(others)}"
+        )
+    typer.echo(f"heads: {options.to}", err=True)

@@ -1,0 +1,130 @@
+"""`snapkv study NAME`: what the paper observed, on any model and document."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from snapkv.cli import panels
+from snapkv.cli.options import ModelOptions, with_options
+from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
+from snapkv_lab.cli.workers import WorkerOptions, answering
+from snapkv_lab.study import STUDIES, Study
+from snapkv_lab.study.base import ReadingStudy
+from snapkv_lab.study.sensitivity import Sensitivity
+
+if TYPE_CHECKING:
+    from snapkv_lab.study.base import Findings
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(ModelOptions, WritingOptions):
+    """What every study takes."""
+
+    results: Annotated[
+        str | None,
+        panels.output(
+            help="Folder of the rows; a study that was stopped is continued there",
+            show_default="snapkv-results/study-NAME-MODEL-HASH",
+        ),
+        RESULTS,
+    ] = None
+    plot: Annotated[
+        str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()
+    ] = None
+    json: panels.AsJson = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions(StudyOptions):
+    """What every study of documents takes."""
+
+    document: Annotated[
+        list[str] | None,
+        panels.material(
+            metavar="FILE",
+            help=panels.FILES_AGAIN,
+            show_default="essays, or Python's documentation",
+        ),
+    ] = None
+    question: Annotated[
+        list[str] | None,
+        panels.material(
+            "--question",
+            "-q",
+            help="What to ask; again for more",
+            show_default="four that suit any text",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringOptions(StudyOptions, WorkerOptions):
+    """What the study takes that compares answers and looks at nothing within the model."""
+
+
+_OF_OPTIONS = {"documents": "document", "questions": "question"}
+"""Fields of a study that options give which may be repeated, since texts may hold commas."""
+
+
+def _study(*, settings: Study, options: StudyOptions) -> None:
+    given = {
+        field: tuple(value)
+        for field, option in _OF_OPTIONS.items()
+        if (value := getattr(options, option, None))
+    }
+    study = replace(settings, **given)
+    if options.plot is not None:
+        from snapkv_lab.drawing import require_drawable
+
+        require_drawable(options.plot)
+
+    from snapkv.cli.grid import give  # torch and the model come with what follows
+    from snapkv_lab.cli.tables import study_table
+
+    findings = _findings(study, options)
+    for notice in findings.notices:
+        typer.echo(f"notice: {notice}", err=True)
+    found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
+    give(
+        found | {"warnings": [*findings.warnings, *findings.notices]},
+        lambda: study_table(study.table(findings.rows)),
+        as_json=options.json,
+        place=f"rows: {findings.folder}\n{findings.closing}".rstrip(),
+    )
+    if findings.unwritten is not None:  # behind what took so long
+        raise findings.unwritten
+    if options.plot is not None:
+        from snapkv_lab.study.figures import save
+
+        save(study.figure(findings.rows), options.plot)
+
+
+def _options_of(kind: type[Study]) -> type[StudyOptions]:
+    if issubclass(kind, Sensitivity):
+        return AnsweringOptions
+    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
+
+
+def _findings(study: Study, options: StudyOptions) -> "Findings":
+    """What the study gives, of this process or of workers where it has answers to deal out."""
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import answers_progress
+
+    kind = f"study-{study.name}"
+    if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
+        with answering(options) as (loaded, who), answers_progress(study.name) as advance:
+            folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
+            return study.into(loaded, folder, advance, who)
+    loaded = load_model(options)
+    folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
+    with answers_progress(study.name) as advance:
+        return study.into(loaded, folder, advance)
+
+
+app = typer.Typer(name="study", help="Repeat an observation of the paper.", no_args_is_help=True)
+for _kind in STUDIES.values():
+    _command = with_options(_options_of(_kind), settings=_kind, panel="Study", hidden=_OF_OPTIONS)(
+        _study
+    )
+    app.command(name=_kind.name)(_command)

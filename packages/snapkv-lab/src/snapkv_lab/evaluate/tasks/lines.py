@@ -1,0 +1,138 @@
+"""LongEval-Lines: one of many numbered lines, asked for by its name.
+
+The record of the public test (LongChat, 2023): every line has a name of an adjective and a noun and
+a number; the prompt ends by asking for the number of one line. As in the paper's ablation of
+pooling (Fig. 8), the number has five digits and the place of the line is what is varied. Names are
+drawn until no two are the same, which the public generator does not check.
+
+Examples and cloze are not in the public test; the smallest models need both, without a chat
+template. The examples are other lines of the record, repeated behind the question as they stand in
+it; the cloze begins the asked line in the same way.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.evaluate.fitting import fitted, percents
+from snapkv_lab.evaluate.sample import Sample
+from snapkv_lab.evaluate.task import Task
+from snapkv_lab.evaluate.words import distinct, number, word_key
+
+_HEADER = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
+    "and contains a '<REGISTER_CONTENT>' at the end of the line as a numerical value. For each "
+    "line index, memorize its corresponding <REGISTER_CONTENT>. At the end of the record, I will "
+    "ask you to retrieve the corresponding <REGISTER_CONTENT> of a certain line index. Now the "
+    "record start:\n\n"
+)
+_QUESTION = (
+    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {name}? I need the "
+    "number."
+)
+_LINE = "line {name}: REGISTER_CONTENT is <"
+_END = ">\n"
+_DIGITS = 5
+_MOST_LINES = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines(Task):
+    """The number of one named line among many (LongEval-Lines), at every length and position.
+
+    Args:
+        lengths: tokens of prompt and answer together, never more, a few less.
+        positions: how many places of the asked line from the first (0) to the last (100 percent).
+        samples_each: samples of every length and position.
+        examples: other lines repeated behind the question as a pattern; small models need three.
+        cloze: begin the asked line for the model, up to its number.
+        seed: of names, numbers and examples.
+    """
+
+    name: ClassVar[str] = "lines"
+    metric: ClassVar[str] = "accuracy"
+    axes: ClassVar[tuple[str, ...]] = ("length", "position")
+
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    positions: int = 5
+    samples_each: int = 5
+    examples: int = 0
+    cloze: bool = False
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        minima = {"positions": 1, "samples_each": 1, "examples": 0}
+        for name, least in minima.items():
+            require_at_least(name, getattr(self, name), least)
+        require_each_at_least("lengths", self.lengths, 1)
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Samples of every length and position."""
+        places = percents(self.positions)
+        for length in self.lengths:
+            hint = None
+            for position, index in itertools.product(places, range(self.samples_each)):
+                sample, hint = self._fitted(tokenizer, length, position, index, hint)
+                yield sample
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether the last whole number of the answer is the line's."""
+        numbers = re.findall(r"\d+", prediction)
+        return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
+
+    def _fitted(
+        self, tokenizer: Any, length: int, position: int, index: int, hint: int | None
+    ) -> tuple[Sample, int]:
+        """The record with as many lines as fit, and how many."""
+        least = self.examples + 1
+        found = fitted(
+            lambda count: self._record(length, position, index, count),
+            tokenizer,
+            length,
+            least=least,
+            most=_MOST_LINES,
+            hint=hint,
+        )
+        if found is None:
+            raise InvalidArgumentError(
+                f"lengths: expected room for the question, the answer and {least} lines, got "
+                f"{length} tokens; pass a larger length"
+            )
+        return found
+
+    def _record(self, length: int, position: int, index: int, count: int) -> Sample:
+        """A record of `count` lines."""
+        name = f"{length}/{position}/{index}"
+        draw = random.Random(f"{self.seed}/{name}")
+        asked = round((count - 1) * position / 100)
+        keys = distinct(lambda: word_key(draw), count)
+        values = [number(draw, _DIGITS) for _ in keys]
+        others = draw.sample([i for i in range(count) if i != asked], self.examples)
+        lines = [_LINE.format(name=key) + value for key, value in zip(keys, values, strict=True)]
+        shown = "".join(f"\n{lines[i]}>" for i in others)
+        question = _QUESTION.format(name=keys[asked]) + shown
+        return Sample(
+            name=name,
+            cell={"length": length, "position": position},
+            context=_HEADER + "".join(f"{line}{_END}" for line in lines),
+            question=question,
+            plain_question=f"{question}\n" if shown or self.cloze else question,
+            answer_start=_LINE.format(name=keys[asked]) if self.cloze else "",
+            references=(values[asked],),
+            settings=self._settings,
+        )
+
+    @property
+    def _settings(self) -> GenerationSettings:
+        """The published 100 tokens; shorter where the prompt shows how an answer ends."""
+        if self.cloze:
+            return GenerationSettings(max_new_tokens=_DIGITS + 3, stop_strings=(">",))
+        stop = (_END,) if self.examples else ()
+        return GenerationSettings(max_new_tokens=100, stop_strings=stop)

@@ -1,0 +1,202 @@
+"""Needle in a haystack: one sentence hidden in a long text, at every length and depth.
+
+The construction of the public test (Kamradt 2023): the text is cut to the length less a buffer for
+the question, and the needle stands behind the last sentence that ends before its depth. The magic
+number is the form of the Large World Model's evaluation, which the paper's Fig. 6 is of; the
+sentence about a sandwich is the first form of the test.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.evaluate.fitting import percents
+from snapkv_lab.evaluate.haystack import Haystack, HaystackTask
+from snapkv_lab.evaluate.sample import Sample
+
+_INSTRUCTION = (
+    "You are a helpful assistant that answers questions about a document. Keep the answer short "
+    "and direct.\n\n"
+)
+_RESTRICTION = " Don't give information outside the document or repeat your findings."
+_CITIES = (
+    *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
+    *("Moscow", "Oslo", "Paris", "Prague", "Rome", "Sydney", "Tokyo", "Toronto", "Vienna"),
+)
+_CHARACTERS_PER_TOKEN = 8  # more than most long stretches of English need
+_SENTENCE_ENDS = (".", "?", "!", "。", "？", "！")  # noqa: RUF001 - Chinese has its own marks
+_MOST_DEPTHS = 101
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hidden:
+    """What is hidden, how it is asked for, and what its answer begins with."""
+
+    needle: str
+    question: str
+    answer_start: str
+    answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle(HaystackTask):
+    """One sentence hidden in a long text, asked for at every length and depth.
+
+    Args:
+        lengths: tokens of the whole prompt, question and instructions included, about.
+        depths: how many places from the beginning (0) to the end (100 percent) of the text.
+        variant: magic-number asks for a number, sandwich for the best thing to do in San Francisco.
+        digits: of the magic number.
+        permutations: runs of every length and depth, each with the documents in another order.
+        cloze: begin the answer for the model, which small models need.
+        buffer_tokens: how much of a length is left for question and instructions.
+        seed: of cities, numbers and orders.
+    """
+
+    name: ClassVar[str] = "needle"
+    metric: ClassVar[str] = "accuracy"
+    axes: ClassVar[tuple[str, ...]] = ("length", "depth")
+
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    depths: int = 5
+    variant: Literal["magic-number", "sandwich"] = "magic-number"
+    digits: int = 7
+    permutations: int = 1
+    haystack: str | None = None
+    cloze: bool = False
+    buffer_tokens: int = 200
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Check the settings and find the text."""
+        minima = {"depths": 1, "permutations": 1, "digits": 1, "buffer_tokens": 0}
+        for name, least in minima.items():
+            require_at_least(name, getattr(self, name), least)
+        if self.depths > _MOST_DEPTHS:
+            raise InvalidArgumentError(
+                f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
+                f"{self.depths}; pass a smaller number"
+            )
+        require_each_at_least("lengths", self.lengths, self.buffer_tokens + 100)
+        if self.variant not in ("magic-number", "sandwich"):
+            raise InvalidArgumentError(
+                f"variant: expected magic-number or sandwich, got {self.variant!r}; choose one"
+            )
+        self.text  # noqa: B018 # read now: a folder without text is refused
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """A sample for every length, depth and order."""
+        for length, depth, order in itertools.product(
+            self.lengths, percents(self.depths), range(self.permutations)
+        ):
+            yield self._sample(tokenizer, length, depth, order)
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether the number is in the answer; of the sentence, the fraction of its words."""
+        if self.variant == "magic-number":
+            return float(sample.references[0] in prediction)
+        wanted, said = (_words(text) for text in (sample.references[0], prediction))
+        return len(wanted & said) / len(wanted)
+
+    def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
+        name = f"{length}/{depth}/{order}"
+        hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
+        text = self.text.permuted(f"{self.seed}/{name}") if self.permutations > 1 else self.text
+        ids = _with_needle(
+            tokenizer, text, hidden.needle, tokens=length - self.buffer_tokens, depth=depth
+        )
+        start = hidden.answer_start if self.cloze else ""
+        return Sample(
+            name=name,
+            cell={"length": length, "depth": depth},
+            context=_INSTRUCTION + tokenizer.decode(ids, skip_special_tokens=True),
+            question=f"\n\n{hidden.question}{_RESTRICTION}",
+            plain_question=f"\n\nQuestion: {hidden.question}\nAnswer:",
+            answer_start=start,
+            references=(hidden.answer,),
+            settings=GenerationSettings(max_new_tokens=self._answer_tokens),
+        )
+
+    @property
+    def _answer_tokens(self) -> int:
+        if self.variant == "sandwich":
+            return 48
+        return self.digits + (5 if self.cloze else 25)
+
+    def _hidden(self, draw: random.Random) -> _Hidden:
+        if self.variant == "sandwich":
+            thing = "eat a sandwich and sit in Dolores Park on a sunny day."
+            start = "The best thing to do in San Francisco is"
+            return _Hidden(
+                needle=f"\n{start} {thing}\n",
+                question="What is the best thing to do in San Francisco?",
+                answer_start=start,
+                answer=thing,
+            )
+        city = draw.choice(_CITIES)
+        number = str(draw.randrange(10 ** (self.digits - 1), 10**self.digits))
+        return _Hidden(
+            needle=f"\nThe special magic {city} number is: {number}\n",
+            question=f"What is the special magic {city} number?",
+            answer_start=f"The special magic {city} number is:",
+            answer=number,
+        )
+
+
+def _with_needle(
+    tokenizer: Any, text: Haystack, needle: str, *, tokens: int, depth: int
+) -> list[int]:
+    """That many tokens of the text, repeated where it is too short, with the needle in them."""
+    inserted = _encode(tokenizer, needle)
+    ids = _beginning(tokenizer, text, tokens - len(inserted))
+    place = _sentence_end(tokenizer, ids, int(len(ids) * depth / 100)) if depth < 100 else len(ids)
+    return [*ids[:place], *inserted, *ids[place:]]
+
+
+def _beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
+    """The first tokens of the text, which begins anew where it is too short."""
+    if tokens < 1:
+        raise InvalidArgumentError(
+            "lengths: expected room for some text beside the needle, got none; pass larger lengths"
+        )
+    whole, characters = text.text, tokens * _CHARACTERS_PER_TOKEN
+    while True:
+        ids = _encode(tokenizer, (whole * (1 + characters // len(whole)))[:characters])
+        if len(ids) >= tokens:
+            return ids[:tokens]
+        if not ids:
+            raise InvalidArgumentError(
+                f"haystack: expected text that the model's tokenizer knows, got no token of "
+                f"{text.name}; choose another folder"
+            )
+        characters *= 2
+
+
+def _sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
+    """The last place, at most so far on, behind a sentence's end, or the text's beginning.
+
+    In a text without sentences, so far on.
+    """
+
+    def ended(place: int) -> bool:
+        text: str = tokenizer.decode(ids[place - 1])
+        return text.rstrip().endswith(_SENTENCE_ENDS)
+
+    if before := next(filter(ended, range(most, 0, -1)), 0):
+        return before
+    return 0 if any(map(ended, range(most + 1, len(ids) + 1))) else most
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))

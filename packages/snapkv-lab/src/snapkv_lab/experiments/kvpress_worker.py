@@ -1,0 +1,198 @@
+"""kvpress's SnapKV, driven by `snapkv_lab.experiments.kvpress_process` from another environment.
+
+Runs with that environment's Python and imports nothing of snapkv. Reads one JSON object a line from
+standard input and answers each with one: first the keyword arguments of `Worker`, then a method's
+name under "do" and its arguments.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# Whatever a library prints is no answer, from its import on.
+_ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+import torch
+import transformers
+from kvpress import SnapKVPress
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    """A model and a cache, compressed by kvpress or full.
+
+    Args:
+        model: a folder with its configuration; without weights in it they are random.
+        dtype: of the weights.
+        device: where to work.
+        attn_implementation: as transformers names it.
+        threads: of torch.
+        press: window_size and kernel_size; None for a full cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        dtype: str,
+        device: str,
+        attn_implementation: str,
+        threads: int,
+        press: dict[str, int] | None,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._device, self._press = torch.device(device), press
+        options = {"dtype": dtype, "attn_implementation": attn_implementation}
+        with self._device:
+            if any(Path(model).glob("*.safetensors")):
+                self._model = AutoModelForCausalLM.from_pretrained(model, **options)
+            else:
+                config = AutoConfig.from_pretrained(model)
+                options["dtype"] = getattr(torch, dtype)
+                self._model = AutoModelForCausalLM.from_config(config, **options)
+        self._model.to(self._device).eval()
+        self._cache, self._seen = self._empty(), 0
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+
+    def versions(self) -> Answer:
+        """Of what is measured."""
+        return {
+            "kvpress": version("kvpress"),
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        }
+
+    def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
+        """Read a prompt into a new cache."""
+        self._cache = self._empty()
+        prompt = torch.tensor(ids, device=self._device)
+        press = self._pressing(prompt.shape[1], kept_tokens)
+        hooks = contextlib.nullcontext() if press is None else press(self._model)
+
+        def work() -> None:
+            cache = DynamicCache(config=self._model.config)
+            with hooks:
+                logits = self._model(prompt, past_key_values=cache, logits_to_keep=1).logits
+            self._cache, self._token = cache, logits[:, -1:].argmax(dim=-1)
+
+        spent = self._spent_on(work)
+        self._seen = prompt.shape[1]
+        return spent
+
+    def fill(self, batch: int, length: int, kept_tokens: int) -> Answer:
+        """A new cache as such a prompt leaves it, from random states, layer by layer."""
+        self._cache = self._empty()
+        press = self._pressing(length, kept_tokens)
+        decoder = getattr(self._model.model, "language_model", self._model.model)
+        text = self._model.config.get_text_config(decoder=True)
+        for index, layer in enumerate(decoder.layers):
+            shape = batch, text.num_key_value_heads, length, layer.self_attn.head_dim
+            keys, values = self._random(*shape), self._random(*shape)
+            if press is not None:
+                end = self._random(batch, press.window_size + 1, text.hidden_size)
+                positions = torch.arange(length - end.shape[1], length, device=self._device)[None]
+                rotation = {"position_embeddings": decoder.rotary_emb(end, positions)}
+                keys, values = press.compress(layer.self_attn, end, keys, values, None, rotation)
+            self._cache.update(keys, values, index)
+        self._seen, self._token = length, self._token.new_zeros(batch, 1)
+        return self._held()
+
+    def forget(self) -> Answer:
+        """Hold no cache."""
+        self._cache = self._empty()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
+    def decode(self, tokens: int) -> Answer:
+        """Some greedy tokens behind the last prompt, in the loop of kvpress's pipeline."""
+        generated: list[Tensor] = []
+
+        def work() -> None:
+            for _ in range(tokens):  # a cache counts what it has, so positions are given
+                generated.append(self._token)
+                positions = torch.tensor([[self._seen]], device=self._device)
+                logits = self._model(
+                    self._token, past_key_values=self._cache, position_ids=positions
+                ).logits
+                self._token = logits[:, -1:].argmax(dim=-1)
+                self._seen += 1
+
+        spent = self._spent_on(work)
+        return spent | {"tokens": torch.cat(generated, dim=1).tolist()}
+
+    def _pressing(self, length: int, kept_tokens: int) -> SnapKVPress | None:
+        """kvpress takes the share to remove: a little less, so that rounding down keeps enough."""
+        if self._press is None or kept_tokens >= length:
+            return None
+        return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
+
+    def _empty(self) -> DynamicCache:
+        return DynamicCache(config=self._model.config)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._device, dtype=self._model.dtype)
+
+    def _spent_on(self, work: Callable[[], Any]) -> Answer:
+        """Time, what is held after it, on CUDA also the most held beyond what was before."""
+        cuda = self._device.type == "cuda"
+        before = 0
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        started = time.perf_counter()
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+        spent: Answer = {"ms": 1000 * (time.perf_counter() - started)} | self._held()
+        if cuda:
+            spent["peak_growth_bytes"] = torch.cuda.max_memory_allocated() - before
+        return spent
+
+    def _held(self) -> Answer:
+        layers = [layer for layer in self._cache.layers if layer.keys is not None]
+        return {
+            "held_bytes": sum(layer.keys.nbytes + layer.values.nbytes for layer in layers),
+            "kept_tokens": layers[0].keys.shape[-2],
+        }
+
+
+def _refusal(error: Exception) -> Answer:
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    kind = "out_of_memory" if full or "DefaultCPUAllocator" in str(error) else "error"
+    return {kind: f"{type(error).__name__}: {error}"}
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Answer until standard input ends."""
+    transformers.utils.logging.disable_progress_bar()
+    worker: Worker | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if worker is None:
+                worker = Worker(**asked)
+                found = worker.versions()
+            else:
+                found = getattr(worker, asked.pop("do"))(**asked)
+        except Exception as error:
+            found = _refusal(error)
+        if worker is not None and "out_of_memory" in found:
+            worker.forget()  # now that nothing of what failed is held
+        print(json.dumps(found), file=_ANSWERS, flush=True)
+
+
+if __name__ == "__main__":
+    main()

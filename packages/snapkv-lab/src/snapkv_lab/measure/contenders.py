@@ -1,0 +1,230 @@
+"""The caches that are timed against each other, and filling them as if a prompt had been read."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache
+
+from snapkv.app.prefills import Exact, Prefill
+from snapkv.cache.layer import CompressedLayer
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.install import install, uninstall
+from snapkv.hf.model_parts import output_weight
+from snapkv.ops import ScoreOptions
+from snapkv.plan import out_of_memory_explained
+from snapkv.policies import Policy, PromptLayer
+from snapkv.validation import nearest
+from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes
+from snapkv_lab.measure.timing import spent_on
+
+ROOM_TOKENS = 512
+"""Tokens behind the prompt that caches of a fixed size have room for."""
+
+Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
+"""Within what it gives, a model reads prompts in pieces."""
+
+
+class Decoder(Protocol):
+    """A cache behind a prompt, and what is generated behind it."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the cache holds, room for tokens to come included."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of what attention reads for a token."""
+
+    def __call__(self, tokens: int) -> float:
+        """Generate greedily; ms per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A kind of cache under the name that tables give it.
+
+    Benches ask it for `label`, `policy`, `reader`, `peak` and `behind`; one that works in another
+    process need have no more. What these give is all that holds a cache.
+
+    Attributes:
+        label: its name.
+        make: an empty cache for a model and that many prompt tokens.
+        policy: what a compressed cache keeps; None for caches that are not ours.
+        prefill: how it reads prompts.
+    """
+
+    label: str
+    make: Callable[[PreTrainedModel, int], Cache]
+    policy: Policy | None = None
+    prefill: Prefill = field(default_factory=Exact)
+
+    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Callable[[], float]:
+        """Reads a prompt, (B, T) int64, into a new cache; ms.
+
+        It raises OutOfMemoryError where that does not fit.
+        """
+        return lambda: spent_on(lambda: self._read(model, ids, pieces)).wall_ms
+
+    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> dict[str, int]:
+        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it.
+
+        Raises:
+            OutOfMemoryError: it did not fit.
+        """
+        caches: list[Cache] = []
+        peak = peak_growth_bytes(lambda: caches.append(self._read(model, ids, pieces)), ids.device)
+        return {"peak_growth_bytes": peak, "held_bytes": cache_bytes(caches[0])}
+
+    def behind(self, model: PreTrainedModel, batch: int, length: int) -> Decoder:
+        """A cache behind a prompt of that many tokens that was never read."""
+        return _Decoder(self, model, batch, length)
+
+    @contextlib.contextmanager
+    def at_work(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within this block the model carries what this cache needs, and nothing more.
+
+        Caches of other contenders may live on; their turn comes in a block of their own.
+        """
+        uninstall(model)
+        with contextlib.nullcontext() if self.policy is None else install(model):
+            yield
+
+    @torch.no_grad()
+    def _read(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Cache:
+        explained = out_of_memory_explained(lambda: self.label)
+        with self.at_work(model), explained, pieces(model), self.prefill.within(model):
+            cache = self.make(model, ids.shape[1])
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+
+class _Decoder:
+    """Decodes in this process, through `model.generate`."""
+
+    def __init__(
+        self, contender: Contender, model: PreTrainedModel, batch: int, length: int
+    ) -> None:
+        self._contender, self._model = contender, model
+        self._batch, self._seen = batch, length
+        self._cache = filled(contender, model, batch=batch, tokens=length)
+
+    @property
+    def held_bytes(self) -> int:
+        return cache_bytes(self._cache)
+
+    @property
+    def read_bytes(self) -> int:
+        if isinstance(self._cache, CompressedCache):
+            return self._cache.report().held_bytes
+        return self.held_bytes
+
+    def __call__(self, tokens: int) -> float:
+        shape = (self._batch, self._seen + 1)
+        ids = torch.zeros(shape, dtype=torch.int64, device=self._model.device)
+        self._seen += tokens
+
+        def generate() -> None:
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=self._cache,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+
+        with self._contender.at_work(self._model):
+            return spent_on(generate).wall_ms / tokens
+
+
+def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
+    """A compressed cache."""
+
+    def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
+        del prompt_tokens
+        return CompressedCache(model, policy, storage=storage, room_tokens=ROOM_TOKENS)  # type: ignore[arg-type] # checked there
+
+    return Contender(label=label, make=make, policy=policy)
+
+
+def full(name: str) -> Contender:
+    """One of transformers' own caches, which keep every token.
+
+    Raises:
+        InvalidArgumentError: no cache of that name.
+    """
+    if name not in FULL_CACHES:
+        raise InvalidArgumentError(
+            f"baseline: expected one of {', '.join(FULL_CACHES)}, got "
+            f"{name!r}{nearest(name, FULL_CACHES)}"
+        )
+    return Contender(label=name, make=FULL_CACHES[name])
+
+
+FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
+    "transformers": lambda model, _: DynamicCache(config=model.config),
+    "transformers-static": lambda model, prompt_tokens: StaticCache(
+        config=model.config, max_cache_len=prompt_tokens + ROOM_TOKENS
+    ),
+    "transformers-int4": lambda model, _: QuantizedCache(
+        backend="quanto", config=model.config, nbits=4
+    ),
+}
+"""transformers' own caches by the name that `snapkv bench --baseline` takes."""
+
+
+@torch.no_grad()
+def filled(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
+    """A cache as a prompt of that many tokens leaves it, with random keys and values.
+
+    What decoding costs depends on how many tokens are stored, not on what they say. One layer at a
+    time is whole.
+    """
+    cache = contender.make(model, tokens)
+    if isinstance(cache, CompressedCache):
+        cache.expect_prompt(tokens)
+    for layer in cache.layers:
+        layer.update(_random(model, batch, tokens, "key"), _random(model, batch, tokens, "key"))
+        if isinstance(layer, CompressedLayer):
+            _end_prompt(layer, model, tokens)
+    return cache
+
+
+def _end_prompt(layer: CompressedLayer, model: PreTrainedModel, tokens: int) -> None:
+    """Ask the policy what to keep, as the seam does."""
+    queries = _random(model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query")
+    prompt = PromptLayer(
+        queries=queries,
+        keys=layer.keys,
+        values=layer.values,
+        score_options=ScoreOptions(scaling=queries.shape[-1] ** -0.5),
+        layer_idx=layer.identity.layer_idx,
+        depth=layer.identity.depth,
+        num_layers=layer.identity.num_layers,
+        rotation=layer.identity.rotation,
+        output_weight=output_weight(layer.identity.output_projection),
+    )
+    layer.end_prompt(layer.policy.select(prompt), prompt)
+
+
+def _random(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
+    """Random states of a layer: (B, Hq or Hkv, N, D)."""
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"model: expected one whose cache holds keys and values per head, got "
+            f"{type(model).__name__} with latent attention; measure how it reads prompts, with "
+            "snapkv bench prefill or memory"
+        )
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if kind == "key":
+        heads = getattr(text, "num_key_value_heads", None) or heads
+    return torch.randn(batch, heads, tokens, head_dim, device=model.device, dtype=model.dtype)

@@ -1,0 +1,134 @@
+"""Reading prompts: how long it takes and how much memory, every cache in turn."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.prefill import chunked, layer_by_layer
+from snapkv.validation import require_int
+from snapkv_lab.measure.contenders import Contender
+from snapkv_lab.measure.timing import alternate, ratios, spread
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillBench:
+    """What reading a prompt takes.
+
+    Args:
+        model: the model.
+        contenders: the caches; ratios are against the first.
+        lengths: prompt tokens.
+        batches: rows.
+        rounds: turns of every cache that count; one before them warms up.
+        chunk_tokens: read layer by layer in pieces of that many tokens; None reads at once. Only
+            what goes into a compressed cache is read so.
+        cap_tokens: read in pieces instead, with every layer held to that many tokens between them.
+    """
+
+    model: PreTrainedModel
+    contenders: Sequence[Contender]
+    lengths: Sequence[int]
+    batches: Sequence[int] = (1,)
+    rounds: int = 5
+    chunk_tokens: int | None = None
+    cap_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        require_int("rounds", self.rounds, minimum=2)
+        if self.cap_tokens is not None and self.chunk_tokens is None:
+            raise InvalidArgumentError(
+                f"chunk_tokens: expected the size of a piece with cap_tokens={self.cap_tokens}, "
+                "got none; pass both"
+            )
+
+    def times(self) -> Iterator[Row]:
+        """One row per batch, length and cache: the time to the logits behind the prompt."""
+        for batch, length in self._cells():
+            yield from self._timed(batch, length)
+
+    def peaks(self) -> Iterator[Row]:
+        """One row per batch, length and cache: the most bytes held at once, and those held after.
+
+        Once a cache has not fitted, longer prompts are not tried with it.
+        """
+        full: set[tuple[str, int]] = set()
+        self._load_weights()
+        for batch, length in self._cells():
+            for contender in self.contenders:
+                row = self._row("memory", contender, batch, length)
+                if (contender.label, batch) in full:
+                    yield row | {"status": "out of memory"}
+                    continue
+                try:
+                    peak = contender.peak(self.model, self._ids(batch, length), self._pieces)
+                    yield row | {"status": "ok"} | peak
+                except OutOfMemoryError:
+                    full.add((contender.label, batch))
+                    yield row | {"status": "out of memory"}
+
+    @torch.no_grad()
+    def _load_weights(self) -> None:
+        """On a CPU, use every weight: mapped files come into memory where they are first used."""
+        if self.model.device.type != "cpu":
+            return
+        for parameter in self.model.parameters():
+            parameter.reshape(-1).view(torch.uint8).sum()  # not every dtype can be summed
+        with contextlib.suppress(OutOfMemoryError):  # its cell will say so
+            for contender in self.contenders:
+                contender.reader(self.model, self._ids(1, 1), self._pieces)()
+
+    def _cells(self) -> Iterator[tuple[int, int]]:
+        for batch in self.batches:
+            for length in sorted(self.lengths):
+                yield batch, length
+
+    def _timed(self, batch: int, length: int) -> Iterator[Row]:
+        ids = self._ids(batch, length)
+        readers: dict[str, Callable[[], float]] = {}
+        rows = {each.label: self._row("prefill", each, batch, length) for each in self.contenders}
+        for contender in self.contenders:
+            read = contender.reader(self.model, ids, self._pieces)
+            try:
+                read()
+            except OutOfMemoryError:
+                yield rows[contender.label] | {"status": "out of memory"}
+            else:
+                readers[contender.label] = read
+        runs = alternate(readers, rounds=self.rounds, warmup_rounds=0) if readers else {}
+        for name, samples in runs.items():
+            base = next(iter(runs.values()))
+            times = {"ms": spread(samples, 2), "ratio": spread(ratios(samples, base), 4)}
+            yield rows[name] | {"status": "ok"} | times
+
+    def _pieces(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+        if self.chunk_tokens is None:
+            return contextlib.nullcontext()
+        if self.cap_tokens is None:
+            return layer_by_layer(model, chunk_tokens=self.chunk_tokens)
+        return chunked(model, cap_tokens=self.cap_tokens, chunk_tokens=self.chunk_tokens)
+
+    def _row(self, bench: str, contender: Contender, batch: int, length: int) -> Row:
+        in_pieces = contender.policy is not None
+        return {
+            "bench": bench,
+            "cache": contender.label,
+            "batch": batch,
+            "length": length,
+            "chunk_tokens": self.chunk_tokens if in_pieces else None,
+            "cap_tokens": self.cap_tokens if in_pieces else None,
+        }
+
+    def _ids(self, batch: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(vocabulary, (batch, length), generator=generator)
+        return ids.to(self.model.device)

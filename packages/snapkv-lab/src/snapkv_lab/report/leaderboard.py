@@ -1,0 +1,327 @@
+"""The page of a leaderboard: a table per setting, who is like the full cache, and one figure."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from snapkv.cache.saving.writing import naming, replace_file
+from snapkv_lab import drawing
+from snapkv_lab.evaluate.differences import Difference, line_differences
+from snapkv_lab.evaluate.intervals import METHOD
+from snapkv_lab.evaluate.store import Record
+from snapkv_lab.evaluate.summary import (
+    ONE_SAMPLE,
+    ScoreLine,
+    axis_values,
+    score_lines,
+    shown_interval,
+    shown_score,
+)
+from snapkv_lab.report.figures import band, line_style
+from snapkv_lab.report.page import facts_of, filled, picture
+from snapkv_lab.report.score_tables import NONE_SEEN, escaped, markdown_table, shown_difference
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FILES = ("leaderboard.json", "leaderboard.svg", "leaderboard.md", "leaderboard.html")
+"""What `write_board` writes: the rows, then what is made of them."""
+
+ABOUT = (
+    "Scores are times 100, the mean is over tasks. Kept is the share of a prompt's tokens that a "
+    "method gets as its budget; held is what its keys and values take of the full cache's bytes "
+    "when an answer is complete, question and answer included.",
+    f"Intervals, in brackets behind the scores of tasks: 95 %, {METHOD}. The difference is from "
+    f"the full cache, sample by sample. {NONE_SEEN.capitalize()} means that its interval holds "
+    "zero, and not that there is none: its width says how large one may be. Where there is none, "
+    "about one comparison in twenty sees one by chance.",
+)
+
+_ACROSS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoardLine:
+    """A method at a share in one setting.
+
+    Attributes:
+        name: of the method; what its parameters are stands in it.
+        share: that was to be kept; None for the full cache.
+        held: bytes over the full cache's, the mean over cells; None where nothing was answered.
+        scores: by task, and their mean.
+        difference: from the full cache; None for that one itself.
+    """
+
+    name: str
+    share: float | None
+    held: float | None
+    scores: ScoreLine
+    difference: Difference | None
+
+    @property
+    def kept(self) -> str:
+        """The share as text."""
+        return "all" if self.share is None else percent(self.share)
+
+
+def percent(share: float) -> str:
+    """A share as text."""
+    return f"{100 * share:.4g} %"
+
+
+def board_lines(found: Record) -> list[BoardLine]:
+    """By setting the full cache, then from the largest share to the smallest the best mean first.
+
+    Methods without an answer in some task come behind those that have one in all.
+
+    Args:
+        found: as `snapkv_lab.evaluate.leaderboard.board` gives it.
+    """
+    rows, differences = found["rows"], line_differences(found["rows"], "task")
+    lines = []
+    for line in score_lines(rows, "task"):
+        place = (line.method, line.question)
+        own = [row for row in rows if (row["method"], row["question"]) == place]
+        held = [row["held_bytes"] / row["full_bytes"] for row in own if row["full_bytes"]]
+        share = own[0]["share"]
+        name = line.method if share is None else line.method.rpartition("@")[0]
+        lines.append(
+            BoardLine(
+                name=name,
+                share=share,
+                held=fmean(held) if held else None,
+                scores=line,
+                difference=differences.get(place),
+            )
+        )
+    settings = settings_of(found)
+    return sorted(lines, key=lambda line: (settings.index(line.scores.question), *_rank(line)))
+
+
+def _rank(line: BoardLine) -> tuple[float, int, float]:
+    share = 1.0 if line.share is None else line.share
+    return -share, -len(line.scores.scores), -(line.scores.mean or 0.0)
+
+
+def settings_of(found: Record) -> list[str]:
+    """Of the question, in the order of the rows."""
+    return list(dict.fromkeys(row["question"] for row in found["rows"]))
+
+
+def headings(found: Record) -> tuple[str, ...]:
+    """Of the texts that `texts` gives."""
+    tasks = axis_values(found["rows"], "task")
+    return ("method", "kept", "held", *tasks, "mean", "95 %", "difference")
+
+
+def texts(line: BoardLine, found: Record) -> tuple[str, ...]:
+    """A row of a table; scores of tasks with their intervals."""
+    scores = line.scores
+    return (
+        line.name,
+        line.kept,
+        "-" if line.held is None else f"{100 * line.held:.1f} %",
+        *(_with_interval(scores, task) for task in axis_values(found["rows"], "task")),
+        shown_score(scores.mean),
+        scores.shown_interval,
+        "-" if line.difference is None else shown_difference(line.difference),
+    )
+
+
+def _with_interval(line: ScoreLine, task: str) -> str:
+    if task not in line.scores:
+        return line.shown(task) or "-"
+    return f"{line.shown(task)} ({shown_interval(line.intervals[task])})"
+
+
+def seen(lines: Sequence[BoardLine]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Which methods of a setting are like the full cache at each share: headings and rows.
+
+    Only methods with an answer in all tasks of the full cache are among them.
+    """
+    tasks = max((len(line.scores.scores) for line in lines if line.share is None), default=0)
+    shares = sorted({line.share for line in lines if line.share is not None}, reverse=True)
+    rows = []
+    for share in shares:
+        sides: dict[str, list[str]] = {NONE_SEEN: [], "worse": [], "better": [], ONE_SAMPLE: []}
+        for line in lines:
+            if line.share == share and line.difference and len(line.scores.scores) == tasks:
+                sides[_side(line.difference)].append(line.name)
+        rows.append((percent(share), *(", ".join(names) or "-" for names in sides.values())))
+    return ("kept", NONE_SEEN, "worse", "better", ONE_SAMPLE), rows
+
+
+def _side(difference: Difference) -> str:
+    if difference.interval is None:
+        return ONE_SAMPLE
+    if not difference.is_seen:
+        return NONE_SEEN
+    return "better" if difference.mean > 0 else "worse"
+
+
+def draw(found: Record) -> "Figure":
+    """A panel per method: its mean over tasks against the share that it holds, by setting.
+
+    Bands are intervals; the full cache's mean is a dashed line across every panel.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    lines = board_lines(found)
+    names = list(dict.fromkeys(line.name for line in lines if line.share is not None))
+    across = min(_ACROSS, len(names))
+    down = -(-len(names) // across)
+    with rc_context(drawing.STYLE):
+        figure = Figure(figsize=(1.0 + 2.6 * across, 1.2 + 2.2 * down), layout="constrained")
+        panels = list(figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat)
+        for panel, name in zip(panels, names, strict=False):
+            _curves(panel, name, lines, settings_of(found))
+        for panel in panels[len(names) :]:
+            panel.set_axis_off()
+        figure.supxlabel("held share of the cache (percent)")
+        figure.supylabel("mean score over tasks")
+        _legend(figure, panels)
+    return figure
+
+
+def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
+    """What is drawn in any panel, each once."""
+    found: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        found = dict(zip(labels, handles, strict=True)) | found
+    figure.legend(
+        list(found.values()),
+        list(found),
+        loc="outside upper center",
+        ncols=min(2, len(found)),
+        frameon=False,
+    )
+
+
+def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequence[str]) -> None:
+    """One method in every setting, and the full cache's means."""
+    for index, setting in enumerate(settings):
+        style = line_style(index)
+        own = [
+            (100 * line.held, line)
+            for line in lines
+            if line.name == name and line.scores.question == setting and line.held is not None
+        ]
+        if own:  # a curve without points leaves the layout no room
+            own.sort(key=lambda point: point[0])
+            held = [share for share, _ in own]
+            means = [100 * (line.scores.mean or 0.0) for _, line in own]
+            panel.plot(held, means, label=f"question {setting}", **style)
+            band(panel, held, [line.scores.interval for _, line in own], style["color"])
+        for line in lines:
+            if line.share is None and line.scores.question == setting and line.scores.scores:
+                height = 100 * (line.scores.mean or 0.0)
+                label = f"full cache, {setting}"
+                panel.axhline(height, color=style["color"], linestyle="--", label=label)
+    panel.set_title(name)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:.4g}")
+    panel.set_ylim(0, 105)
+    panel.grid(axis="y", color="#dddddd")
+
+
+def as_markdown(found: Record, figure: str = FILES[1]) -> str:
+    """The page as Markdown.
+
+    Args:
+        found: the rows, see `board_lines`.
+        figure: where the figure is, seen from the page.
+    """
+    parts = [f"# Leaderboard of {escaped(found['model']['name'])}", *ABOUT]
+    parts.append(escaped(_facts_line(found)))
+    parts.append(f"![Score against held share, by method]({figure})")
+    for setting in _settings(found):
+        parts.append(f"## {setting['title']}")
+        parts.append(markdown_table(setting["headings"], setting["rows"], left=1))
+        parts.append("### Beside the full cache")
+        parts.append(markdown_table(setting["seen_headings"], setting["seen"], left=5))
+    if left_out := _left_out(found):
+        parts.append("## Left out")
+        parts.append(markdown_table(("where", "method, and why"), left_out, left=2))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_page(found: Record) -> str:
+    """The page as one file without links to others."""
+    means = "; ".join(
+        f"{line.name} at {line.kept} ({line.scores.question}) {shown_score(line.scores.mean)}"
+        for line in board_lines(found)
+    )
+    title = "Mean score over tasks against the held share of the cache; bands are 95 % intervals"
+    return filled(
+        "leaderboard.html",
+        model=found["model"],
+        about=[*ABOUT, _facts_line(found)],
+        figure=picture(draw(found), title, f"{title}. Means: {means}."),
+        settings=_settings(found),
+        left_out=_left_out(found),
+        facts=facts_of({name: found[name] for name in ("leaderboard", "model", "runs")}),
+    )
+
+
+def _settings(found: Record) -> list[dict[str, Any]]:
+    """The tables of each setting."""
+    lines, made = board_lines(found), []
+    for setting in settings_of(found):
+        own = [line for line in lines if line.scores.question == setting]
+        seen_headings, rows = seen(own)
+        made.append(
+            {
+                "title": f"Question {setting}",
+                "caption": "From the largest share to the smallest, the best mean first",
+                "headings": headings(found),
+                "rows": [texts(line, found) for line in own],
+                "seen_caption": "By the interval of the difference from the full cache",
+                "seen_headings": seen_headings,
+                "seen": rows,
+            }
+        )
+    return made
+
+
+def _left_out(found: Record) -> list[tuple[str, str]]:
+    return [(place, line) for place, lines in found["left_out"].items() for line in lines]
+
+
+def _facts_line(found: Record) -> str:
+    """The model, and how much was asked of it."""
+    model, versions = found["model"], found["leaderboard"]
+    asked = ", ".join(
+        f"{place.replace('/', ' ')} {run['samples']}" for place, run in found["runs"].items()
+    )
+    tokens = [row["prompt_tokens"] for row in found["rows"] if row["prompt_tokens"] is not None]
+    length = f", prompts of {fmean(tokens):,.0f} tokens on average" if tokens else ""
+    return (
+        f"{model['name']} ({model['dtype']}, {model['attn_implementation']}, {model['device']})"
+        f"{length}; samples: {asked}; snapkv {versions['snapkv']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}."
+    )
+
+
+def write_board(found: Record, folder: Path) -> Path:
+    """Write rows, figure and pages into a folder, those there replaced; the page's path.
+
+    Raises:
+        OutputError: they cannot be written.
+    """
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    contents: tuple[str | bytes, ...] = (
+        json.dumps(found, indent=1) + "\n",
+        drawing.encoded(draw(found), ".svg"),
+        as_markdown(found),
+        as_page(found),
+    )
+    for name, content in zip(FILES, contents, strict=True):
+        replace_file(folder / name, content)
+    return folder / FILES[-1]

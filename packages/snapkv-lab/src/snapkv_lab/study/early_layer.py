@@ -1,0 +1,385 @@
+"""How many layers have to read every token, before the others may read only some."""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snapkv.app.prefills import Exact, Prefill, Selective
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import SMALL_WINDOW, require_at_least, require_budget, require_ratio
+from snapkv_lab.evaluate.store import Progress, Record, Store
+from snapkv_lab.study.base import Findings, Study, Table
+from snapkv_lab.study.material import LEAST_TOKENS, cut, long_texts
+
+if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
+    from snapkv.policies import PromptLayer
+    from snapkv_lab.study.copying import Copy
+
+_VOTES = "votes"
+"""The question of records that say what each layer's votes let go on."""
+
+_LENGTHS = 4
+"""How many there are, each half of the one before."""
+
+_OVERHEAD_TOKENS = 64
+"""Room for what is said around the number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyLayer(Study):
+    """How many layers have to read every token, before the others may read only some.
+
+    A number is hidden among others in a text, and the prompt ends where it is to be said again.
+    Prompts are long and short in turn, down to an eighth. First every prompt is read exactly, and
+    each layer's votes say which tokens would go on behind it, at half the share: what only just
+    goes on here is lost elsewhere. Of the layers that let the whole number go on in every prompt
+    the lowest are tried: prompts are read exactly and selectively in turn, and the number behind
+    them. The first layer is taken from which on the loss stays within the tolerance and no number
+    is lost that exact reading finds. It is kept for this model, and is where `selective` and
+    `gemfilter` begin from then on.
+
+    Args:
+        documents: files, a text each; none for essays or Python's documentation.
+        layers: what to try, with commas; none for the lowest that let the number go on, up to three
+            quarters of the depth.
+        tries: how many of those at most.
+        keep_ratio: share of the prompt that is kept to go on; it alone counts, however few tokens
+            that are.
+        tolerance: by how much the loss may be above that of exact reading, nats per token.
+        samples: prompts, with the number at another depth each.
+        document_tokens: length that every fourth text is cut to, the others to a half, a quarter
+            and an eighth of it; shorter where one of them has no more, or the model no positions.
+        digits: of the number.
+        rivals: other numbers in the text, said of other things in the same words.
+        budget: tokens kept per head and layer, window included.
+        remember: keep what was found for later runs.
+        seed: of the numbers.
+    """
+
+    name: ClassVar[str] = "early-layer"
+
+    documents: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    tries: int = 3
+    keep_ratio: float = 0.15
+    tolerance: float = 0.05
+    samples: int = 6
+    document_tokens: int = 7168
+    digits: int = 6
+    rivals: int = 8
+    budget: int = 256
+    remember: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("samples", "digits", "tries"):
+            require_at_least(name, getattr(self, name), 1)
+        require_at_least("rivals", self.rivals, 0)
+        require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
+        require_ratio("keep_ratio", self.keep_ratio)
+        require_budget(self.budget, None, SMALL_WINDOW)
+        for layer in self.layers:
+            require_at_least("layers", layer, 1)
+        if not self.tolerance >= 0:
+            raise InvalidArgumentError(
+                f"tolerance: expected at least 0 nats per token, got {self.tolerance}; pass for "
+                "instance 0.05"
+            )
+
+    def into(
+        self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
+    ) -> Findings:
+        """Read what the folder does not hold yet, choose a layer by all of it, and remember it."""
+        count = self._layer_count(loaded)
+        texts, warnings = long_texts(self.documents, count=self.samples)
+        found = cut(loaded.tokenizer, texts, self._text_tokens(loaded))
+        copies = [self._copy(loaded, found.texts, number) for number in range(self.samples)]
+        block = self.settings(loaded) | {"document_tokens_read": found.tokens}
+        with Store(folder, block) as store:
+            search = _Search(study=self, loaded=loaded, store=store, say=on_progress)
+            search.look(copies)
+            for layer in self._tried(store.records, count):
+                search.read(copies, layer)
+                if self._row(store.records, layer)["enough"]:
+                    break
+            rows = self.summary(store.records, count)
+            unwritten = store.summarise(rows)
+        return Findings(
+            folder=folder,
+            run=block,
+            rows=rows,
+            warnings=warnings,
+            notices=self._notices(found.tokens),
+            closing=self._kept(loaded, rows),
+            unwritten=unwritten,
+        )
+
+    def _layer_count(self, loaded: "LoadedModel") -> int:
+        from snapkv.prefill.decoder import decoder_layers
+
+        count = len(decoder_layers(loaded.model))
+        wrong = [layer for layer in self.layers if layer >= count]
+        if wrong or count < 2:
+            raise InvalidArgumentError(
+                f"layers: expected layers from 1 to {count - 1}, of the {count} that the model "
+                f"has, got {wrong[0] if wrong else 'a model of one'}; leave it out for those whose "
+                "votes find the number"
+            )
+        return count
+
+    def _text_tokens(self, loaded: "LoadedModel") -> int:
+        if loaded.max_tokens is None:
+            return self.document_tokens
+        room = loaded.max_tokens - (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
+        return max(LEAST_TOKENS, min(self.document_tokens, room))
+
+    def _notices(self, tokens: int) -> tuple[str, ...]:
+        if tokens >= self.document_tokens:
+            return ()
+        return (f"texts are cut to {tokens:,} tokens instead of {self.document_tokens:,}",)
+
+    def _copy(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]], number: int) -> "Copy":
+        from snapkv_lab.study.copying import hidden_copy, with_rivals
+
+        _, text = texts[number % len(texts)]
+        ids = loaded.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids[: max(LEAST_TOKENS, len(ids) >> number % _LENGTHS)]
+        seed = f"{self.seed}/{number}"
+        rivals: Record = {"count": self.rivals, "digits": self.digits}
+        return hidden_copy(
+            loaded.tokenizer,
+            with_rivals(loaded.tokenizer, ids, **rivals, seed=f"{seed}/rivals"),
+            kind="digits",
+            items=self.digits,
+            depth=(number + 0.5) / self.samples,
+            seed=seed,
+        )
+
+    def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:
+        """Which part of a hidden number the votes of one layer let go on, at half the share.
+
+        Args:
+            copy: the prompt.
+            layer: what attention saw of it.
+        """
+        from snapkv.prefill.selective import tokens_that_go_on
+
+        chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio / 2, least_tokens=0)
+        if chosen is None:
+            return 1.0
+        places = set(chosen.keep_indices[0, 0].tolist())
+        return fmean(place in places for place in copy.places.tolist())
+
+    def answered(self, loaded: "LoadedModel", copy: "Copy", way: Prefill) -> Record:
+        """What reading the prompt that way, and the number behind it, gives and takes."""
+        import torch
+
+        from snapkv.app.likelihood import log_likelihood
+        from snapkv.policies import default_policy
+        from snapkv_lab.measure.timing import spent_on
+
+        device = loaded.model.device
+        prompt, answer = (torch.tensor([ids], device=device) for ids in (copy.prompt, copy.answer))
+        found: list[tuple[float, bool]] = []
+
+        def read() -> None:
+            found.append(log_likelihood(loaded, prompt, answer, default_policy(self.budget)))
+
+        with way.within(loaded.model):
+            spent = spent_on(read)
+        ((chance, right),) = found
+        return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}
+
+    def selective(self, layer: int) -> Selective:
+        """Reading from that layer on with fewer tokens."""
+        return Selective(layer=layer, keep_ratio=self.keep_ratio, least_tokens=0)
+
+    def _tried(self, records: Sequence[Record], count: int) -> list[int]:
+        """The layers to read from, in order."""
+        if self.layers:
+            return sorted(set(self.layers))
+        whole = [row["layer"] for row in _of_votes(records, count) if row["goes_on"] == 1]
+        return [layer for layer in whole if layer <= max(1, 3 * count // 4)][: self.tries]
+
+    def summary(self, records: Sequence[Record], count: int) -> list[Record]:
+        """A row of each layer's votes, one of each layer that was tried, and what follows."""
+        tried = dict.fromkeys(record["layer"] for record in records if record["question"] != _VOTES)
+        rows = [self._row(records, layer) for layer in sorted(tried)]
+        found = next((row["layer"] for row in rows if row["enough"]), None)
+        return [*_of_votes(records, count), *rows, {"of": "found", "layer": found}]
+
+    def _row(self, records: Sequence[Record], layer: int) -> Record:
+        """One layer that was tried, beside exact reading."""
+        own = [record for record in records if record.get("layer") == layer]
+        pairs = [(record["selective"], record["exact"]) for record in own]
+        loss, exact_loss = (fmean(pair[way]["loss"] for pair in pairs) for way in (0, 1))
+        known = [pair for pair in pairs if pair[1]["right"]]
+        lost = sum(not selective["right"] for selective, _ in known)
+        return {
+            "of": "reading",
+            "layer": layer,
+            "prompts": len(pairs),
+            "right": fmean(selective["right"] for selective, _ in pairs),
+            "exact_right": len(known) / len(pairs),
+            "lost": lost,
+            "loss": loss,
+            "exact_loss": exact_loss,
+            "token_probability": math.exp(-loss),
+            "time": median(one["ms"] for one, _ in pairs) / median(two["ms"] for _, two in pairs),
+            "enough": bool(known) and not lost and loss <= exact_loss + self.tolerance,
+        }
+
+    def _kept(self, loaded: "LoadedModel", rows: Sequence[Record]) -> str:
+        """Keep the layer for later runs, if one was found; what was done, in a line."""
+        from snapkv.prefill.early_layer import default_early_layer, remember_early_layer
+
+        layer = rows[-1]["layer"]
+        if layer is None:
+            return (
+                f"{_why_none(rows)}; nothing is stored, and selective reading begins behind "
+                f"{default_early_layer(loaded.model)} layers as before"
+            )
+        if not self.remember:
+            return f"{layer} layers are enough; that is not stored"
+        measured = {"settings": self.settings(loaded)["study"], "rows": rows}
+        path = remember_early_layer(loaded.model, layer, measured)
+        return f"selective reading begins behind {layer} layers from now on: stored in {path}"
+
+    def table(self, rows: Sequence[Record]) -> Table:
+        """A line for each layer from a quarter of the depth to where the search ended."""
+        votes, tried = (_rows_of(rows, of) for of in ("votes", "reading"))
+        last = max([*tried, 3 * (len(votes) + 1) // 4])
+        return Table(
+            title=f"{self.keep_ratio:.0%} of the tokens go on behind some layers, the number at "
+            f"half of that; budget {self.budget}, loss in nats per token",
+            header=("layers", "number goes on", "right", "exactly", "loss", "exactly", "time"),
+            lines=[
+                _line(row, tried.get(layer))
+                for layer, row in votes.items()
+                if layer in tried or (len(votes) + 1) // 4 <= layer <= last
+            ],
+        )
+
+    def figure(self, rows: Sequence[Record]) -> Any:
+        """What goes on by layer, and numbers found and time where it was tried."""
+        from snapkv_lab.study.figures import Panel, curves
+
+        votes, tried = (list(_rows_of(rows, of).values()) for of in ("votes", "reading"))
+        titles = {"right": "Numbers found", "time": "Time, of that of exact reading"}
+        return curves(
+            [
+                Panel(
+                    title="Part of the number that goes on",
+                    x="layer",
+                    y="goes_on",
+                    curves={"votes of the layer": votes},
+                ),
+                *(
+                    Panel(title=title, x="layer", y=y, curves={"selective": tried})
+                    for y, title in titles.items()
+                ),
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """The readings of one search, those that its store holds left out.
+
+    Attributes:
+        study: the settings.
+        loaded: the model.
+        store: of what was read.
+        say: told what is read, or None.
+    """
+
+    study: EarlyLayer
+    loaded: "LoadedModel"
+    store: Store
+    say: Progress | None
+
+    def look(self, copies: Sequence["Copy"]) -> None:
+        """Read every prompt exactly, and look at what each layer's votes let go on.
+
+        Raises:
+            UnsupportedModelError: the model cannot be read selectively.
+        """
+        import torch
+
+        from snapkv.app.observing import observed
+
+        for number, copy in self._missing(copies, _VOTES):
+            if not number:
+                self.study.answered(
+                    self.loaded, copy, self.study.selective(1)
+                )  # warms up, or refuses
+            look = functools.partial(self.study.share_that_goes_on, copy)
+            ids = torch.tensor([copy.prompt])
+            seen = observed(self.loaded, ids, SMALL_WINDOW, look).seen
+            shares = {layer + 1: share for layer, share in seen.items()}
+            self._add(number, _VOTES, {"goes_on": list(shares.items())})
+
+    def read(self, copies: Sequence["Copy"], layer: int) -> None:
+        """Read every prompt exactly and from a layer on, the one first and then the other."""
+        question = f"layer {layer}"
+        for number, copy in self._missing(copies, question):
+            ways: dict[str, Prefill] = {
+                "exact": Exact(),
+                "selective": self.study.selective(layer),
+            }
+            if number % 2:
+                ways = dict(reversed(ways.items()))
+            found = {
+                name: self.study.answered(self.loaded, copy, way) for name, way in ways.items()
+            }
+            self._add(number, question, {"layer": layer, **found})
+
+    def _missing(self, copies: Sequence["Copy"], question: str) -> Iterator[tuple[int, "Copy"]]:
+        for number, copy in enumerate(copies):
+            if self.say:
+                self.say(f"{question}, prompt {number + 1}", number, len(copies))
+            if (str(number), self.study.name, question) not in self.store:
+                yield number, copy
+        if self.say:
+            self.say(question, len(copies), len(copies))
+
+    def _add(self, number: int, question: str, found: Record) -> None:
+        record = {"sample": str(number), "method": self.study.name, "question": question}
+        self.store.add(record | found)
+
+
+def _of_votes(records: Sequence[Record], count: int) -> list[Record]:
+    """How much of the numbers goes on behind each number of layers, the mean over prompts."""
+    shares = [dict(record["goes_on"]) for record in records if record["question"] == _VOTES]
+    return [
+        {"of": "votes", "layer": layer, "goes_on": fmean(each[layer] for each in shares)}
+        for layer in range(1, count)
+    ]
+
+
+def _rows_of(rows: Sequence[Record], of: str) -> dict[int, Record]:
+    return {row["layer"]: row for row in rows if row["of"] == of}
+
+
+def _why_none(rows: Sequence[Record]) -> str:
+    tried = _rows_of(rows, "reading").values()
+    if not tried:
+        return "no layer's votes let every number go on"
+    if not any(row["exact_right"] for row in tried):
+        return "exact reading finds no number, so nothing can be compared"
+    return "reading from none of these layers on is as good as exact reading"
+
+
+def _line(votes: Record, tried: Record | None) -> tuple[str, ...]:
+    own = (str(votes["layer"]), f"{votes['goes_on']:.2f}")
+    if tried is None:
+        return (*own, *"-----")
+    right = (f"{tried[name]:.2f}" for name in ("right", "exact_right"))
+    loss = (f"{tried[name]:.3f}" for name in ("loss", "exact_loss"))
+    return (*own, *right, *loss, f"{tried['time']:.2f}")

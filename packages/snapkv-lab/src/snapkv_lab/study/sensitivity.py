@@ -1,0 +1,169 @@
+"""How window, kernel and pooling change what a task scores (Table 2, Sec. 5.4)."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from snapkv.validation import require_at_least
+from snapkv_lab.evaluate.sample import Template
+from snapkv_lab.evaluate.store import Progress, Record
+from snapkv_lab.evaluate.tasks import Needle
+from snapkv_lab.study.base import Findings, Study, Table, grouped
+
+if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
+    from snapkv_lab.evaluate.asking import Method
+    from snapkv_lab.evaluate.runner import Run
+    from snapkv_lab.evaluate.workers.base import Executor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity(Study):
+    """How window, kernel and pooling change what a task scores.
+
+    The needle test at one setting, answered by SnapKV with every window, kernel and pooling, and
+    from the full cache. A kernel of 1 is no pooling, and so of one kind only.
+
+    Args:
+        windows: sizes of the window that votes.
+        kernels: widths of the pooling, odd.
+        poolings: max, avg, or both with a comma.
+        budget: tokens kept per head and layer, window included.
+        length: tokens of the prompt.
+        depths: places of the needle.
+        permutations: runs of every depth, each with the documents in another order.
+        digits: of the number that is asked for.
+        cloze: begin the answer for the model, which small models need.
+        haystack: folder of text files; without one, essays or Python's documentation.
+        seed: of needles and orders.
+        template: tokenizer for the model's chat template where it has one, none for bare text.
+    """
+
+    name: ClassVar[str] = "sensitivity"
+
+    windows: tuple[int, ...] = (16, 32, 64)
+    kernels: tuple[int, ...] = (1, 5, 7, 9)
+    poolings: tuple[str, ...] = ("max", "avg")
+    budget: int = 128
+    length: int = 1024
+    depths: int = 5
+    permutations: int = 1
+    digits: int = 7
+    cloze: bool = True
+    haystack: str | None = None
+    seed: int = 42
+    template: Template = "tokenizer"
+
+    def __post_init__(self) -> None:
+        """Check that there is something to compare, and every setting of it."""
+        for name in ("windows", "kernels", "poolings"):
+            require_at_least(name, len(getattr(self, name)), 1)
+        self._methods()
+
+    def into(
+        self,
+        loaded: "LoadedModel",
+        folder: Path,
+        on_progress: Progress | None = None,
+        executor: "Executor | None" = None,
+    ) -> Findings:
+        """Run the task with every setting; `executor` is who answers, this process by default."""
+        results = self._run(loaded).into(folder, on_progress, executor)
+        rows = [_row(own) for own in grouped(results.rows, ("method",)).values()]
+        return Findings(
+            folder=folder,
+            run=results.run,
+            rows=rows,
+            warnings=results.task.warnings,
+            unwritten=results.unwritten,
+        )
+
+    def _run(self, loaded: "LoadedModel") -> "Run":
+        from snapkv_lab.evaluate.runner import Run
+
+        task = Needle(
+            lengths=(self.length,),
+            depths=self.depths,
+            permutations=self.permutations,
+            digits=self.digits,
+            cloze=self.cloze,
+            haystack=self.haystack,
+            seed=self.seed,
+        )
+        return Run(loaded=loaded, task=task, methods=self._methods(), template=self.template)
+
+    def _methods(self) -> list["Method"]:
+        """The full cache, and SnapKV with every setting."""
+        from snapkv.policies import FullCache, SnapKV
+        from snapkv_lab.evaluate.asking import Method
+
+        methods = [Method(label="full cache", policy=FullCache())]
+        for window, kernel in itertools.product(self.windows, self.kernels):
+            for pooling in self.poolings[:1] if kernel == 1 else self.poolings:
+                kind = "no pooling" if kernel == 1 else f"{pooling} {kernel}"
+                settings: Record = {"kernel_size": kernel, "pooling": pooling}
+                policy = SnapKV(self.budget, window_size=window, **settings)
+                methods.append(Method(label=f"window {window}, {kind}", policy=policy))
+        return methods
+
+    def table(self, rows: Sequence[Record]) -> Table:
+        """A line per window and pooling, a column per kernel."""
+        full, settings = rows[0], rows[1:]
+        kernels = sorted({row["kernel_size"] for row in settings})
+        lines = [
+            (
+                str(window),
+                pooling,
+                *(_cell(settings, window, kernel, pooling) for kernel in kernels),
+            )
+            for window, pooling in itertools.product(
+                sorted({row["window_size"] for row in settings}), self.poolings
+            )
+        ]
+        return Table(
+            title=f"accuracy of {full['samples']} samples at a budget of {self.budget} of "
+            f"{self.length} tokens; the full cache: {_score(full)}",
+            header=("window", "pooling", *(f"kernel {kernel}" for kernel in kernels)),
+            lines=lines,
+        )
+
+    def figure(self, rows: Sequence[Record]) -> Any:
+        """Cells of window by kernel for each pooling."""
+        from snapkv_lab.study.figures import grid
+
+        cells = [
+            row | {"pooling": pooling}
+            for pooling in self.poolings
+            for row in rows[1:]
+            if row["pooling"] in ("none", pooling)
+        ]
+        keys = {"x": "kernel_size", "y": "window_size", "panel": "pooling", "value": "score"}
+        return grid(f"Accuracy, budget {self.budget}", cells, **keys)
+
+
+def _row(cells: Sequence[Record]) -> Record:
+    """All depths of one method."""
+    policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
+    right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
+    return {
+        "method": cells[0]["method"],
+        "window_size": policy.get("window_size"),
+        "kernel_size": policy.get("kernel_size"),
+        "pooling": "none" if policy.get("kernel_size") == 1 else policy.get("pooling"),
+        "score": right / samples if samples else None,
+        "samples": samples,
+    }
+
+
+def _cell(rows: Sequence[Record], window: int, kernel: int, pooling: str) -> str:
+    for row in rows:
+        place = (row["window_size"], row["kernel_size"])
+        if place == (window, kernel) and row["pooling"] in ("none", pooling):
+            return _score(row)
+    return "-"
+
+
+def _score(row: Record) -> str:
+    return "-" if row["score"] is None else f"{row['score']:.2f}"

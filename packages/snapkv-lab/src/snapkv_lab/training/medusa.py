@@ -1,0 +1,236 @@
+"""Training Medusa heads on a frozen model (Medusa-1, section 2.2.1).
+
+Only the heads learn; they share the model's output projection, so 3 heads of a 135M model are 2 MB.
+Labels are the model's own answers: head k at position t learns the token at t + k + 1. Heads share
+nothing that learns and Adam does not mind the scale of a loss, so their losses are simply added.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from snapkv.app.models import LoadedModel
+from snapkv.app.settings import MedusaTraining
+from snapkv.cache.saving.writing import naming, replace_file
+from snapkv.decoding.heads import MedusaHeads
+from snapkv.decoding.heads_files import save_heads, write_tensors
+from snapkv.decoding.hidden import last_states, output_projection
+from snapkv.decoding.tree import HEAD_RANKS
+from snapkv.errors import InvalidArgumentError
+from snapkv_lab.training.answers import AnswerWriter, Exchange, Progress
+
+ANSWERS, STATE = "answers.jsonl", "training.safetensors"
+
+HELD_BYTES = 2**30
+"""The model's states are kept between epochs up to this size, and computed again beyond it."""
+
+OTHER_TOKENS = 2048
+"""The loss runs over the tokens that the answers hold and so many others, drawn anew each step."""
+
+STEPS_PER_SAVE = 20
+
+
+def train(
+    loaded: LoadedModel,
+    texts: Sequence[str],
+    folder: Path,
+    plan: MedusaTraining,
+    progress: Progress,
+) -> MedusaHeads:
+    """Train heads for a model and write them to a folder.
+
+    Args:
+        loaded: the model, which stays as it is, and its tokenizer.
+        texts: documents that the model is asked about.
+        folder: of the heads, the answers and the state of the training.
+        plan: how to train.
+        progress: called with what is done, and how much of how much.
+
+    Returns:
+        The heads, with their accuracies on held-out answers.
+
+    Raises:
+        InvalidArgumentError: too little text, or a folder with another run.
+        OutputError: the folder cannot be written; the same call goes on where it ended.
+    """
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    _require_same_run(folder, loaded, plan)
+    writer = AnswerWriter(loaded=loaded, texts=texts, plan=plan)
+    exchanges = writer.into(folder / ANSWERS, progress)
+    states = _States(loaded.model, exchanges)
+    held_out = list(range(0, len(exchanges), 10))
+    learnt = [place for place in range(len(exchanges)) if place % 10]
+    heads = _Training(states, learnt, folder, plan).run(progress)
+    heads.accuracies = measure(heads, states, held_out, progress)
+    save_heads(heads, folder, base_model=loaded.name, training=asdict(plan))
+    return heads
+
+
+def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -> None:
+    """Refuse to mix the answers of two runs."""
+    path = folder / "plan.json"
+    run = {"model": loaded.name, "revision": loaded.revision, **asdict(plan)}
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != run:
+        raise InvalidArgumentError(
+            f"to: expected a new folder or that of the same run, got {folder}, begun with "
+            f"{path.read_text(encoding='utf-8')}; pass another folder"
+        )
+    replace_file(path, json.dumps(run))
+
+
+class _States:
+    """What the model's output projection sees in its own answers."""
+
+    def __init__(self, model: Any, exchanges: Sequence[Exchange]) -> None:
+        self.model, self._exchanges = model, exchanges
+        self._held: dict[int, Tensor] = {}
+        self._held_bytes = 0
+        seen = {token for exchange in exchanges for token in exchange.answer}
+        self.tokens = torch.tensor(sorted(seen), device=model.device)
+
+    @torch.no_grad()
+    def of(self, place: int) -> Tensor:
+        """(N, d): the states before each token of an answer, as the answer was generated."""
+        if place in self._held:
+            return self._held[place]
+        exchange = self._exchanges[place]
+        ids = torch.tensor([[*exchange.prompt, *exchange.answer[:-1]]], device=self.model.device)
+        with last_states(self.model) as states:
+            self.model(ids, use_cache=False, logits_to_keep=len(exchange.answer))
+        found = states.value[0].float()
+        if self._held_bytes + found.nbytes <= HELD_BYTES:
+            self._held[place] = found
+            self._held_bytes += found.nbytes
+        return found
+
+    def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
+        """(N, d) states, and (N, heads) int64 labels; -100 behind the end of an answer.
+
+        The state before token i guesses that token; head k guesses the one k + 1 behind it.
+        """
+        states, labels = [], []
+        for place in places:
+            answer = torch.tensor(self._exchanges[place].answer, device=self.model.device)
+            padded = torch.nn.functional.pad(answer, (0, num_heads), value=_NO_LABEL)
+            states.append(self.of(place))
+            labels.append(padded.unfold(0, num_heads + 1, 1)[:, 1:])
+        return torch.cat(states), torch.cat(labels)
+
+
+_NO_LABEL = -100
+
+
+class _Training:
+    """The steps of a run, each saved so that the next run goes on behind it."""
+
+    def __init__(
+        self, states: _States, places: Sequence[int], folder: Path, plan: MedusaTraining
+    ) -> None:
+        self._states, self._places, self._plan = states, places, plan
+        self._path = folder / STATE
+        self._heads = MedusaHeads.untrained(states.model, plan.num_heads)
+        self._learning = {"weights": self._heads.weights, "biases": self._heads.biases}
+        for parameter in self._learning.values():
+            parameter.requires_grad_(True)
+        self._optimizer = torch.optim.AdamW(
+            self._learning.values(), lr=plan.learning_rate, weight_decay=0.0
+        )
+        self._total = plan.epochs * math.ceil(len(places) / plan.step_answers)
+
+    def run(self, progress: Progress) -> MedusaHeads:
+        start = self._resume()
+        for step, batch in enumerate(self._batches()):
+            if step < start:
+                continue
+            progress("training", step, self._total)
+            self._learn(step, batch)
+            if (step + 1) % STEPS_PER_SAVE == 0 or step + 1 == self._total:
+                self._save(step + 1)
+        return self._heads.requires_grad_(False)
+
+    def _batches(self) -> Iterator[list[int]]:
+        for epoch in range(self._plan.epochs):
+            generator = torch.Generator().manual_seed(self._plan.seed + epoch)
+            order = torch.randperm(len(self._places), generator=generator)
+            for batch in torch.split(order, self._plan.step_answers):
+                yield [self._places[at] for at in batch.tolist()]
+
+    def _learn(self, step: int, batch: list[int]) -> None:
+        hidden, labels = self._states.pairs(batch, self._plan.num_heads)
+        tokens = self._tokens(step)
+        place = torch.full((int(tokens.max()) + 1,), _NO_LABEL, device=tokens.device)
+        place[tokens] = torch.arange(len(tokens), device=tokens.device)
+        targets = torch.where(labels >= 0, place[labels.clamp(min=0)], _NO_LABEL)
+        projection = output_projection(self._states.model)
+        rows = projection.weight[tokens].float()
+        bias = None if projection.bias is None else projection.bias[tokens].float()
+        loss = torch.zeros((), device=hidden.device)
+        for head, states in enumerate(self._heads.states(hidden).unbind(dim=-2)):
+            logits = torch.nn.functional.linear(states, rows, bias)
+            loss = loss + torch.nn.functional.cross_entropy(logits, targets[:, head])
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._plan.learning_rate * self._rate(step)
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+
+    def _rate(self, step: int) -> float:
+        """Share of the learning rate: up over the first tenth, then down as a cosine."""
+        warm = max(1, self._total // 10)
+        if step < warm:
+            return (step + 1) / warm
+        return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self._total - warm)))
+
+    def _tokens(self, step: int) -> Tensor:
+        """(T,) int64: tokens that the softmax of this step runs over."""
+        seen, V = self._states.tokens, output_projection(self._states.model).weight.shape[0]
+        generator = torch.Generator().manual_seed(self._plan.seed + step)
+        others = torch.randint(0, V, (OTHER_TOKENS,), generator=generator)
+        tokens: Tensor = torch.unique(torch.cat([seen, others.to(seen.device)]))
+        return tokens
+
+    def _save(self, step: int) -> None:
+        tensors = {name: tensor.detach() for name, tensor in self._learning.items()}
+        for name, parameter in self._learning.items():
+            for kind, value in self._optimizer.state[parameter].items():
+                tensors[f"{name}.{kind}"] = value
+        write_tensors(tensors, self._path, {"step": str(step)})
+
+    def _resume(self) -> int:
+        """The first step that has not been made."""
+        if not self._path.exists():
+            return 0
+        with safe_open(self._path, framework="pt") as file:
+            for name, parameter in self._learning.items():
+                parameter.data.copy_(file.get_tensor(name))
+                kinds = [key for key in file.keys() if key.startswith(f"{name}.")]  # noqa: SIM118 # no mapping
+                state = {key.removeprefix(f"{name}."): file.get_tensor(key) for key in kinds}
+                self._optimizer.state[parameter] = {  # Adam counts its steps on the CPU
+                    kind: tensor if kind == "step" else tensor.to(parameter.device)
+                    for kind, tensor in state.items()
+                }
+            return int(file.metadata()["step"])
+
+
+@torch.no_grad()
+def measure(
+    heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
+) -> tuple[tuple[float, ...], ...]:
+    """For each head, how often its choice of each rank up to `HEAD_RANKS` is right."""
+    hits = torch.zeros(heads.num_heads, HEAD_RANKS, device=heads.weights.device)
+    counted = torch.zeros(heads.num_heads, 1, device=heads.weights.device)
+    for number, place in enumerate(places):
+        progress("measuring", number, len(places))
+        hidden, labels = states.pairs([place], heads.num_heads)
+        hits += (heads.guesses(hidden) == labels[..., None]).sum(dim=0)
+        counted += (labels >= 0).sum(dim=0)[:, None]
+    shares = (hits / counted.clamp(min=1)).tolist()
+    return tuple(tuple(round(share, 4) for share in row) for row in shares)

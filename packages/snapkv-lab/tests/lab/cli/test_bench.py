@@ -1,0 +1,190 @@
+"""`snapkv bench` on a tiny model: rows, tables, files, figures; what does not fit keeps a row."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from snapkv_lab.cli import bench
+from snapkv_lab.measure import contenders
+from tests.families import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
+
+SMALL = ("--lengths", "64,128", "--budget", "48", "--rounds", "2")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The command loads a tiny model and copies little to measure the bandwidth."""
+    loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
+    monkeypatch.setattr("snapkv.cli.loading.load", lambda **options: loaded)
+    monkeypatch.setattr("snapkv_lab.measure.bandwidth._COPIED_BYTES", {"cpu": 2**20})
+    yield loaded.model
+    assert loaded.model.config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def full_at_100(monkeypatch):
+    """transformers' own cache does not fit prompts of more than 100 tokens."""
+    make = contenders.FULL_CACHES["transformers"]
+
+    def limited(model, prompt_tokens):
+        if prompt_tokens > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return make(model, prompt_tokens)
+
+    monkeypatch.setitem(contenders.FULL_CACHES, "transformers", limited)
+
+
+def rows_of(done):
+    assert done.status == 0, done.err
+    return json.loads(done.out)["rows"]
+
+
+def test_decode_gives_a_row_per_length_batch_and_cache(snapkv, tiny, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    done = snapkv(
+        *("bench", "decode", *SMALL, "--batch", "1,2", "--tokens", "2", "--json"),
+        *("--storage", "dynamic,static", "--output", out),
+    )
+    rows = rows_of(done)
+    names = ("transformers", "default@48 dynamic", "default@48 static")
+    assert [(row["batch"], row["length"], row["cache"]) for row in rows] == [
+        (batch, length, name) for batch in (1, 2) for length in (64, 128) for name in names
+    ]
+    for row in rows:
+        assert row["status"] == "ok"
+        assert (
+            row["ms_per_token"]["p20"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p80"]
+        )
+        assert row["tokens_per_second"] > 0
+        assert row["least_ms"] >= 0
+        assert row["of_ceiling"] >= 0  # so little of a tiny model is copying that it rounds to none
+    assert all(row["ratio"]["p50"] == 1 for row in rows if row["cache"] == "transformers")
+    stored = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [{name: row[name] for name in rows[0]} for row in stored] == rows
+    assert stored[0]["model"] == {"name": "tiny"}
+    assert stored[0]["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ((), (None, None)),
+        (("--chunk-tokens", "32"), (32, None)),
+        (("--chunk-tokens", "32", "--cap-tokens", "64"), (32, 64)),
+    ],
+    ids=["at once", "layer by layer", "under a cap"],
+)
+def test_prefill_reads_in_the_pieces_that_are_asked_for(snapkv, tiny, pieces, expected):
+    rows = rows_of(snapkv("bench", "prefill", *SMALL, *pieces, "--json"))
+    assert len(rows) == 4
+    ours = [row for row in rows if row["cache"] == "default@48 dynamic"]
+    assert all((row["chunk_tokens"], row["cap_tokens"]) == expected for row in ours)
+    assert all(row["ms"]["p50"] > 0 for row in rows)
+
+
+def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypatch, tmp_path):
+    """The processes are played by this one."""
+    started = []
+
+    def run(command, *, env, **options):
+        started.append(env[bench._ALONE])
+        with monkeypatch.context() as patched:
+            patched.setenv(bench._ALONE, started[-1])
+            done = snapkv(*command[3:])
+        return subprocess.CompletedProcess(command, done.status, stdout=done.out)
+
+    arguments = ("bench", "memory", *SMALL, "--output", str(tmp_path / "rows.jsonl"))
+    monkeypatch.setattr(bench.sys, "argv", ["snapkv", *arguments])
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    rows = rows_of(snapkv(*arguments, "--json"))
+    assert started == ["transformers", "default@48 dynamic"]
+    held = {(row["cache"], row["length"]): row["held_bytes"] for row in rows}
+    full, ours = held["transformers", 128], held["default@48 dynamic", 128]
+    assert full / 128 * 48 <= ours <= 1.2 * full / 128 * 48
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows) == 4
+
+
+@pytest.mark.slow
+def test_weights_that_are_mapped_do_not_count_where_they_are_first_used():
+    """The real model, whose weights come into memory when they are used."""
+    command = (sys.executable, "-m", "snapkv", "bench", "memory", "--baseline", "none", "--json")
+    sizes = ("--lengths", "64,1k", "--budget", "48")
+    done = subprocess.run([*command, *sizes], stdout=subprocess.PIPE, check=True)
+    short, long = json.loads(done.stdout)["rows"]
+    assert short["peak_growth_bytes"] < long["peak_growth_bytes"] < 2**27
+
+
+def test_a_process_that_fails_ends_the_command_with_its_status(snapkv, tiny, monkeypatch):
+    failed = subprocess.CompletedProcess([], 2, stdout="")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *a, **o: failed)
+    assert snapkv("bench", "memory", *SMALL).status == 2
+
+
+def test_throughput_fills_the_memory_and_names_what_limits_it(snapkv, tiny):
+    weights = sum(parameter.nbytes for parameter in tiny.parameters())
+    per_token = 4 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, bytes
+    memory = weights + 3.5 * 128 * per_token
+    rows = rows_of(
+        snapkv(
+            *("bench", "throughput", "--lengths", "128", "--budget", "48", "--rounds", "2"),
+            *("--tokens", "2", "--memory-gb", memory / 1e9, "--json"),
+        )
+    )
+    full, ours = rows
+    assert (full["cache"], full["batch"], full["limited_by"]) == ("transformers", 3, "memory")
+    assert ours["batch"] > full["batch"]
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, full_at_100, command, tmp_path):
+    figure = tmp_path / "figure.svg"
+    rows = rows_of(snapkv("bench", command, *SMALL, "--json", "--plot", figure))
+    status = {(row["cache"], row["length"]): row["status"] for row in rows}
+    assert status == {
+        ("transformers", 64): "ok",
+        ("transformers", 128): "out of memory",
+        ("default@48 dynamic", 64): "ok",
+        ("default@48 dynamic", 128): "ok",
+    }
+    drawn = figure.read_text()
+    assert drawn.count("<!-- OOM -->") == 1
+    assert "<!-- default@48 dynamic -->" in drawn
+
+
+def test_the_table_is_for_people(snapkv, tiny, full_at_100, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = snapkv("bench", "decode", *SMALL, "--tokens", "2")
+    assert done.status == 0, done.err
+    assert "out of memory" in " ".join(done.out.split())
+    assert "medians" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("decode", "--baseline", "transformer"), "baseline: expected one of transformers"),
+        (("decode", "--storage", "disk"), "storage: expected dynamic, static or both"),
+        (("decode", "--tokens", "400"), "tokens and rounds: expected at most 512"),
+        (("decode", "--rounds", "1"), "rounds: expected at least 2"),
+        (("decode", "--lengths", "many"), "lengths: "),
+        (("decode", "--shape", "llama-4"), "shape: expected one of smollm2-135m"),
+        (("decode", "--shape", "llama-3.1-8b", "--model", "x"), "model: expected none beside"),
+        (("decode", "--num-layers", "2"), "num_layers: expected --shape beside it"),
+        (("throughput", "--batch", "2"), "batch: expected none, since the largest one that fits"),
+        (("prefill", "--cap-tokens", "64"), "chunk_tokens: expected the size of a piece"),
+        (("prefill", "--plot", "figure.bmp"), "plot: expected a file name that ends in"),
+        (("decode", "--policy", "snapvk"), "snapvk"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[1:]),
+)
+def test_bad_input_is_one_line(snapkv, tiny, arguments, said):
+    done = snapkv("bench", *arguments)
+    assert done.status == 2
+    assert said in done.err
+    assert done.err.count("snapkv: error:") == 1

@@ -1,0 +1,145 @@
+"""`snapkv eval` with workers: the answers of one process, and what does not go together."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from snapkv_lab.cli import workers
+from snapkv_lab.cli.workers import WorkerOptions
+from tests.cli.test_interrupts import CONTINUES, start
+from tests.lab.evaluate.tiny import save_tiny, untimed
+
+NEEDLE = ("eval", "needle", "--lengths", "300", "--depths", 2, "--digits", 1, "--cloze")
+
+
+@pytest.fixture
+def model(tmp_path, demo):
+    return save_tiny(tmp_path / "model", demo.tokenizer)
+
+
+def test_two_workers_answer_as_one_process(snapkv, model, here):
+    given = (*NEEDLE, "--model", model, "--budget", "64,40", "--json", "--results")
+    alone = snapkv(*given, "alone", "--device", "cpu")
+    two = snapkv(*given, "two", "--devices", "cpu,cpu")
+    assert (alone.status, two.status) == (0, 0)
+    found = [json.loads(done.out) for done in (alone, two)]
+    assert found[0]["run"] == found[1]["run"]
+    rows = [untimed(one["rows"]) for one in found]
+    assert rows[0] == rows[1]
+    again = snapkv(*given, "two", "--device", "cpu")
+    assert untimed(json.loads(again.out)["rows"]) == rows[0]
+
+
+def test_workers_are_told_of_the_loss_of_the_references(snapkv, model, here):
+    given = (*NEEDLE, "--model", model, "--budget", 64, "--limit", 1, "--reference-loss", "--json")
+    done = snapkv(*given, "--devices", "cpu")
+    assert done.status == 0
+    rows = json.loads(done.out)["rows"]
+    assert len(rows) == 4
+    assert all(row["loss"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--devices", "cpu", "--device", "cpu"), "expected one of device, devices and ray, got"),
+        (("--devices", "cpu", "--ray", "local"), "got devices and ray; leave one out"),
+        (("--workers", "2"), "workers: expected it with ray, got 2 without"),
+        (("--ray", "local", "--workers", "0"), "workers: expected at least 1, got 0"),
+        (("--devices", "cpu,tpu:7"), "got 'tpu:7'"),
+        (("--devices", "cpu,"), "got ''"),
+        (("--ray", "127.0.0.1:1"), "expected local, auto or the address of a cluster that runs"),
+        (("--ray", "lokal"), "got 'lokal': it has no port; start one with `ray start --head`"),
+    ],
+)
+def test_workers_nowhere_are_refused_before_a_model_is_loaded(
+    snapkv, here, monkeypatch, options, message
+):
+    if "--ray" in options:  # what is wrong with an address is known without it
+        monkeypatch.setattr("snapkv_lab.evaluate.workers.on_ray._ray", lambda: None)
+    done = snapkv(*NEEDLE, *options)
+    assert done.status == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_ray_that_is_not_installed_is_said_before_a_model_is_loaded(snapkv, here, tiny_only):
+    done = snapkv(*NEEDLE, "--ray", "local")
+    assert tiny_only == []
+    assert done.status == 2
+    assert "needs the package ray, which is not installed; run pip install 'ray" in done.err
+
+
+def test_a_folder_of_a_model_is_found_from_wherever_a_worker_is(model, here):
+    options = WorkerOptions(model=model.name, devices="cpu")
+    with workers._workers(options) as pool:
+        assert pool._workers[0]._equipment.load["name"] == str(model)
+
+
+def test_a_study_of_answers_takes_workers_and_one_of_attention_none(snapkv, model, here):
+    settings = ("--windows", 16, "--kernels", 1, "--budget", 64, "--length", 400, "--depths", 2)
+    given = ("study", "sensitivity", "--model", model, "--digits", 1, *settings, "--json")
+    alone = snapkv(*given, "--device", "cpu", "--results", "alone")
+    two = snapkv(*given, "--devices", "cpu,cpu", "--results", "two")
+    assert (alone.status, two.status) == (0, 0), two.err
+    rows = [json.loads(done.out)["rows"] for done in (alone, two)]
+    assert rows[0] == rows[1]
+    assert snapkv("study", "hit-rate", "--devices", "cpu,cpu").status == 2
+
+
+def children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def living(group):
+    """The processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                found.append(path.parent.name)
+    return found
+
+
+def lines(folder):
+    path = folder / "samples.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@pytest.mark.parametrize("moment", ["while they import", "while they answer"])
+def test_ctrl_c_is_one_line_leaves_no_worker_and_the_run_goes_on(snapkv, model, here, moment):
+    given = ("eval", "needle", "--lengths", "300", "--depths", "40", "--digits", "1", "--cloze",
+             "--model", str(model), "--budget", "64", "--results", "out")  # fmt: skip
+    process = start((*given, "--devices", "cpu,cpu"), here, start_new_session=True)
+    try:
+        while process.poll() is None:
+            if moment == "while they import" and len(children(process.pid)) > 2:
+                break  # the third keeps count of what processes share
+            if moment == "while they answer" and lines(here / "out"):
+                break
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+        out, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, out, errors) == (130, "", CONTINUES)
+    deadline = time.monotonic() + 60
+    while living(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert living(process.pid) == []
+    there = lines(here / "out")
+    assert there < 80
+    done = snapkv(*given, "--device", "cpu", "--json")
+    assert done.status == 0
+    assert lines(here / "out") == 80

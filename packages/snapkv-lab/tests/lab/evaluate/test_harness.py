@@ -1,0 +1,609 @@
+"""lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
+
+import errno
+import json
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from snapkv import default_policy
+from snapkv.app.answering import answer
+from snapkv.app.likelihood import log_likelihood, log_likelihoods
+from snapkv.app.prompts import Prompt
+from snapkv.app.settings import GenerationSettings
+from snapkv.cli.app import run
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
+from snapkv.hf.cache import CompressedCache
+from snapkv.policies import (
+    H2O,
+    RKV,
+    TOVA,
+    AdaKV,
+    FastGen,
+    FullCache,
+    KeyDiff,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv_lab.evaluate import harness
+from snapkv_lab.evaluate.asking import Method
+from snapkv_lab.evaluate.harness import CompressedLM, HarnessRun
+from snapkv_lab.evaluate.store import Store
+from tests.lab.evaluate import killed_harness
+from tests.lab.evaluate.tiny import save_tiny, tiny_loaded
+
+FULL = Method(label="full", policy=FullCache())
+
+CONTEXT = "The gate opens at nine. The key is under the blue stone. " * 12
+
+GENERATE = """
+task: local_gate
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n", "."], max_gen_toks: 6, temperature: 1, do_sample: false}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}
+metadata: {version: 3.0}
+"""
+
+CHOOSE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}Question: {{question}}\\nAnswer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: 1
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
+
+WHOLE = """
+task: local_whole
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}, cache_dir: CACHE}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+"""
+
+ROWS = [
+    {
+        "text": CONTEXT,
+        "question": "Where is the key?",
+        "answer": "under the blue stone",
+        "choices": ["on a tree", "under the blue stone", "at noon"],
+    },
+    {
+        "text": CONTEXT,
+        "question": "When does the gate open?",
+        "answer": "at nine",
+        "choices": ["never", "at nine", "in a boat with two oars"],
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer, positions=8192)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Task files over a local file of rows."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, text in (("gate", GENERATE), ("choice", CHOOSE), ("whole", WHOLE)):
+        text = text.replace("ROWS", str(rows)).replace("CACHE", str(tmp_path / "cache"))
+        (tmp_path / f"{name}.yaml").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def evaluate(tiny, folder, monkeypatch, capsys):
+    """Run the command on the tiny model; returns its status and what it printed."""
+
+    monkeypatch.chdir(folder)
+
+    def call(tasks, *options, loaded=tiny):
+        monkeypatch.setattr("snapkv.cli.loading.load", lambda **_: loaded)
+        command = ["eval", "lm-eval", "--tasks", tasks, "--include-path", str(folder)]
+        status = run([*command, "--budget", "64", *options])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def lm(tiny, tmp_path):
+    """The tiny model with a full cache, as lm-eval asks it."""
+    with Store(tmp_path / "answers", {}) as store:
+        yield CompressedLM(tiny, FULL, store)
+
+
+def requests(kind, *arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=one, idx=i, metadata=("a task", i, 1))
+        for i, one in enumerate(arguments)
+    ]
+
+
+def plain_log_likelihood(model, context, continuation):
+    """Without any cache: all tokens in one pass."""
+    whole = torch.cat([context, continuation], dim=1)
+    with torch.no_grad():
+        scores = model(whole).logits.log_softmax(dim=-1)
+    predicted = scores[:, context.shape[1] - 1 : -1]
+    return float(predicted.gather(2, continuation[:, :, None]).sum())
+
+
+def stepwise_log_likelihood(model, context, continuation, policy):
+    """From a compressed cache, as generation would go on: a token at a time."""
+    cache = CompressedCache(model, policy)
+    total, fed = 0.0, context
+    with torch.no_grad():
+        for token in continuation[0]:
+            cache.expect_tokens(fed)
+            scores = model(fed, past_key_values=cache).logits[0, -1].log_softmax(dim=-1)
+            total, fed = total + float(scores[token]), token.view(1, 1)
+    return total
+
+
+@pytest.fixture(scope="module")
+def ids(tiny):
+    context = tiny.tokenizer(CONTEXT, return_tensors="pt").input_ids
+    return context, tiny.tokenizer(" under the blue stone", return_tensors="pt").input_ids
+
+
+@pytest.mark.parametrize("policy", [FullCache(), SnapKV(4096)], ids=["full", "large budget"])
+def test_with_nothing_dropped_a_likelihood_is_the_model_s(tiny, ids, policy):
+    found, _ = log_likelihood(tiny, *ids, policy)
+    assert found == pytest.approx(plain_log_likelihood(tiny.model, *ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", [SnapKV(40), H2O(40)], ids=["snapkv", "h2o"])
+def test_a_continuation_is_scored_as_it_would_be_generated(tiny, ids, policy):
+    found, _ = log_likelihood(tiny, *ids, policy)
+    assert found == pytest.approx(stepwise_log_likelihood(tiny.model, *ids, policy), abs=1e-4)
+    assert abs(found - plain_log_likelihood(tiny.model, *ids)) > 1e-3, "something was dropped"
+
+
+def test_greedy_s_own_continuation_is_told_apart(tiny, ids):
+    context, other = ids
+    with torch.no_grad():
+        own = tiny.model.generate(context, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert log_likelihood(tiny, context, own[:, context.shape[1] :], FullCache())[1]
+    assert not log_likelihood(tiny, context, other, FullCache())[1]
+
+
+EVERY_WAY = [
+    FullCache(),
+    SnapKV(40),
+    default_policy(40),
+    PyramidKV(40),
+    AdaKV(SnapKV(40)),
+    KeyDiff(40),
+    FastGen(),
+    StreamingLLM(40),
+    H2O(40),
+    TOVA(40),
+    RKV(40),
+]
+
+
+@pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
+    tiny, ids, policy, batch_size
+):
+    """Of different lengths, the longest in the middle; one of them is greedy's."""
+    context, other = ids
+    completed = tiny.completed(policy)
+    with torch.no_grad():
+        cache = CompressedCache(tiny.model, completed)
+        own = tiny.model.generate(
+            context, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0
+        )[:, context.shape[1] :]
+    given = [own, other[:, :1], torch.cat([other, other], dim=1), own[:, :2], other]
+    found = list(log_likelihoods(tiny, context, given, policy, batch_size))
+    for one, (score, greedy) in zip(given, found, strict=True):
+        alone = stepwise_log_likelihood(tiny.model, context, one, completed)
+        assert score == pytest.approx(alone, abs=1e-4)
+        assert greedy == (own[:, : one.shape[1]].equal(one))
+
+
+@pytest.mark.parametrize("policy", [SnapKV(40), AdaKV(SnapKV(40))], ids=lambda policy: policy.name)
+def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, policy):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "lfm2",
+        vocab_size=len(tiny.tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"] * 2,
+    )
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    hybrid = replace(tiny, model=model)
+    context, other = ids
+    given = [other, other[:, :2], other.flip(1)]
+    found = list(log_likelihoods(hybrid, context, given, policy, 3))
+    alone = [stepwise_log_likelihood(hybrid.model, context, one, policy) for one in given]
+    assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("pair", [("The key is un", "der"), ("", "")])
+def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path, pair):
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store)
+        asked = requests("loglikelihood", (CONTEXT, " at nine"), pair)
+        with pytest.raises(
+            InvalidArgumentError, match=f"tasks: expected .* got {pair[1]!r} behind"
+        ):
+            model.loglikelihood(asked)
+
+
+def test_a_context_is_read_once_for_all_its_continuations(tiny, tmp_path, monkeypatch):
+    read = []
+    real = tiny.model.forward
+
+    def forward(input_ids, **options):
+        read.append(tuple(input_ids.shape))
+        return real(input_ids, **options)
+
+    monkeypatch.setattr(tiny.model, "forward", forward)
+    choices = [(CONTEXT, " at nine"), (CONTEXT, " under the blue stone"), (CONTEXT, " no")]
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store, batch_size=3)
+        model.loglikelihood(requests("loglikelihood", *choices, ("Another text", " at nine")))
+    (first, together, *rest) = read
+    assert first[0] == 1
+    assert first[1] > 150
+    assert together[0] == 3
+    assert together[1] < 10
+    assert all(rows == 1 for rows, _ in rest)
+
+
+TEXTS = [CONTEXT, CONTEXT[40:] * 2, "Short. " + CONTEXT[:90], CONTEXT[7:300], "The gate"]
+
+
+@pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
+def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_path, policy):
+    """Of different lengths, some shorter than the budget; some end early at a stop string."""
+    method = Method(label="own", policy=policy)
+    alone = [
+        answer(tiny, Prompt(text=text), policy, GenerationSettings(max_new_tokens=9)).text
+        for text in TEXTS
+    ]
+    stop = alone[1][4:6]
+    given = [(text, {"until": [stop], "max_gen_toks": 9}) for text in TEXTS]
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, method, store, batch_size=3)
+        found = model.generate_until(requests("generate_until", *given))
+    assert found == [text.partition(stop)[0] for text in alone]
+    assert found != alone
+
+
+def test_only_prompts_of_equal_settings_that_draw_nothing_are_answered_together(
+    tiny, tmp_path, asked, monkeypatch
+):
+    sizes = []
+    real = harness.answers_together
+
+    def together(loaded, prompts, policy, settings):
+        sizes.append((len(prompts), settings.max_new_tokens))
+        return real(loaded, prompts, policy, settings)
+
+    monkeypatch.setattr(harness, "answers_together", together)
+    drawn = {"max_gen_toks": 3, "do_sample": True, "temperature": 1.0}
+    limits = [3, 3, 3, 3, 2, 3]
+    given = [("One", {"max_gen_toks": limit}) for limit in limits] + [("One", drawn)] * 2
+    with Store(tmp_path, {}) as store:
+        CompressedLM(tiny, FULL, store, batch_size=3).generate_until(
+            requests("generate_until", *given)
+        )
+    assert sizes == [(3, 3)]
+    assert len(asked) == len(given)
+    settings = GenerationSettings(temperature=1.0)
+    with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers"):
+        real(tiny, [Prompt(text="One")] * 2, FullCache(), settings)
+
+
+def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
+    """Blanks at the end belong to what follows; an empty context is one token."""
+    blanks, moved, empty = lm.loglikelihood(
+        requests("loglikelihood", ("The gate ", "opens"), ("The gate", " opens"), ("", "opens"))
+    )
+    assert blanks == moved
+    first = torch.tensor([[tiny.tokenizer.bos_token_id]])
+    opens = tiny.tokenizer("opens", return_tensors="pt").input_ids
+    assert empty[0] == pytest.approx(plain_log_likelihood(tiny.model, first, opens), abs=1e-4)
+
+
+def test_answers_end_before_a_stop_string(lm):
+    (whole,) = lm.generate_until(requests("generate_until", (CONTEXT, {"max_gen_toks": 12})))
+    assert len(whole) > 4
+    stop = whole[3:5]
+    (cut,) = lm.generate_until(
+        requests("generate_until", (CONTEXT, {"until": stop, "max_gen_toks": 12}))
+    )
+    assert cut == whole[: whole.find(stop)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 4}, "got num_beams, which is not supported"),
+        ({"do_sample": True, "temperature": 1.0, "top_p": 0.9}, "got top_p"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_by_name(lm, settings, message):
+    with pytest.raises(InvalidArgumentError, match=f"of a task, {message}"):
+        lm.generate_until(requests("generate_until", (CONTEXT, settings)))
+
+
+def test_a_prompt_without_room_is_refused_before_any_is_answered(tiny, tmp_path):
+    told = []
+    short, long = ("One", {"max_gen_toks": 2}), ("One", {"max_gen_toks": 9000})
+    with Store(tmp_path, {}) as store:
+        model = CompressedLM(tiny, FULL, store, on_progress=lambda *args: told.append(args))
+        with pytest.raises(PromptTooLongError, match="got one that needs 9,001"):
+            model.generate_until(requests("generate_until", short, long))
+    assert not told
+
+
+def test_one_command_runs_local_tasks_by_every_method(evaluate):
+    status, out, _ = evaluate("local_gate,local_choice", "--policy", "snapkv", "--json")
+    assert status == 0
+    found = json.loads(out)
+    shown = {(r["task"], r["method"], r["metric"], r["samples"]) for r in found["rows"]}
+    assert shown == {
+        (task, method, metric, 2)
+        for task, metric in (("local_gate", "exact_match"), ("local_choice", "acc"))
+        for method in ("full", "snapkv@64")
+    }
+    assert found["run"]["tasks"] == ["local_gate", "local_choice"]
+    assert {r["version"] for r in found["rows"] if r["task"] == "local_gate"} == {3.0}
+
+
+def test_the_demo_model_answers_in_its_template(evaluate, demo):
+    options = ("--template", "tokenizer", "--limit", "1", "--baseline", "none")
+    status, out, _ = evaluate("local_gate", *options, loaded=demo)
+    assert status == 0
+    assert "exact_match" in out
+    assert "default@64" in out
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "message"),
+    [
+        ("local_gat", (), "got 'local_gat'; did you mean local_gate"),
+        ("local_whole", (), "got local_whole, which scores whole texts"),
+        ("", (), "tasks: expected names of lm-eval's tasks"),
+        ("local_gate", ("--include-path", "nowhere"), "include_path: expected a folder"),
+        ("local_gate", ("--policy", "full", "--baseline", "full"), "expected every method once"),
+        ("local_gate", ("--limit", "0"), "limit: expected at least 1, got 0"),
+        ("local_gate", ("--batch-size", "0"), "batch_size: expected at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(evaluate, tasks, options, message):
+    status, _, err = evaluate(tasks, *options)
+    assert status == 2
+    assert message in err.splitlines()[-1]
+
+
+def test_missing_data_is_named_in_one_line(evaluate, folder):
+    (folder / "rows.jsonl").unlink()
+    status, _, err = evaluate("local_gate")
+    assert status == 2
+    assert "tasks: expected the data of local_gate" in err.splitlines()[-1]
+
+
+def test_without_the_package_its_command_is_named(evaluate, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    status, _, err = evaluate("local_gate")
+    assert status == 2
+    assert "run pip install 'lm-eval" in err
+
+
+# Runs that are continued.
+
+
+class Asked(list):
+    """What the model was asked; where `fails_at` questions have been, memory runs out."""
+
+    fails_at = None
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the model is asked from now on."""
+    given = Asked()
+
+    def count(*arguments):
+        if len(given) == given.fails_at:
+            raise OutOfMemoryError("prompt: about 12 tokens would fit")
+        given.append(arguments)
+
+    def answer(loaded, prompt, *arguments):
+        count(prompt, *arguments)
+        return real["answer"](loaded, prompt, *arguments)
+
+    def answers_together(loaded, prompts, *arguments):
+        for prompt in prompts:
+            count(prompt, *arguments)
+        return real["answers_together"](loaded, prompts, *arguments)
+
+    def log_likelihoods(loaded, context, continuations, *arguments):
+        scores = real["log_likelihoods"](loaded, context, continuations, *arguments)
+        for continuation in continuations:
+            count(context, continuation, *arguments)
+            yield next(scores)
+
+    asked = (answer, answers_together, log_likelihoods)
+    real = {each.__name__: getattr(harness, each.__name__) for each in asked}
+    for each in asked:
+        monkeypatch.setattr(harness, each.__name__, each)
+    return given
+
+
+def written(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+BOTH = "local_gate,local_choice"
+ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
+
+
+@pytest.mark.parametrize(("stop", "batch"), [(1, 1), (9, 1), (10, 2)])
+def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop, batch):
+    batches = ("--batch-size", str(batch))
+    _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
+    assert len(asked) == len(written(folder / "whole")) == ANSWERS
+    asked.clear()
+    asked.fails_at = stop
+    assert evaluate(BOTH, "--results", "stopped", *batches)[0] == 1
+    assert len(written(folder / "stopped")) == stop
+    asked.clear()
+    asked.fails_at = None
+    status, found, _ = evaluate(BOTH, "--json", "--results", "stopped", *batches)
+    assert status == 0
+    assert len(asked) == ANSWERS - stop
+    assert written(folder / "stopped") == written(folder / "whole")
+    assert json.loads(found)["rows"] == json.loads(whole)["rows"]
+    summaries = [(folder / name / "summary.jsonl").read_text() for name in ("stopped", "whole")]
+    assert summaries[0] == summaries[1]
+
+
+@pytest.mark.slow
+def test_what_draws_continues_with_the_same_draws(evaluate, asked, folder):
+    path = folder / "gate.yaml"
+    drawn = path.read_text().replace("temperature: 1, do_sample: false", "temperature: 2")
+    path.write_text(f"{drawn}repeats: 3\n".replace('["\\n", "."]', "[]"))
+    evaluate("local_gate", "--results", "whole")
+    texts = [row["response"] for row in written(folder / "whole")]
+    assert len(texts) == len(asked) == 12
+    assert len(set(texts)) > 8, "every repetition draws its own"
+    asked.clear()
+    asked.fails_at = 4
+    assert evaluate("local_gate", "--results", "stopped")[0] == 1
+    asked.fails_at = None
+    assert evaluate("local_gate", "--results", "stopped")[0] == 0
+    assert len(asked) == 12
+    assert [row["response"] for row in written(folder / "stopped")] == texts
+
+
+def test_without_a_folder_the_same_command_finds_its_own(evaluate, asked, folder):
+    _, first, said = evaluate("local_gate", "--baseline", "none")
+    assert len(asked) == 2
+    _, second, again = evaluate("local_gate", "--baseline", "none")
+    assert len(asked) == 2
+    assert second == first
+    assert said.splitlines()[-1] == again.splitlines()[-1]
+    assert said.splitlines()[-1].startswith("answers: snapkv-results/lm-eval-tiny-")
+    evaluate("local_gate", "--baseline", "full")
+    assert len(asked) == 4, "methods can be added"
+    evaluate("local_gate", "--limit", "1")
+    assert len(list((folder / "snapkv-results").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
+    evaluate("local_gate", "--results", "run")
+    asked.clear()
+    rows = [ROWS[0], {**ROWS[1], "question": "Who opens the gate?"}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, _, _ = evaluate("local_gate", "--results", "run")
+    assert status == 0
+    assert len(asked) == 2
+    assert all("Who opens the gate?" in prompt.text for prompt, *_ in asked)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "said"),
+    [
+        ("local_gate", (), 'another tasks: ["local_gate", "local_choice"] there, ["local_gate"]'),
+        (BOTH, ("--limit", "1"), "another limit: null there, 1 here"),
+        (BOTH, ("--num-fewshot", "0"), "another num_fewshot: null there, 0 here"),
+        (BOTH, ("--template", "tokenizer"), 'another template: "none" there, "tokenizer" here'),
+    ],
+)
+def test_another_run_in_the_folder_is_refused(evaluate, asked, folder, tasks, options, said):
+    evaluate(BOTH, "--results", "run")
+    before = written(folder / "run")
+    asked.clear()
+    status, _, err = evaluate(tasks, "--results", "run", *options)
+    assert status == 2
+    assert said in err.splitlines()[-1]
+    assert not asked
+    assert written(folder / "run") == before
+
+
+def test_a_method_of_another_policy_under_the_same_label_is_refused(tiny, folder):
+    def into(policy):
+        method = Method(label="mine", policy=policy)
+        run = HarnessRun(
+            loaded=tiny, tasks=["local_gate"], methods=[method], include_path=folder, limit=1
+        )
+        return run.into(folder / "run")
+
+    into(SnapKV(64))
+    with pytest.raises(InvalidArgumentError, match="policy: expected mine to be what it was"):
+        into(SnapKV(40))
+
+
+def test_a_disk_without_room_is_not_taken_for_missing_data(evaluate, folder, monkeypatch):
+    synced = []
+
+    def full(_):
+        synced.append(True)
+        if len(synced) > 2:  # the run's settings and one answer
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("snapkv.cache.saving.writing.os.fsync", full)
+    status, _, err = evaluate("local_gate", "--results", "run")
+    assert status == 1
+    assert "output: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
+    assert "No space left on device" in err.splitlines()[-1]
+
+
+def killed_after(folder, answers):
+    """A run in a process of its own, killed when so many answers are there."""
+    process = killed_harness.started(folder, "killed")
+    path, deadline = folder / "killed" / "samples.jsonl", time.monotonic() + 90
+    while not path.exists() or path.read_bytes().count(b"\n") < answers:
+        assert process.is_alive(), "the run ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.join(timeout=30)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing_and_doubles_nothing(folder, demo):
+    save_tiny(folder / "model", demo.tokenizer)
+    killed_after(folder, 9)
+    path = folder / "killed" / "samples.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])  # what a machine that goes down can leave
+    for output in ("killed", "whole"):
+        killed_harness.run(folder, output)
+    for name in ("run.json", "samples.jsonl", "summary.jsonl"):
+        ours, other = ((folder / output / name).read_bytes() for output in ("killed", "whole"))
+        assert ours == other

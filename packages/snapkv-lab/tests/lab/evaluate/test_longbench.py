@@ -1,0 +1,369 @@
+"""LongBench is asked and scored as published: prompts, rows, the cut, settings, and one command."""
+
+import hashlib
+import json
+import zipfile
+
+import pytest
+
+from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
+from snapkv_lab.evaluate.longbench import rows as rows_module
+from snapkv_lab.evaluate.longbench.prompts import prompt_format
+from snapkv_lab.evaluate.longbench.published import max_prompt_tokens
+from snapkv_lab.evaluate.longbench.rows import read_rows
+from snapkv_lab.evaluate.longbench.sets import SETS, chosen_sets
+from snapkv_lab.evaluate.longbench.truncation import truncated
+from snapkv_lab.evaluate.tasks import LongBench
+
+TEXT = "The gate opens at nine. The key is under the blue stone. A cat sleeps on the wall. "
+
+INPUTS = {
+    "trec": "Question: When does the gate open ?\nType:",
+    "samsum": "Dialogue: Ann: Where is the key?\nBen: Under the stone.\nSummary: ",
+    "lcc": "",
+    "passage_count": "",
+    "gov_report": "",
+    "multi_news": "",
+    "repobench-p": "def key(place):\n    if place:\n        ",
+    "passage_retrieval_en": "An abstract about a gate that opens at nine and a cat on a wall.",
+}
+
+
+def row(name, **changed):
+    """A row in the published schema."""
+    answers = {"passage_retrieval_en": ["Paragraph 3"], "passage_count": ["3"], "trec": ["Date"]}
+    return {
+        "input": INPUTS.get(name, "Where is the key?"),
+        "context": TEXT * 3,
+        "answers": answers.get(name, ["under the blue stone", "the stone"]),
+        "length": 48,
+        "dataset": name,
+        "language": "en",
+        "all_classes": ["Date", "Food", "Place"] if name == "trec" else None,
+        "_id": f"id-{name}",
+    } | changed
+
+
+def write(folder, name, *rows):
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder with two rows of every set."""
+    for name in SETS:
+        write(tmp_path / "data", name, row(name), row(name, context=TEXT * 30))
+    return tmp_path / "data"
+
+
+def samples(tokenizer, **settings):
+    return list(LongBench(**settings).samples(tokenizer))
+
+
+# Prompts
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_prompt_has_the_hash_of_the_published_one(name):
+    shape = prompt_format(SETS[name])
+    text = f"{shape.before}{{context}}{shape.behind}"
+    assert hashlib.sha256(text.encode()).hexdigest() == SETS[name].prompt_sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("triviaqa", "\n\n?"),
+        ("samsum", "\n\n?"),
+        ("trec", "\n?"),
+        ("passage_count", "\n\nThe final answer is: "),
+        ("passage_retrieval_en", "\n\nThe answer is: "),
+        ("lcc", "Next line of code:\n"),
+        ("repobench-p", "?Next line of code:\n"),
+        ("qasper", "\n\nQuestion: ?\n\nAnswer:"),
+        ("hotpotqa", "\n\nQuestion: ?\nAnswer:"),
+    ],
+)
+def test_what_stands_behind_the_text_ends_as_published(name, end):
+    """Six of these ends are another in lm-eval 0.4.13."""
+    assert prompt_format(SETS[name]).question("?").endswith(end)
+
+
+def test_another_prompt_than_the_published_one_is_not_used(monkeypatch, tmp_path):
+    changed = tmp_path / "trec.yaml"
+    changed.write_text(
+        'doc_to_text: "Which type?\\n{{context}}\\n{{question}}"\nf: !function a.b\n'
+    )
+    monkeypatch.setattr("snapkv_lab.evaluate.longbench.prompts.package_file", lambda *_: changed)
+    with pytest.raises(MissingDependencyError, match=r"prompt of trec .* --no-deps lm-eval=="):
+        prompt_format(SETS["trec"])
+
+
+def test_braces_in_a_text_stay_as_they_are(demo, tmp_path):
+    write(tmp_path, "trec", row("trec", context="f{input}", input="{context}{0}"))
+    (one,) = samples(demo.tokenizer, data=str(tmp_path), datasets=("trec",))
+    assert one.context.endswith("f{input}")
+    assert one.question == "\n{context}{0}"
+
+
+# Sets
+
+
+def test_there_are_the_paper_s_16_sets_in_its_order():
+    categories = list(dict.fromkeys(one.category for one in SETS.values()))
+    assert categories == [
+        "single-document QA",
+        "multi-document QA",
+        "summarization",
+        "few-shot learning",
+        "synthetic",
+        "code",
+    ]
+    assert len(SETS) == 16
+    assert [one.name for one in chosen_sets(("lcc", "qasper"), extended=False)] == ["qasper", "lcc"]
+
+
+def test_longbench_e_has_13_of_them():
+    missing = set(SETS) - {one.name for one in chosen_sets((), extended=True)}
+    assert missing == {"narrativeqa", "musique", "qmsum"}
+
+
+def test_only_few_shot_and_code_prompts_get_no_chat_template():
+    bare = {name for name, one in SETS.items() if not one.chat}
+    assert bare == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"datasets": ("hotpot",)}, "got 'hotpot'; did you mean hotpotqa"),
+        ({"datasets": ("musique",), "extended": True}, "sets of LongBench-E, got 'musique'"),
+        ({"max_prompt_tokens": 8}, "max_prompt_tokens: expected at least 64, got 8"),
+        ({"min_new_tokens": -1}, "min_new_tokens: expected at least 0"),
+        ({"code_similarity": "jaro"}, "expected difflib or levenshtein"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        LongBench(**settings)
+
+
+def test_every_sample_is_the_whole_prompt_parted_behind_the_text(demo, data):
+    found = samples(demo.tokenizer, data=str(data))
+    assert [one.name for one in found] == [f"{name}/{n}" for name in SETS for n in (1, 2)]
+    for one in found:
+        name = one.cell["dataset"]
+        shape = prompt_format(SETS[name])
+        assert one.context.startswith(shape.before)
+        assert one.context.endswith(TEXT)
+        assert one.question == shape.question(INPUTS.get(name, "Where is the key?"))
+        hidden = one.prompt(demo.tokenizer, "none", "hidden")
+        assert hidden.text == one.context + one.question
+        assert hidden.text[hidden.context_characters :].strip() == one.question.strip()
+        chat = one.prompt(demo.tokenizer, "tokenizer", "visible").text
+        assert chat.startswith("<|im_start|>") == SETS[name].chat
+
+
+def test_lengths_of_answers_are_the_published_ones(demo, data):
+    found = {one.cell["dataset"]: one.settings for one in samples(demo.tokenizer, data=str(data))}
+    lengths = {name: settings.max_new_tokens for name, settings in found.items()}
+    assert list(lengths.values()) == [
+        *(128, 128, 64),
+        *(32, 32, 32),
+        *(512, 512, 512),
+        *(64, 32, 128),
+        *(32, 32),
+        *(64, 64),
+    ]
+    assert {settings.min_new_tokens for name, settings in found.items() if name != "samsum"} == {0}
+
+
+def test_a_dialogue_is_summarised_on_one_line_that_is_not_empty(demo, data):
+    one = samples(demo.tokenizer, data=str(data), datasets=("samsum",))[0]
+    assert one.settings.min_new_tokens == 1
+    assert [demo.tokenizer.decode(token) for token in one.settings.stop_token_ids] == ["\n"]
+
+
+def test_the_paper_s_run_let_no_answer_be_empty(demo, data):
+    for one in samples(demo.tokenizer, data=str(data), min_new_tokens=1):
+        assert one.settings.min_new_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "prediction", "score"),
+    [
+        ("qasper", "Under the blue stone\nand more", 2 * 3 / 8),
+        ("triviaqa", "\nUnder the blue stone\nand more", 1.0),
+        ("trec", "Date\nFood", 1.0),
+        ("trec", "Date or Food", 0.5),
+        ("samsum", "under the blue stone\nBen", 1.0),
+        ("passage_count", "3 or 4", 0.5),
+        ("passage_retrieval_en", "Paragraph 3", 1.0),
+        ("lcc", "under the blue stone\n}", 1.0),
+    ],
+)
+def test_a_set_has_its_metric_and_takes_the_first_line_where_published(
+    demo, data, name, prediction, score
+):
+    """F1 of qasper: said under, blue, stone, and, more; 3 of 5 and 3 of 3."""
+    task = LongBench(data=str(data), datasets=(name,))
+    sample = next(iter(task.samples(demo.tokenizer)))
+    assert task.score(sample, prediction) == pytest.approx(score, abs=1e-6)
+
+
+# The cut through the middle
+
+
+def published_cut(tokenizer, prompt, max_length):
+    """As LongBench does it."""
+    ids = tokenizer(prompt, truncation=False).input_ids
+    if len(ids) <= max_length:
+        return prompt
+    half = int(max_length / 2)
+    first = tokenizer.decode(ids[:half], skip_special_tokens=True)
+    return first + tokenizer.decode(ids[-half:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("length", [64, 101, 150, 10_000])
+def test_a_long_prompt_loses_its_middle_as_published(demo, data, length):
+    whole = samples(demo.tokenizer, data=str(data))
+    cut = samples(demo.tokenizer, data=str(data), max_prompt_tokens=length)
+    for before, after in zip(whole, cut, strict=True):
+        text = published_cut(demo.tokenizer, before.context + before.question, length)
+        assert after.context + after.question == text
+        fits = len(demo.tokenizer(before.question).input_ids) < length // 2
+        if fits:
+            assert after.question.strip() == before.question.strip()
+        else:
+            assert before.question.endswith(after.question)
+
+
+class Normalising:
+    """A tokenizer of words that writes ligatures out, drops spaces and adds special tokens."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": ["<s>", *text.replace("ﬁ", "fi").split()]}
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(word for word in ids if not (skip_special_tokens and word == "<s>"))
+
+
+def test_the_question_is_found_in_what_another_tokenizer_gives_back():
+    context, question = truncated(Normalising(), "a " * 50, "\n\nNow, ﬁnd  the\n\nfi.", 20)
+    assert question == "Now, find the fi."
+    assert context == "a " * 8 + "aa " + "a " * 5
+
+
+@pytest.mark.parametrize(
+    ("model", "positions", "tokens"),
+    [
+        ("mistralai/Mistral-7B-Instruct-v0.2", 32_768, 31_500),
+        ("/models/LWM-Text-Chat-1M", 1_048_576, 1_048_576),
+        ("demo", 8_192, 8_192 - 512 - 256),
+        ("demo", 512, 256),
+        ("demo", None, None),
+    ],
+)
+def test_prompts_are_cut_to_the_published_length_or_what_the_model_has_room_for(
+    model, positions, tokens
+):
+    assert max_prompt_tokens(model, positions) == tokens
+    assert LongBench().for_model(model, positions).max_prompt_tokens == tokens
+    assert LongBench(max_prompt_tokens=99).for_model(model, positions).max_prompt_tokens == 99
+
+
+# Rows
+
+
+def test_rows_come_out_of_the_archive_and_out_of_a_folder_around_it(data, tmp_path):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.writestr("__MACOSX/data/._trec.jsonl", "no rows")
+        archive.writestr("__MACOSX/data/trec.jsonl", "no rows")
+        archive.write(data / "trec.jsonl", "data/trec.jsonl")
+    zipped = read_rows(tmp_path / "data.zip", SETS["trec"], extended=False)
+    assert zipped == read_rows(tmp_path, SETS["trec"], extended=False)
+    assert zipped[0].all_classes == ("Date", "Food", "Place")
+    assert zipped[0].answers == ("Date",)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("qasper", "{broken", r"a JSON object in .*qasper.jsonl, line 2, got '{broken'"),
+        ("qasper", "[1]", r"a JSON object in .*line 2"),
+        ("qasper", json.dumps(row("qasper", context=7)), "context to be a text in .*line 2, got 7"),
+        ("qasper", json.dumps(row("qasper", context="")), "context to be a text in .*line 2"),
+        ("qasper", json.dumps({"context": "x"}), "input to be a text .*line 2, got no such field"),
+        ("qasper", json.dumps(row("qasper", answers=[])), "answers to be a list of texts"),
+        ("qasper", json.dumps(row("qasper", answers="x")), "answers to be a list of texts"),
+        ("qasper", json.dumps(row("qasper", length="9")), "length to be a whole number"),
+        ("trec", json.dumps(row("trec", all_classes=None)), "all_classes to be a list of texts"),
+        (
+            "passage_retrieval_en",
+            json.dumps(row("passage_retrieval_en", answers=["3"])),
+            r"answers to be texts like \"Paragraph 3\"",
+        ),
+    ],
+)
+def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path, name, line, message):
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(name)) + f"\n{line}\n")
+    with pytest.raises(DocumentError, match=message):
+        read_rows(tmp_path, SETS[name], extended=False)
+
+
+def test_missing_files_and_archives_are_named(tmp_path):
+    with pytest.raises(DocumentError, match=r"expected lcc_e.jsonl in .*nowhere"):
+        read_rows(tmp_path / "nowhere", SETS["lcc"], extended=True)
+    (tmp_path / "data.zip").write_text("no archive")
+    with pytest.raises(DocumentError, match="download it again"):
+        read_rows(tmp_path / "data.zip", SETS["lcc"], extended=False)
+    (tmp_path / "lcc.jsonl").write_text("\n")
+    with pytest.raises(DocumentError, match="expected rows in"):
+        read_rows(tmp_path, SETS["lcc"], extended=False)
+
+
+def test_without_a_network_the_command_that_brings_the_data_is_named(demo, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DocumentError) as failure:
+        samples(demo.tokenizer)
+    assert rows_module.HUB in str(failure.value)
+    assert "hf download zai-org/LongBench data.zip --repo-type dataset" in str(failure.value)
+    assert "\n" not in str(failure.value)
+
+
+def test_the_extended_sets_come_from_their_own_files_by_length(demo, tmp_path):
+    lengths = (3999, 4000, 7999, 8000)
+    write(tmp_path, "lcc_e", *(row("lcc", length=length) for length in lengths))
+    task = LongBench(data=str(tmp_path), datasets=("lcc",), extended=True)
+    found = [one.cell for one in task.samples(demo.tokenizer)]
+    assert [cell["length"] for cell in found] == ["0-4k", "4-8k", "4-8k", "8k+"]
+    assert task.axes == ("dataset", "length")
+    assert LongBench().axes == ("dataset",)
+
+
+# What the paper says
+
+
+def test_the_paper_s_rows_stand_beside_its_models():
+    published = LongBench().published("mistralai/Mistral-7B-Instruct-v0.2")
+    assert list(published) == ["full", "snapkv@1024", "snapkv@2048", "snapkv@4096", "h2o@4096"]
+    means = {name: sum(row.values()) / 16 for name, row in published.items()}
+    assert means == pytest.approx(
+        {
+            "full": 0.4256,
+            "snapkv@1024": 0.4145,
+            "snapkv@2048": 0.4199,
+            "snapkv@4096": 0.4238,
+            "h2o@4096": 0.4045,
+        },
+        abs=5e-5,
+    )
+    assert published["full"]["narrativeqa"] == pytest.approx(0.2682)
+    assert published["h2o@4096"]["repobench-p"] == pytest.approx(0.511)
+
+
+def test_there_is_nothing_to_compare_other_models_or_longbench_e_with():
+    assert LongBench().published("mistralai/Mistral-7B-Instruct-v0.3") == {}
+    assert LongBench(extended=True).published("mistralai/Mistral-7B-Instruct-v0.2") == {}

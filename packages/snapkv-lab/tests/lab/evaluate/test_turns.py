@@ -1,0 +1,288 @@
+"""Several questions in one cache: the samples, what every way keeps, and going on after a stop."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import H2O, AdaKV, FullCache, KVzip, PageRecall, SnapKV, StreamingLLM
+from snapkv.app.prefills import Chunked, Exact
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv_lab.evaluate import conversing
+from snapkv_lab.evaluate.asking import Method
+from snapkv_lab.evaluate.conversing import LATER, converse
+from snapkv_lab.evaluate.runner import Run
+from snapkv_lab.evaluate.sample import Conversation, later_turn
+from snapkv_lab.evaluate.tasks import Needle, Turns
+from tests.lab.evaluate.tiny import tiny_loaded, untimed
+
+SMALL = {"lengths": (200,), "questions": 3, "samples_each": 2}
+
+
+@pytest.fixture(scope="module")
+def tiny(demo):
+    return tiny_loaded(demo.tokenizer)
+
+
+def run_of(loaded, methods, **given):
+    settings = {"task": Turns(cloze=True, **SMALL), "template": "none"} | given
+    return Run(loaded=loaded, methods=methods, **settings)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
+@pytest.mark.parametrize("questions", [1, 3])
+def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
+    task = Turns(cloze=cloze, **SMALL | {"questions": questions})
+    samples = list(task.samples(demo.tokenizer))
+    assert samples == list(task.samples(demo.tokenizer))
+    assert len({sample.context for sample in samples}) == 2
+    for sample in samples:
+        assert isinstance(sample, Conversation)
+        numbers = dict(line.split(": ") for line in sample.context.splitlines()[2:])
+        assert [turn.cell["turn"] for turn in sample.turns] == [*range(1, questions + 1)]
+        assert len({turn.references for turn in sample.turns}) == questions
+        for turn in sample.turns:
+            asked = turn.answer_start if cloze else turn.plain_question
+            (name,) = (name for name in numbers if name in asked)
+            assert turn.references == (numbers[name],)
+            assert task.score(turn, f" {numbers[name]}\n99") == 1
+            assert task.score(turn, f"1{numbers[name]} {numbers[name]}") == 0
+            assert task.score(turn, "none") == 0
+        assert [turn.context for turn in sample.turns[1:]] == [""] * (questions - 1)
+        ids = sample.prompt(demo.tokenizer, "tokenizer", "visible").token_ids(demo.tokenizer)
+        assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
+
+
+def test_a_later_turn_is_the_question_and_the_answers_beginning(demo):
+    free, cloze = (
+        next(iter(Turns(cloze=cloze, **SMALL).samples(demo.tokenizer))).turns[1]
+        for cloze in (False, True)
+    )
+    name = cloze.answer_start.removesuffix(":")
+    assert later_turn(cloze, demo.tokenizer, "none") == (
+        f"\n\nThe number of one of the names:\n\n{name}:"
+    )
+    name = free.question.split()[5].removesuffix("?")
+    assert later_turn(free, demo.tokenizer, "none") == (
+        f"\n\nQuestion: What is the number of {name}?\nAnswer:"
+    )
+    chat = later_turn(free, demo.tokenizer, "tokenizer")
+    assert f"What is the number of {name}? Answer with the number." in chat
+    assert chat.startswith("<|im_end|>")
+    assert chat.endswith("assistant\n")
+
+
+@pytest.mark.parametrize("template", ["none", "tokenizer"])
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
+    tiny, tmp_path, template, question
+):
+    """The slow way: every turn's text is read from its start, and continued greedily."""
+    run = run_of(
+        tiny, [Method(label="full", policy=FullCache())], template=template, questions=(question,)
+    )
+    run.into(tmp_path / "out")
+    said = {record["sample"]: record["prediction"] for record in lines(tmp_path / "out")}
+    end = tiny.tokenizer.eos_token_id
+    for sample in run.task.samples(tiny.tokenizer):
+        ids = None
+        for turn in sample.turns:
+            if ids is None:
+                prompt = sample.prompt(tiny.tokenizer, template, "visible")
+                ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
+            else:
+                ended = ids[-1] == end
+                text = later_turn(turn, tiny.tokenizer, template)
+                ids = ids[:-1] if ended else ids
+                own = tiny.tokenizer.decode([end])
+                text = (
+                    text if not ended or text.startswith(own) or template == "none" else own + text
+                )
+                ids = ids + tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+            start = len(ids)
+            output = tiny.model.generate(
+                tiny.model.dummy_inputs["input_ids"].new_tensor([ids]),
+                attention_mask=tiny.model.dummy_inputs["input_ids"].new_ones((1, len(ids))),
+                max_new_tokens=turn.settings.max_new_tokens,
+                stop_strings=list(turn.settings.stop_strings),
+                tokenizer=tiny.tokenizer,
+                do_sample=False,
+                pad_token_id=end,
+            )
+            ids = output[0].tolist()
+            text = tiny.tokenizer.decode(ids[start:], skip_special_tokens=True)
+            assert said[turn.name] == text.partition("\n")[0]
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
+    ways = {way: way for way in LATER} | {"pages": PageRecall(2, page_tokens=8)}
+    methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
+    results = run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
+    kept = {(row["method"], row["cell"]["turn"]): row["kept_tokens"] for row in results.rows}
+    for turn in (2, 3):
+        grown = kept["append", turn] - kept["append", turn - 1]
+        assert grown > 8
+        for way in ("compress", "recall", "pages"):
+            assert 48 <= kept[way, turn] <= 48 + 8
+    assert {row["method"]: row["policy"].get("turns") for row in results.rows} == {
+        "append": None,
+        "compress": "compress",
+        "recall": "recall",
+        "pages": {"pages": 2, "page_tokens": 8},
+    }
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+def test_with_pages_for_everything_every_turn_is_answered_as_from_the_full_cache(
+    tiny, tmp_path, question
+):
+    """And with a few the answers are others than those of plain recall, whose steps see none."""
+    ways = {"all": PageRecall(64, page_tokens=4), "few": PageRecall(2), "recall": "recall"}
+    methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
+    methods += [Method(label="full", policy=FullCache())]
+    run_of(tiny, methods, questions=(question,)).into(tmp_path / "out")
+    said = {name: [] for name in (*ways, "full")}
+    for record in lines(tmp_path / "out"):
+        said[record["method"]].append(record["prediction"])
+    assert len(said["full"]) == 6
+    assert said["all"] == said["full"]
+    assert said["few"] != said["recall"] != said["full"]
+
+
+def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
+    tiny, tmp_path, monkeypatch
+):
+    real, kept = conversing.answer_ids, []
+
+    def answer_ids(loaded, ids, cache, *args, **options):
+        given = real(loaded, ids, cache, *args, **options)
+        kept.append(cache.kept_positions(0)[0])
+        return given
+
+    monkeypatch.setattr(conversing, "answer_ids", answer_ids)
+    for way in ("append", "compress", "recall"):
+        kept.clear()
+        methods = [Method(label=way, policy=SnapKV(48), later=way)]
+        run_of(tiny, methods, limit=1).into(tmp_path / way)
+        first, *later = [[set(head) for head in heads.tolist()] for heads in kept]
+        end = max(first[0]) - 8  # before the first answer, of which later turns read the last token
+        new = [
+            {place for place in own if place < end} - before
+            for turn in later
+            for own, before in zip(turn, first, strict=True)
+        ]
+        assert any(new) == (way == "recall")
+
+
+@pytest.mark.parametrize("policy", [KVzip(48), AdaKV(KVzip(48, plus=True))], ids=["kvzip", "plus"])
+def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path, policy):
+    methods = [Method(label="kvzip", policy=policy)]
+    results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
+    assert [row["status"] for row in results.rows] == ["ok"] * 3
+    kept = [row["kept_tokens"] for row in results.rows]
+    seen = [row["prompt_tokens"] for row in results.rows]
+    for turn in (1, 2):
+        assert kept[turn] - kept[turn - 1] == pytest.approx(seen[turn] - seen[turn - 1], abs=8)
+    with pytest.raises(InvalidArgumentError, match="read once for recall"):
+        run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
+
+
+@pytest.mark.parametrize("template", ["none", "tokenizer"])
+def test_the_token_that_ends_an_answer_stays_in_a_chat_and_in_no_plain_text(demo, template):
+    """Otherwise plain questions would stand behind the end of a chat's turn."""
+    loaded, end = tiny_loaded(demo.tokenizer), demo.tokenizer.eos_token_id
+    with torch.no_grad():  # every answer ends at once
+        bias = torch.zeros(len(demo.tokenizer)).index_fill(0, torch.tensor([end]), 1e4)
+        loaded.model.lm_head.bias = torch.nn.Parameter(bias)
+    sample = next(iter(Turns(**SMALL).samples(demo.tokenizer)))
+    prompt = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
+    answers = converse(
+        loaded, sample, FullCache(), template, "visible", prefill=Exact(), later="append"
+    )
+    first, second, _ = answers
+    assert first.token_ids == second.token_ids == (end,)
+    text = later_turn(sample.turns[1], demo.tokenizer, template)
+    new = demo.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert (end in new) == (template == "tokenizer")
+    assert second.prompt_tokens == prompt.shape[1] + len(new)
+
+
+def test_what_evicts_while_generating_answers_appended_questions(tiny, tmp_path):
+    methods = [Method(label="h2o", policy=H2O(48)), Method(label="w", policy=StreamingLLM(48))]
+    results = run_of(tiny, methods).into(tmp_path / "out")
+    assert all(row["status"] == "ok" for row in results.rows)
+    assert all(row["kept_tokens"] <= 48 for row in results.rows)
+
+
+@pytest.mark.parametrize("later", ["recall", PageRecall(2)], ids=["recall", "pages"])
+def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path, later):
+    methods = [Method(label="recall", policy=SnapKV(48), later=later)]
+    whole = run_of(tiny, methods).into(tmp_path / "whole")
+    run_of(tiny, methods).into(tmp_path / "cut")
+    written = (tmp_path / "cut" / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "cut" / "samples.jsonl").write_text("".join(written[:4]) + written[4][:20])
+    again = run_of(tiny, methods).into(tmp_path / "cut")
+    assert untimed(lines(tmp_path / "cut")) == untimed(lines(tmp_path / "whole"))
+    assert untimed(again.rows) == untimed(whole.rows)
+    assert len(written) == 6
+
+
+def test_a_conversation_that_is_all_there_is_not_held_again(tiny, tmp_path, monkeypatch):
+    methods = [Method(label="full", policy=FullCache())]
+    run_of(tiny, methods).into(tmp_path / "out")
+    monkeypatch.setattr(conversing, "answer_ids", None)
+    assert len(run_of(tiny, methods).into(tmp_path / "out").rows) == 3
+
+
+def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_path, monkeypatch):
+    real, calls = conversing.answer_ids, []
+
+    def answer_ids(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OutOfMemoryError("full")
+        return real(*args, **options)
+
+    monkeypatch.setattr(conversing, "answer_ids", answer_ids)
+    methods = [Method(label="full", policy=FullCache())]
+    run_of(tiny, methods, limit=1).into(tmp_path / "out")
+    status = [record["status"] for record in lines(tmp_path / "out")]
+    assert status == ["ok", "out of memory", "out of memory"]
+    run_of(tiny, methods, limit=1).into(tmp_path / "out")  # asks for what was lost again
+    assert [record["status"] for record in lines(tmp_path / "out")] == ["ok"] * 3
+
+
+def test_questions_behind_the_models_positions_are_too_long(demo, tmp_path):
+    loaded = tiny_loaded(demo.tokenizer, positions=215)
+    run = run_of(loaded, [Method(label="full", policy=FullCache())], limit=1)
+    run.into(tmp_path / "out")
+    status = [record["status"] for record in lines(tmp_path / "out")]
+    assert status[0] == "ok"
+    assert status[-1] == "too long"
+
+
+def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
+    recall = Method(label="r", policy=SnapKV(48), later="recall")
+    with pytest.raises(InvalidArgumentError, match="turns: expected it with a task of several"):
+        run_of(tiny, [recall], task=Needle(lengths=(300,), cloze=True))
+    chunked = Method(label="r", policy=SnapKV(48), later="recall", prefill=Chunked())
+    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
+        run_of(tiny, [chunked])
+    with pytest.raises(InvalidArgumentError, match="turns: expected a prefill"):
+        run_of(tiny, [replace(chunked, later=PageRecall(2))])
+    with pytest.raises(InvalidArgumentError, match="evicts after every token"):
+        run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])
+
+
+@pytest.mark.parametrize("name", ["lengths", "questions", "samples_each"])
+def test_wrong_settings_are_refused(demo, name):
+    with pytest.raises(InvalidArgumentError, match=name):
+        Turns(**{name: (0,) if name == "lengths" else 0})
+    with pytest.raises(InvalidArgumentError, match="lengths: expected room"):
+        list(Turns(lengths=(20,)).samples(demo.tokenizer))

@@ -1,0 +1,325 @@
+"""Questions dealt out to workers: nothing is lost or comes twice, the records are the same."""
+
+import os
+import random
+import signal
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from snapkv.app import models
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv_lab.evaluate.asking import Asked
+from snapkv_lab.evaluate.runner import Run
+from snapkv_lab.evaluate.store import LOST, key
+from snapkv_lab.evaluate.workers.base import (
+    MOST_TRIES,
+    Worker,
+    WorkerEndedError,
+    WorkerNotLoadedError,
+    WorkerPool,
+)
+from snapkv_lab.evaluate.workers.equipment import Equipment
+from snapkv_lab.evaluate.workers.processes import Processes, one_device
+from tests.lab.evaluate.test_runner import records
+from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
+
+TASK = Keys(each=3)
+QUESTIONS = ("visible", "hidden")
+KILLS = 20
+
+
+class Scripted(Worker):
+    """Answers in the order in which it was asked, or ends, as it is told."""
+
+    def __init__(self, ends=lambda asked: False, places=99, unloaded=0, has_room=lambda: True):
+        self.ends, self.places, self.has_room = ends, places, has_room
+        self.unloaded = unloaded
+        self.begun, self.ended, self.asked = [], 0, []
+
+    @property
+    def has_place(self):
+        return self.places > 0 and self.has_room()
+
+    def begin(self, asked):
+        self.begun.append(asked)
+        self.asked.append(asked)
+
+    def records(self):
+        asked = self.asked.pop(0)
+        if self.unloaded:
+            self.unloaded -= 1
+            raise WorkerNotLoadedError("it was killed")
+        if self.ends(asked):
+            self.places -= 1
+            raise WorkerEndedError
+        return [asked.record(asked.sample, method) | {"status": "ok"} for method in asked.methods]
+
+    def end(self):
+        self.ended += 1
+        self.asked.clear()
+
+
+class Deterministic(WorkerPool):
+    """Whoever began first is ready first."""
+
+    def ready(self, busy):
+        return busy[:1]
+
+
+@pytest.fixture(scope="module")
+def work(demo):
+    samples = list(TASK.samples(demo.tokenizer))
+    given = {"question": "visible", "methods": METHODS, "task": TASK, "template": "tokenizer"}
+    return [Asked(sample=one, **given) for one in samples]
+
+
+def keys(given):
+    return sorted(map(key, given))
+
+
+def wanted(work):
+    return sorted((a.sample.name, m.label, a.question) for a in work for m in a.methods)
+
+
+def is_long(asked):
+    return asked.sample.cell["sentences"] == 16
+
+
+def test_the_longest_come_first_and_each_once(work):
+    workers = [Scripted(), Scripted()]
+    with Deterministic(workers, "cpu") as pool:
+        given = list(pool.answers(work))
+    assert keys(given) == wanted(work)
+    begun = sorted((a for worker in workers for a in worker.begun), key=lambda a: -a.characters)
+    assert begun[0] in (workers[0].begun[0], workers[1].begun[0])
+    for worker in workers:
+        lengths = [asked.characters for asked in worker.begun]
+        assert lengths == sorted(lengths, reverse=True)
+        assert worker.ended == 1
+
+
+def test_a_question_that_ended_a_worker_is_asked_again_of_one_method_at_a_time(work):
+    worker = Scripted(ends=lambda asked: asked.tries == 0 and asked.sample is work[0].sample)
+    given = list(Deterministic([worker], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert {record["status"] for record in given} == {"ok"}
+    again = [asked for asked in worker.begun if asked.tries]
+    assert [[method.label for method in asked.methods] for asked in again] == [
+        [method.label] for method in METHODS
+    ]
+
+
+def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work):
+    worker = Scripted(ends=lambda asked: METHODS[0] in asked.methods and is_long(asked))
+    given = {
+        key(record): record["status"] for record in Deterministic([worker], "cpu").answers(work)
+    }
+    assert sorted(given) == wanted(work)
+    longer = {asked.sample.name for asked in work if is_long(asked)}
+    assert 0 < len(longer) < len(work)
+    for (sample, method, _), status in given.items():
+        lost = sample in longer and method == METHODS[0].label
+        assert status == (LOST if lost else "ok")
+    assert max(asked.tries for asked in worker.begun) == MOST_TRIES - 1
+
+
+def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
+    gone, here = Scripted(ends=lambda asked: True, places=1), Scripted()
+    given = list(Deterministic([gone, here], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert len(gone.begun) == 1
+
+
+def test_no_place_for_any_worker_is_said(work):
+    gone = Scripted(ends=lambda asked: True, places=1)
+    with pytest.raises(
+        OutOfMemoryError, match=r"at least one that has a place.*no machine has room"
+    ):
+        list(Deterministic([gone], "cpu").answers(work))
+
+
+def test_a_worker_that_finds_a_place_later_is_asked_then(work):
+    here = Scripted()
+    late = Scripted(has_room=lambda: len(here.begun) > 2)
+    given = list(Deterministic([here, late], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert len(here.begun) > 2
+    assert late.begun
+
+
+def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work):
+    slow = Scripted(unloaded=MOST_TRIES - 1)
+    given = list(Deterministic([slow], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert {record["status"] for record in given} == {"ok"}
+    assert {asked.tries for asked in slow.begun} == {0}
+
+
+def test_one_that_never_gets_the_model_is_given_up_and_the_others_go_on(work):
+    never, here = Scripted(unloaded=99), Scripted()
+    given = list(Deterministic([never, here], "cpu").answers(work))
+    assert keys(given) == wanted(work)
+    assert len(never.begun) == MOST_TRIES
+
+
+def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work):
+    never = [Scripted(unloaded=99), Scripted(unloaded=99)]
+    with pytest.raises(OutOfMemoryError, match="as having the model, got none: it was killed"):
+        list(Deterministic(never, "cpu").answers(work))
+    assert [len(worker.begun) for worker in never] == [MOST_TRIES] * 2
+
+
+def test_answers_that_nobody_waited_for_are_not_taken_for_those_of_the_next_run(work):
+    with Deterministic([Scripted(), Scripted()], "cpu") as pool:
+        next(pool.answers(work))
+        assert keys(pool.answers(work)) == wanted(work)
+
+
+# Processes of this machine.
+
+
+class Ends:
+    """Ends the process that it is sent to."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+class OddError(Exception):
+    """Cannot be made again from what it was raised with, as libraries' errors often cannot."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Keys):
+    """Cannot score."""
+
+    def score(self, sample, prediction):
+        raise OddError("no", "score")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, demo):
+    return save_tiny(tmp_path_factory.mktemp("model"), demo.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def run(demo, folder):
+    from snapkv.app.models import load
+
+    return Run(loaded=load(str(folder)), task=TASK, methods=METHODS, questions=QUESTIONS)
+
+
+@pytest.fixture
+def equipment(folder):
+    return Equipment(load={"name": str(folder)})
+
+
+def by_key(folder):
+    return {key(record): record for record in untimed(records(folder))}
+
+
+def test_two_processes_leave_the_folder_that_one_leaves(run, equipment, tmp_path):
+    expected = run.into(tmp_path / "serial")
+    with Processes(["cpu", "cpu"], equipment) as pool:
+        given = run.into(tmp_path / "two", executor=pool)
+    assert by_key(tmp_path / "two") == by_key(tmp_path / "serial")
+    assert untimed(given.rows) == untimed(expected.rows)
+    texts = [(tmp_path / name / "run.json").read_bytes() for name in ("serial", "two")]
+    assert texts[0] == texts[1]
+
+
+def test_workers_take_the_loss_of_the_references_too(run, equipment, tmp_path):
+    asked = replace(run, reference_loss=True, questions=("visible",), limit=1)
+    asked.into(tmp_path / "serial")
+    with Processes(["cpu"], equipment) as pool:
+        asked.into(tmp_path / "worker", executor=pool)
+    given = by_key(tmp_path / "worker")
+    assert given == by_key(tmp_path / "serial")
+    assert all(record["loss"] > 0 for record in given.values())
+
+
+def test_a_run_goes_on_with_processes_and_without(run, equipment, tmp_path):
+    less = replace(run, methods=METHODS[:1])
+    less.into(tmp_path)
+    with Processes(["cpu"], equipment) as pool:
+        run.into(tmp_path, executor=pool)
+    assert len(records(tmp_path)) == len(by_key(tmp_path))
+    again = run.into(tmp_path)
+    assert {row["status"] for row in again.rows} == {"ok"}
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_random_workers_change_nothing(run, equipment, tmp_path):
+    expected = run.into(tmp_path / "whole")
+    draw, kills = random.Random(1), []
+    with Processes(["cpu", "cpu"], equipment) as pool:
+
+        def kill(*progress):
+            living = [worker._process for worker in pool._workers if worker._process is not None]
+            if living and len(kills) < KILLS and draw.random() < 0.8:
+                os.kill(draw.choice(living).pid, signal.SIGKILL)
+                kills.append(progress)
+
+        given = run.into(tmp_path / "killed", kill, executor=pool)
+        assert len(kills) == KILLS
+        if any(row["failed"] for row in given.rows):  # what was hit too often is asked once more
+            given = run.into(tmp_path / "killed", executor=pool)
+    assert by_key(tmp_path / "killed") == by_key(tmp_path / "whole")
+    assert untimed(given.rows) == untimed(expected.rows)
+
+
+def test_a_killed_worker_loses_no_answer(run, equipment, tmp_path):
+    few = replace(run, questions=("visible",), limit=1)
+    expected = few.into(tmp_path / "whole")
+    with Processes(["cpu"], equipment) as pool:
+
+        def kill_once(description, done, total):
+            if done == 1:
+                os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
+
+        given = few.into(tmp_path / "killed", kill_once, executor=pool)
+    assert untimed(given.rows) == untimed(expected.rows)
+
+
+def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder, tmp_path):
+    wrong = Equipment(load={"name": str(folder), "dtype": "int3"})
+    with pytest.raises(InvalidArgumentError, match="int3"), Processes(["cpu"], wrong) as pool:
+        run.into(tmp_path, executor=pool)
+    assert {row["status"] for row in run.into(tmp_path).rows} == {"ok"}
+
+
+def test_a_fault_in_a_worker_is_raised_here_with_where_it_was(run, equipment, tmp_path):
+    odd = replace(run, task=Odd(each=1))
+    refused = pytest.raises(RuntimeError, match=r"(?s)in a worker:.*OddError: no score")
+    with refused, Processes(["cpu"], equipment) as pool:
+        odd.into(tmp_path, executor=pool)
+
+
+def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path):
+    refused = pytest.raises(OutOfMemoryError, match="a process ended with code 3")
+    with refused, Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
+        run.into(tmp_path, executor=pool)
+    assert records(tmp_path) == []
+
+
+def test_results_name_one_device_for_all_that_answer_alike(monkeypatch):
+    monkeypatch.setattr(models, "chosen_device", torch.device)
+    assert one_device(["cpu", "cpu"]) == "cpu"
+    assert one_device(["cuda:1", "cuda"]) == one_device(["cuda:0"]) == "cuda:0"
+    with pytest.raises(InvalidArgumentError, match=r"devices of one kind.*got cpu, cuda:0"):
+        one_device(["cpu", "cuda:0"])
+
+
+def test_no_worker_outlives_the_block(equipment, work):
+    with Processes(["cpu"], equipment) as pool:
+        next(pool.answers(work))
+        process = pool._workers[0]._process
+        assert process.is_alive()
+        pid = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

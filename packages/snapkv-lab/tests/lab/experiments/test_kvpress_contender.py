@@ -1,0 +1,69 @@
+"""The real kvpress in its own environment, which `make kvpress` makes."""
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, SnapKV
+from snapkv.errors import InvalidArgumentError
+from snapkv_lab.experiments import kvpress as benchmark
+from snapkv_lab.experiments.kvpress_process import Kvpress
+from tests.families import random_ids, tiny_model
+
+pytestmark = [
+    pytest.mark.kvpress,
+    pytest.mark.filterwarnings("ignore"),  # transformers on what is saved
+]
+
+PYTHON = benchmark.PYTHON
+POLICY = SnapKV(64, window_size=16, kernel_size=5, pooling="avg")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_same_tokens_come_out_as_here(family):
+    """Behind the same budget, so the same positions were kept; behind all of them, others."""
+    model, ids = tiny_model(family), random_ids(2, 300)
+    cache = CompressedCache(model, POLICY)
+    ours = model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)[:, 300:]
+    with Kvpress("theirs", PYTHON, model, POLICY, weights=True) as theirs:
+        theirs.read(ids)
+        assert theirs.kept_tokens == 64
+        theirs(24)
+        assert theirs.generated == ours.tolist()
+    full = model.generate(ids, max_new_tokens=24, do_sample=False)[:, 300:]
+    assert not torch.equal(full, ours)
+
+
+def test_filling_leaves_as_much_as_reading_and_a_ratio_is_taken_too():
+    model, ids = tiny_model("llama"), random_ids(1, 216)
+    with Kvpress("ratio", PYTHON, model, SnapKV(keep_ratio=0.25, window_size=16)) as theirs:
+        assert theirs.read(ids) > 0
+        read = theirs.kept_tokens, theirs.held_bytes
+        theirs.fill(1, 216)
+        assert (theirs.kept_tokens, theirs.held_bytes) == read == (66, 66 * 4 * 2 * 2 * 8 * 4)
+        assert theirs.versions["transformers"].startswith("5.2.")
+
+
+def test_what_it_does_not_take_is_said_and_it_goes_on():
+    model = tiny_model("llama")
+    with Kvpress("theirs", PYTHON, model, SnapKV(20, window_size=8)) as theirs:
+        with pytest.raises(InvalidArgumentError, match=r"'theirs', got .*index out of range"):
+            theirs.read(torch.full((1, 64), 10**6))
+        theirs.read(random_ids(1, 64))
+        assert theirs.kept_tokens == 20
+        theirs.fill(3, 12)  # less than the budget
+        assert theirs(2) > 0
+        assert theirs.kept_tokens == 14
+
+
+def test_its_page_is_measured_beside_it(monkeypatch):
+    monkeypatch.setattr(benchmark, "POLICY", POLICY)
+    prompts = {200: random_ids(1, 200)[0].tolist()}
+    rows = list(benchmark.measure(tiny_model("llama"), prompts, prefill_rounds=2, decode_rounds=3))
+    assert [(row["benchmark"], row["cache"]) for row in rows] == [
+        (work, cache)
+        for work in ("prefill", "decode")
+        for cache in ("kvpress", "kvpress full", "snapkv", "transformers")
+    ]
+    assert all(row["peer"]["kept_tokens"] == 64 for row in rows)
+    assert all(row["ms"]["p50"] > 0 for row in rows)
+    assert all(row["against_kvpress"]["p50"] == 1 for row in rows if row["cache"] == "kvpress")

@@ -1,0 +1,158 @@
+"""Methods beside kvpress's presses on the same tensors; `make kvpress` installs it."""
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from snapkv import Compactor, KeyDiff, LagKV, ScoreThreshold, SnapKV
+from snapkv.policies.criticalkv import projected_norms
+from snapkv.policies.kvzip import most_attention
+from snapkv_lab.experiments import kvpress as benchmark
+from tests.ops.states import output_weight, random_layer
+from tests.test_pages import migrations
+
+pytestmark = pytest.mark.kvpress
+
+_SCORES = Path(__file__).with_name("kvpress_scores.py")
+
+
+@pytest.fixture
+def press(tmp_path):
+    """The scores that a press gives to tensors, (B, Hkv, T) float32."""
+
+    def score(name, options, **states):
+        given, found = tmp_path / "given", tmp_path / "found"
+        tensors = {label: tensor.contiguous() for label, tensor in states.items()}
+        save_file(tensors, given, metadata={"options": json.dumps(options)})
+        subprocess.run([benchmark.PYTHON, "-I", _SCORES, name, given, found], check=True)
+        return load_file(found)["scores"]
+
+    return score
+
+
+def test_the_page_says_of_every_press_where_it_is():
+    listed = "import kvpress; print(*kvpress.__all__)"
+    run = [benchmark.PYTHON, "-I", "-c", listed]
+    names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    page = Path(__file__).parents[5].joinpath("docs", "migrating.md").read_text("utf-8")
+    tables = page.partition("### Press by press")[2].partition("### What is different")[0]
+    there = " ".join(row.split("|")[1] for row in tables.splitlines() if row.startswith("| `"))
+    assert {*re.findall(r"\w+Press\b", there)} == {*re.findall(r"\w+Press\b", " ".join(names))}
+
+
+def test_the_presses_that_the_page_replaces_can_be_made():
+    theirs = [press for press, _ in migrations()]
+    assert len(theirs) > 10
+    code = "from kvpress import *\n" + "\n".join(theirs)
+    subprocess.run([benchmark.PYTHON, "-I", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("tokens", [300, 288, 47])
+@pytest.mark.parametrize("cross_scoring", [False, True])
+def test_lagkv_ranks_and_rates_as_there(press, tokens, cross_scoring):
+    layer = random_layer(tokens, batch=2, prompt_tokens=tokens, query_tokens=1, head_dim=16)
+    policy = LagKV(100, window_size=1, lag_size=32, sink_tokens=6, cross_scoring=cross_scoring)
+    options = {"n_sink": 6, "lag_size": 32, "cross_scoring": cross_scoring}
+    theirs = press("lagkv", options, keys=layer.keys, values=layer.values)
+    ours = policy.score(layer)
+    rated = 6 + max(0, (tokens - 6) // 32 - 1) * 32
+    if cross_scoring or rated == 6:
+        torch.testing.assert_close(ours[..., 6:rated], theirs[..., 6:rated])
+    else:  # a rank, and what decides among equal ones
+        ranks = (ours[..., 6:rated] * 32).floor() / 32
+        torch.testing.assert_close(ranks, theirs[..., 6:rated])
+    if rated > 6:
+        assert bool((theirs[..., rated:] == 1).all())
+        assert float(theirs[..., 6:rated].max()) < 1
+    else:  # too short for a lag: the newest, in both
+        assert bool((theirs[..., 6:].diff() > 0).all())
+    assert bool((ours[..., rated:].diff() > 0).all())
+    assert float(ours[..., rated:].min()) > 1
+
+
+def test_lagkv_keeps_what_is_kept_there(press):
+    """At a budget that no rank is cut at: 9 of the 32 tokens of every piece."""
+    layer = random_layer(1, batch=2, prompt_tokens=300, query_tokens=1, head_dim=16)
+    tail, pieces = 300 - 6 - 8 * 32, 8
+    policy = LagKV(6 + tail + pieces * 9, window_size=16, lag_size=32, sink_tokens=6)
+    theirs = press("lagkv", {"n_sink": 6, "lag_size": 32}, keys=layer.keys, values=layer.values)
+    kept = theirs.topk(policy.budget).indices.sort().values
+    assert torch.equal(policy.select(layer).keep_indices, kept)
+
+
+def test_lagkv_of_a_channel_that_never_varies_is_no_number_there(press):
+    layer = random_layer(2, prompt_tokens=300, query_tokens=1, head_dim=16)
+    layer = replace(layer, keys=layer.keys.index_fill(3, torch.tensor([5]), 0.25))
+    theirs = press(
+        "lagkv", {"lag_size": 32, "cross_scoring": True}, keys=layer.keys, values=layer.values
+    )
+    assert bool(theirs[..., 4:200].isnan().all())
+    ours = LagKV(100, window_size=1, lag_size=32, cross_scoring=True).score(layer)
+    assert bool(ours.isfinite().all())
+
+
+@pytest.mark.parametrize("blending", [0.0, 0.5])
+@pytest.mark.parametrize("full_chunks", [True, False])
+def test_compactor_rates_as_there_but_for_fillers(press, blending, full_chunks):
+    """A last chunk that is not full is filled up there, and the fillers take part."""
+    tokens, chunk = 8 + 96 + 4, 32 if full_chunks else 40
+    layer = random_layer(3, prompt_tokens=tokens, query_tokens=tokens, head_dim=16, sharpness=0.5)
+    layer = replace(layer, rotation=lambda states, positions: states.float())
+    policy = Compactor(
+        60, window_size=4, chunk_tokens=chunk, sketch_dimension=12, blending=blending
+    )
+    sketch = torch.randn(2, 16, 12, generator=torch.Generator().manual_seed(0))
+    options = {"blending": blending, "chunk_size": chunk, "sketch_dimension": 12}
+    states = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
+    theirs = press("compactor", options, **states, sketch=sketch[None])
+    rated = 2 * 96
+    expected = theirs[..., 8:-4] * (rated / (rated - 1)) ** 0.5  # what is divided by differs
+    ours = policy.score(layer)[..., 8:]
+    alike = (ours - expected).abs().amax(dim=(0, 1)) < 1e-3
+    assert bool(alike.all()) == full_chunks
+    assert bool((theirs[..., :8] >= theirs[..., 8:-4].amax()).all())
+
+
+def test_kvzip_plus_scores_a_text_in_one_piece_as_there(press):
+    layer = random_layer(4, prompt_tokens=150, query_tokens=60, head_dim=16)
+    weight = output_weight(4 * 16, hidden=4 * 16)
+    layer = replace(layer, output_weight=weight)
+    states = {"queries": layer.queries, "keys": layer.keys, "values": layer.values}
+    theirs = press("kvzip+", {}, **states, output_weight=weight)
+    ours = most_attention(
+        layer,
+        90,
+        query_norms=layer.queries.transpose(1, 2).flatten(2).norm(dim=-1),
+        value_norms=projected_norms(layer, 90, lambda added: added.norm(dim=-1)),
+    )
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(ours, most_attention(layer, 90))
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_least"),
+    [
+        (SnapKV(keep_ratio=1.0, window_size=16, kernel_size=5, pooling="avg"), 0.006),
+        (KeyDiff(keep_ratio=1.0, window_size=16), -0.1),
+    ],
+    ids=["snapkv", "keydiff"],
+)
+def test_a_threshold_keeps_what_is_not_masked_there(press, policy, at_least):
+    layer = random_layer(5, batch=2, prompt_tokens=150, query_tokens=16, head_dim=16)
+    scores = torch.nn.functional.pad(policy.rated(layer), (0, policy.window_size), value=9.0)
+    options = {"threshold": at_least, "sliding_window_size": policy.window_size}
+    theirs = press("dms", options, keys=layer.keys, values=layer.values, scores=scores) > 0
+    found = ScoreThreshold(policy, at_least=at_least).select(layer)
+    ours = torch.zeros(2, 2, 151, dtype=torch.bool).scatter(
+        2,
+        found.keep_indices % 151,
+        True,  # -1 is the last
+    )
+    assert torch.equal(ours[..., :150], theirs)
+    assert 16 < int(theirs.sum(dim=-1).min()) < int(theirs.sum(dim=-1).max()) < 150

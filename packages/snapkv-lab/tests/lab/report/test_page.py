@@ -1,0 +1,245 @@
+"""The page is one file that shows what the rows say, to everybody; its tables are beside it."""
+
+import base64
+import csv
+import io
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from snapkv_lab.report.page import as_page, write_report
+from snapkv_lab.report.score_tables import as_csv, as_markdown, cell_table, method_table
+from tests.lab.report.runs import grid, results, row, sets
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+_EMPTY = {"meta", "img", "link", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Every element with its attributes; tables as lists of rows of texts."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.elements, self.open, self.tables, self.texts = [], [], [], []
+        self.feed(source)
+        self.close()
+        assert self.open == []  # every element was closed
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in _EMPTY:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_the_table_of_methods_with_the_best_of_every_column():
+    table = method_table(sets())
+    assert table.headings == (
+        "method",
+        "question",
+        "qa",
+        "code",
+        "news",
+        "mean",
+        "95 %",
+        "vs full",
+        "difference",
+        "cache",
+        "ms/token",
+    )
+    assert table.rows == (
+        (
+            *("full", "visible", "50.0", "75.0", "out of memory", "62.5", "one sample"),
+            *("-", "-", "1.0 MiB", "12"),
+        ),
+        (
+            *("snapkv@512", "visible", "50.0", "25.0", "12.5", "29.2", "one sample"),
+            *("-40.0 %", "-25.0 (one sample)", "1.0 MiB", "12"),
+        ),
+        ("paper: full", "visible", "50.0", "25.0", "", "37.5", "-", "-", "-", "-", "-"),
+    )
+    # Alike is best twice; a mean over fewer columns is not compared; the paper's are not measured.
+    assert table.best == {(0, 2), (1, 2), (0, 3), (1, 4), (1, 5)}
+
+
+def test_other_models_have_no_published_rows():
+    run = sets()
+    run.run["model"] = {**run.run["model"], "name": "other"}
+    assert len(method_table(run).rows) == 2
+
+
+def test_the_page_holds_the_table_and_marks_the_best():
+    page = Page(as_page(sets()))
+    methods = page.tables[0]
+    table = method_table(sets())
+    assert methods == [list(table.headings), *map(list, table.rows)]
+    assert sum(attributes.get("class") == "best" for attributes in page.all("td")) == 5
+
+
+def test_every_cell_and_every_failure_is_on_the_page():
+    _, failures, cells, _ = Page(as_page(grid())).tables
+    assert len(cells) == 1 + 3 * 3 * 3
+    assert cells[0][:8] == [
+        *("method", "question", "length", "depth", "score", "95 %", "difference", "samples"),
+    ]
+    assert cells[2][:8] == ["snapkv@512", "visible", "1024", "0", "25.0", "one sample", "-", "1"]
+    assert cells[10][:8] == ["full", "visible", "4096", "0", "out of memory", "-", "-", "0"]
+    assert [line[:2] + line[3:] for line in failures[1:]] == [
+        ["full", "visible", "3", "length 4096"],
+        ["full", "visible", "3", "length 16384"],
+        ["snapkv@512", "visible", "3", "length 16384"],
+        ["snapkv@1024", "visible", "3", "length 16384"],
+    ]
+    assert failures[1][2] == "out of memory: the device had no memory left for it"
+
+
+def test_without_failures_there_is_no_such_table():
+    run = results(sets().task, [row("full", {"set": "qa"}, 1.0)])
+    assert len(Page(as_page(run)).tables) == 3
+
+
+def test_what_the_results_depend_on_is_on_the_page():
+    facts = dict(Page(as_page(grid())).tables[-1][1:])
+    assert facts["task: haystack"] == "essays"
+    assert facts["model: revision"] == "sha256:abc"
+    assert facts["model: max_tokens"] == "8192"
+    assert facts["limit"] == "null"
+    assert facts["data"] == "sha256:123"
+    assert facts["method snapkv@512: name"] == "snapkv"
+
+
+def test_nothing_on_the_page_is_fetched_from_elsewhere():
+    source = as_page(grid())
+    page = Page(source)
+    for tag in ("script", "link", "iframe", "a", "object", "form"):
+        assert page.all(tag) == []
+    for attributes in (attributes for _, attributes in page.elements):
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("src", "data:").startswith("data:image/svg+xml;base64,") or (
+            "src" not in attributes
+        )
+    assert "url(" not in source
+    assert "@import" not in source
+    policy = [a["content"] for a in page.all("meta") if "http-equiv" in a]
+    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+
+
+def test_the_page_can_be_read_without_seeing_it():
+    page = Page(as_page(grid()))
+    assert page.all("html") == [{"lang": "en"}]
+    assert {attributes["scope"] for attributes in page.all("th")} == {"col", "row"}
+    assert len(page.all("caption")) == len(page.tables)
+    images = page.all("img")
+    assert len(images) == 2  # the heat maps and the budgets
+    assert all("snapkv@1024 (visible) 62.5" in image["alt"] for image in images)
+    regions = [a for a in page.all("div") if a.get("class") == "wide"]
+    assert all(region["aria-label"] and region["tabindex"] == "0" for region in regions)
+    assert "prefers-color-scheme: dark" in "".join(page.texts)
+
+
+def test_the_figures_are_in_the_page():
+    for image in Page(as_page(grid())).all("img"):
+        assert b"<svg" in base64.b64decode(image["src"].partition(",")[2])
+
+
+NASTY = '<script>alert("x")</script>&amp;|*b*\n{{ 7 * 7 }}'
+
+
+def test_names_stay_text():
+    run = results(
+        sets().task,
+        [row(NASTY, {"set": NASTY}, None, status=NASTY), row("full", {"set": NASTY}, 1.0)],
+        model={"name": NASTY, "max_tokens": None},
+        haystack={NASTY: NASTY},
+    )
+    page = Page(as_page(run))
+    assert page.all("script") == []
+    assert page.all("b") == []
+    methods, failures, _, facts = page.tables
+    assert methods[0][2] == NASTY
+    assert methods[1][0] == NASTY
+    assert failures[1][2] == NASTY
+    assert dict(facts[1:])[f"haystack: {NASTY}"] == NASTY
+    assert dict(facts[1:])["model: name"] == NASTY
+    markdown = as_markdown(run)
+    assert "<script>" not in markdown
+    assert all(line.count(" | ") == 6 for line in markdown.splitlines() if line.startswith("|"))
+    (first, _) = csv.DictReader(io.StringIO(as_csv(run)))
+    assert (first["method"], first["set"], first["model"]) == (NASTY, NASTY, NASTY)
+
+
+def test_the_csv_has_the_numbers_as_they_are():
+    run = grid()
+    rows = list(csv.DictReader(io.StringIO(as_csv(run))))
+    assert len(rows) == len(run.rows) == len(cell_table(run))
+    assert rows[1] == {
+        "task": "keys", "metric": "accuracy", "model": "demo", "method": "snapkv@512",
+        "question": "visible", "length": "1024", "depth": "0", "status": "ok", "failed": "0",
+        "samples": "1", "score": "0.25", "prompt_tokens": "1024.0", "kept_tokens": "1024.0",
+        "held_bytes": "1048576.0", "token_ms": "12.5", "first_token_ms": "12.5",
+        "score_low": "", "score_high": "", "difference": "", "difference_low": "",
+        "difference_high": "",
+    }  # fmt: skip
+    assert (rows[9]["status"], rows[9]["failed"], rows[9]["score"]) == ("out of memory", "1", "")
+
+
+def test_the_markdown_is_the_table():
+    assert as_markdown(sets()) == (
+        "# keys: accuracy by set\n\nModel: demo\n\n"
+        "| method | question | qa | code | news | mean | 95 % | vs full | difference | cache "
+        "| ms/token |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| full | visible | **50.0** | **75.0** | out of memory | 62.5 | one sample | - | - "
+        "| 1.0 MiB | 12 |\n"
+        "| snapkv@512 | visible | **50.0** | 25.0 | **12.5** | **29.2** | one sample | -40.0 % "
+        "| -25.0 (one sample) | 1.0 MiB | 12 |\n"
+        "| paper: full | visible | 50.0 | 25.0 |  | 37.5 | - | - | - | - | - |\n"
+        "\n95 %: interval of the mean, percentile bootstrap over samples, 2,000 resamples, too "
+        "narrow where cells have few\n"
+    )
+
+
+def test_a_report_replaces_the_one_before(tmp_path):
+    assert write_report(grid(), str(tmp_path)).name == "index.html"
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_report(grid(), str(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
+    write_report(sets(), str(tmp_path))
+    assert (tmp_path / "results.md").read_text() == as_markdown(sets())
+    assert json.dumps(sorted(first)) == '["index.html", "results.csv", "results.md"]'
+
+
+def test_intervals_and_differences_are_on_the_page_and_in_the_csv():
+    run = results(sets().task, [row("full", {"set": "qa"}, 0.5), row("h2o", {"set": "qa"}, 0.25)])
+    run.rows[0] |= {"interval": [0.25, 0.75]}
+    run.rows[1] |= {
+        "interval": [0.25, 0.25],
+        "difference": {"score": -0.25, "interval": [-0.5, 0.0], "samples": 4},
+    }
+    cells = Page(as_page(run)).tables[1]
+    assert [line[4:6] for line in cells[1:]] == [["25.0 to 75.0", "-"], [
+        "no spread", "-25.0 (-50.0 to 0.0), no difference seen",
+    ]]  # fmt: skip
+    full, h2o = csv.DictReader(io.StringIO(as_csv(run)))
+    names = ("score_low", "score_high", "difference", "difference_low", "difference_high")
+    assert [full[name] for name in names] == ["0.25", "0.75", "", "", ""]
+    assert [h2o[name] for name in names] == ["0.25", "0.25", "-0.25", "-0.5", "0.0"]

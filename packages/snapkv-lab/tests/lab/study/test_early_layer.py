@@ -1,0 +1,172 @@
+"""From which layer on tokens may be left out: the rule by hand, and a search on the demo model."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from snapkv import InvalidArgumentError, UnsupportedModelError
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
+from snapkv.prefill.early_layer import known_early_layer
+from snapkv_lab.study import EarlyLayer, copying, figures
+from tests.families import tiny_model
+
+SMALL = EarlyLayer(
+    samples=2, document_tokens=150, digits=4, keep_ratio=0.4, budget=40, tries=1, rivals=1
+)
+
+
+def test_rivals_stand_in_order_at_equal_distances_and_differ(demo):
+    ids = demo.tokenizer("The garden is quiet and the path is long. " * 12)["input_ids"]
+    options = {"count": 10, "digits": 5, "seed": "1"}
+    found = copying.with_rivals(demo.tokenizer, ids, **options)
+    lines = [line for line in demo.tokenizer.decode(found).splitlines() if "secret" in line]
+    codes = [re.fullmatch(r"The secret code of the (.+) is (\d{5})\.", line) for line in lines]
+    names, numbers = zip(*(code.groups() for code in codes), strict=True)
+    assert names[0] == "library"
+    assert names[-1] == "museum 2"
+    assert len(set(names)) == len(set(numbers)) == 10
+    assert copying.with_rivals(demo.tokenizer, ids, **options) == found
+    assert copying.with_rivals(demo.tokenizer, ids, count=0, digits=5, seed="1") == ids
+
+
+def made_layer(attended):
+    """One head; the query of each token attends to one position before it, and to nothing else."""
+    keys = torch.eye(len(attended))[None, None]
+    return PromptLayer(
+        queries=torch.eye(len(attended))[attended][None, None] * 40,
+        keys=keys,
+        values=keys,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+    )
+
+
+def test_what_votes_let_go_on_of_a_number_by_hand():
+    """Half of 40% of 40 tokens before the window is 8: four sinks, and four that a vote lifts."""
+    study = replace(SMALL, keep_ratio=0.4)
+    layer = made_layer([0] * 40 + [20] * 16)
+
+    def share(start):
+        copy = copying.Copy(prompt=list(range(56)), answer=[1, 2, 3, 4], start=start)
+        return study.share_that_goes_on(copy, layer)
+
+    assert [share(20), share(22), share(18), share(30)] == [1.0, 0.5, 0.5, 0.0]
+
+
+def test_prompts_are_of_four_lengths_in_turn(demo):
+    study = replace(SMALL, samples=5, rivals=0)
+    texts = [("garden", "The garden is quiet and the path is long. " * 200)]
+    first, *shorter = [len(study._copy(demo, texts, number).prompt) for number in range(5)]
+    text = len(demo.tokenizer(texts[0][1], add_special_tokens=False)["input_ids"])
+    said = first - text
+    assert shorter == [text // 2 + said, text // 4 + said, text // 8 + said, first]
+
+
+def reading(layer, number, *, loss, right=True, exact_right=True, ms=60.0):
+    return {
+        "sample": str(number),
+        "method": "early-layer",
+        "question": f"layer {layer}",
+        "layer": layer,
+        "exact": {"loss": 0.1, "right": exact_right, "ms": 100.0},
+        "selective": {"loss": loss, "right": right, "ms": ms},
+    }
+
+
+def of_votes(**shares):
+    """A record of the votes of a model of six layers; layers 2 and 4 let all go on."""
+    goes_on = [[1, 0.5], [2, 1.0], [3, 0.0], [4, 1.0], [5, 1.0], [6, 1.0]]
+    return {"sample": "0", "question": "votes", "goes_on": goes_on} | shares
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ([reading(2, 0, loss=0.1), reading(2, 1, loss=0.2)], 2),  # 0.05 above, as allowed
+        ([reading(2, 0, loss=0.1), reading(2, 1, loss=0.21)], None),
+        ([reading(2, 0, loss=0.1), reading(2, 1, loss=0.1, right=False)], None),
+        ([reading(2, 0, loss=0.1), reading(2, 1, loss=0.1, right=False, exact_right=False)], 2),
+        ([reading(2, 0, loss=0.1, exact_right=False)], None),  # nothing to compare with
+        ([reading(2, 0, loss=0.9), reading(4, 0, loss=0.1)], 4),
+        ([], None),
+    ],
+)
+def test_the_rule_by_hand(own, found):
+    rows = SMALL.summary([of_votes(), *own], 6)
+    assert rows[-1] == {"of": "found", "layer": found}
+    assert [row["goes_on"] for row in rows if row["of"] == "votes"] == [0.5, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_row_has_the_ratio_of_the_medians():
+    own = [reading(2, number, loss=0.1, ms=ms) for number, ms in enumerate((10, 70, 400))]
+    (row,) = (row for row in SMALL.summary([of_votes(), *own], 6) if row["of"] == "reading")
+    assert row["time"] == 0.7
+    assert (row["prompts"], row["right"], row["exact_right"], row["lost"]) == (3, 1, 1, 0)
+
+
+def test_only_layers_whose_votes_find_the_number_are_tried_up_to_three_quarters():
+    records = [of_votes()]
+    assert SMALL._tried(records, 7) == [2]
+    assert replace(SMALL, tries=9)._tried(records, 7) == [2, 4, 5]
+    assert replace(SMALL, tries=9)._tried(records, 6) == [2, 4]
+    assert replace(SMALL, layers=(3, 1, 3))._tried(records, 7) == [1, 3]
+
+
+def test_a_search_on_the_demo_is_remembered_and_continued(
+    demo, tmp_path, early_layers, monkeypatch
+):
+    findings = SMALL.into(demo, tmp_path / "first")
+    *rows, found = findings.rows
+    assert [row["layer"] for row in rows if row["of"] == "votes"] == list(range(1, 30))
+    tried = [row["layer"] for row in rows if row["of"] == "reading"]
+    assert len(tried) == 1
+    assert found["layer"] in (None, *tried)
+    assert known_early_layer(demo.model) == (found["layer"] or 18)  # which the package knows
+    assert str(early_layers if found["layer"] else "nothing is stored") in findings.closing
+    saved = (tmp_path / "first" / "summary.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in saved] == findings.rows
+    table = SMALL.table(findings.rows)
+    assert all(len(line) == len(table.header) for line in table.lines)
+    figures.save(SMALL.figure(findings.rows), str(tmp_path / "figure.svg"))
+
+    monkeypatch.setattr(EarlyLayer, "answered", None)  # nothing is read again
+    assert SMALL.into(demo, tmp_path / "first").rows == findings.rows
+
+
+def test_what_is_found_need_not_be_remembered(demo, tmp_path, early_layers):
+    study = replace(SMALL, remember=False, tolerance=99, layers=(29,), keep_ratio=1.0)
+    findings = study.into(demo, tmp_path)
+    assert findings.rows[-1]["layer"] in (29, None)
+    assert not early_layers.exists()
+
+
+def test_models_of_several_kinds_of_layers_are_refused(demo):
+    loaded = replace(demo, model=tiny_model("gemma3_text"))
+    copy = copying.Copy(prompt=list(range(3, 103)), answer=[5, 6], start=40)
+    with pytest.raises(UnsupportedModelError, match="sliding"):
+        SMALL.answered(loaded, copy, SMALL.selective(2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_ratio": 0}, "keep_ratio"),
+        ({"tolerance": -0.1}, "tolerance: expected at least 0"),
+        ({"tolerance": float("nan")}, "tolerance: expected at least 0"),
+        ({"layers": (0,)}, "layers: expected at least 1"),
+        ({"samples": 0}, "samples: expected at least 1"),
+        ({"budget": 16}, "budget: expected more than window_size=16"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        EarlyLayer(**settings)
+
+
+def test_layers_that_the_model_does_not_have_are_refused(demo, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="layers: expected layers from 1 to 29"):
+        replace(SMALL, layers=(30,)).into(demo, tmp_path)

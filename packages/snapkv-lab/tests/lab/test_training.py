@@ -1,0 +1,146 @@
+"""Training heads: they learn, a run that was stopped goes on, and another run is not mixed in."""
+
+import json
+
+import pytest
+import torch
+
+from snapkv import InvalidArgumentError
+from snapkv.app.answering_together import until_end
+from snapkv.app.models import LoadedModel
+from snapkv.app.settings import MedusaTraining
+from snapkv.decoding import load_heads
+from snapkv_lab.training import medusa
+from snapkv_lab.training.answers import Exchange
+from tests.decoding.heads import random_heads
+from tests.families import random_ids, tiny_model
+
+PLAN = MedusaTraining(num_heads=2, answers=20, passage_tokens=8, max_new_tokens=12, epochs=8)
+WORDS = " ".join(f"w{number % 97}" for number in range(400))
+
+
+class _Words:
+    """A tokenizer of whole words."""
+
+    chat_template = None
+
+    def __call__(self, text, return_tensors=None, **_):
+        ids = [3 + sum(map(ord, word)) % 120 for word in text.split()]
+        return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def loaded():
+    model = tiny_model("llama")
+    return LoadedModel(model=model, tokenizer=_Words(), name="tiny", revision=None)
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def stop_at(stage, number):
+    def progress(what, done, total):
+        if what == stage and done >= number:
+            raise _StoppedError
+
+    return progress
+
+
+def ignore(*_):
+    pass
+
+
+def test_heads_learn_what_they_are_shown(tmp_path):
+    """Answers of random tokens can only be known by heart."""
+    model = tiny_model("llama")
+    shown = [
+        Exchange(
+            prompt=tuple(random_ids(1, 9, seed=seed)[0].tolist()),
+            answer=tuple(random_ids(1, 12, seed=100 + seed)[0].tolist()),
+        )
+        for seed in range(4)
+    ]
+    states = medusa._States(model, shown)
+    plan = MedusaTraining(num_heads=2, epochs=60, step_answers=2, learning_rate=0.01)
+    heads = medusa._Training(states, range(4), tmp_path, plan).run(ignore)
+    for accuracies in medusa.measure(heads, states, range(4), ignore):
+        assert accuracies[0] > 0.7
+        assert sum(accuracies) <= 1.0001
+    untrained = medusa.measure(random_heads(model, 2, scale=0.0), states, range(4), ignore)
+    assert max(accuracies[0] for accuracies in untrained) < 0.3
+
+
+def test_a_run_leaves_heads_that_load_and_a_model_that_has_not_changed(loaded, tmp_path):
+    before = {name: weight.clone() for name, weight in loaded.model.named_parameters()}
+    heads = medusa.train(loaded, [WORDS], tmp_path, PLAN, ignore)
+    for name, weight in loaded.model.named_parameters():
+        assert torch.equal(weight, before[name])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["training"]["epochs"] == PLAN.epochs
+    again = load_heads(str(tmp_path), loaded.model)
+    assert torch.equal(again.weights, heads.weights.to(torch.bfloat16).float())
+    assert again.accuracies == heads.accuracies
+
+
+def exchanges(folder):
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    return [Exchange(**{k: tuple(v) for k, v in json.loads(line).items()}) for line in lines]
+
+
+@pytest.mark.parametrize(("stage", "number"), [("answering", 16), ("training", 30)])
+def test_a_stopped_run_ends_with_the_same_heads(loaded, tmp_path, stage, number):
+    whole = medusa.train(loaded, [WORDS], tmp_path / "whole", PLAN, ignore)
+    with pytest.raises(_StoppedError):
+        medusa.train(loaded, [WORDS], tmp_path / "parts", PLAN, stop_at(stage, number))
+    with (tmp_path / "parts" / "answers.jsonl").open("a") as file:
+        file.write('{"prompt": [1, 2')  # cut off in the middle of a line
+    parts = medusa.train(loaded, [WORDS], tmp_path / "parts", PLAN, ignore)
+    assert torch.equal(parts.weights, whole.weights)
+    assert torch.equal(parts.biases, whole.biases)
+
+
+def test_the_answers_are_the_models_own(loaded, tmp_path):
+    with pytest.raises(_StoppedError):
+        medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
+    for exchange in exchanges(tmp_path)[:5]:
+        ids = torch.tensor([exchange.prompt])
+        alone = loaded.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert alone[0, ids.shape[1] :].tolist() == list(exchange.answer)
+
+
+@torch.no_grad()
+def test_head_k_learns_the_token_k_places_behind_the_next():
+    model = tiny_model("llama")
+    exchange = Exchange(prompt=tuple(random_ids(1, 6)[0].tolist()), answer=(5, 6, 7, 8))
+    hidden, labels = medusa._States(model, [exchange]).pairs([0], 2)
+    assert labels.tolist() == [[6, 7], [7, 8], [8, -100], [-100, -100]]
+    ids = torch.tensor([[*exchange.prompt, 5, 6, 7]])
+    expected = model.model(ids).last_hidden_state[0, 5:]
+    torch.testing.assert_close(hidden, expected)
+
+
+def test_another_run_in_the_folder_is_refused(loaded, tmp_path):
+    with pytest.raises(_StoppedError):
+        medusa.train(loaded, [WORDS], tmp_path, PLAN, stop_at("training", 0))
+    other = MedusaTraining(**{**vars(PLAN), "epochs": 2})
+    with pytest.raises(InvalidArgumentError, match="to: expected a new folder"):
+        medusa.train(loaded, [WORDS], tmp_path, other, ignore)
+    with pytest.raises(InvalidArgumentError, match="answers to the prompts of this run"):
+        medusa.train(loaded, [WORDS + " more" * 9], tmp_path, PLAN, ignore)
+
+
+def test_too_little_text_and_bad_numbers_are_refused(loaded, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="20 passages of 8 tokens, got 2"):
+        medusa.train(loaded, ["a b c d e f g h " * 2], tmp_path, PLAN, ignore)
+    for name, value in (("answers", 9), ("num_heads", 0), ("learning_rate", 2), ("epochs", 0)):
+        with pytest.raises(InvalidArgumentError, match=name):
+            MedusaTraining(**{name: value})
+
+
+def test_answers_end_with_the_end_token():
+    assert until_end([5, 2, 9], [2]) == (5, 2)
+    assert until_end([5, 9], [2]) == (5, 9)

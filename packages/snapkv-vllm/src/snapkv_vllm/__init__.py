@@ -1,0 +1,9 @@
+"""Compressed prompts in vLLM, as a plugin; vLLM is imported when an engine is asked for."""
+
+from snapkv_vllm.engine import engine_args
+from snapkv_vllm.limits import Limits
+from snapkv_vllm.settings import ServingSettings
+
+__all__ = ["Limits", "ServingSettings", "engine_args"]
+
+__version__ = "0.1.0"

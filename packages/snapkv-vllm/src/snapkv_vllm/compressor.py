@@ -1,0 +1,247 @@
+"""Carries out the scheduler's orders on one worker's tensors."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from snapkv.errors import UnsupportedModelError
+from snapkv.policies import PromptLayer
+from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.documents.states import DocumentStates
+from snapkv_vllm.heads.attention import HeadsAttention
+from snapkv_vllm.heads.places import HeadPlaces
+from snapkv_vllm.layer_runs import LayerRun, layer_runs
+from snapkv_vllm.layers import VotingLayer, voting_layer
+from snapkv_vllm.layouts import slots
+from snapkv_vllm.orders import Move, Order
+
+
+@dataclass
+class QueryRecorder:
+    """Captures the queries that will vote while vLLM's model runs, chunk by chunk.
+
+    Attributes:
+        wanted: per request, which rows of the batch of this step.
+        recorded: per request and layer, (tokens, Hq, D) of every chunk so far.
+    """
+
+    wanted: dict[str, slice] = field(default_factory=dict)
+    recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
+
+    def listen(self, name: str, layer: VotingLayer) -> None:
+        """Capture the queries of a layer from now on."""
+
+        def record(query: Tensor) -> None:
+            for request_id, rows in self.wanted.items():
+                layers = self.recorded.setdefault(request_id, {})
+                layers.setdefault(name, []).append(query[rows].clone())
+
+        layer.listen(record)
+
+    def take(self, request_id: str, name: str, window: int) -> Tensor:
+        """The queries of a request in a layer: (1, Hq, W, D).
+
+        Raises:
+            RuntimeError: others than the window's were captured; a vote would be silently off.
+        """
+        chunks = self.recorded.get(request_id, {}).get(name, [])
+        captured = sum(len(chunk) for chunk in chunks)
+        if captured != window:
+            raise RuntimeError(
+                f"{request_id}: {captured} queries captured in {name}, {window} expected"
+            )
+        return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was put aside for a request."""
+        self.recorded.pop(request_id, None)
+
+
+class Compressor:
+    """Chooses what stays of requests, and moves it.
+
+    Args:
+        groups: vLLM's attention layers by name, in the order of the model, of every KV cache group
+            that is compressed.
+        recorder: captures the queries that vote.
+        device: where the cache is.
+        heads: is told how many tokens each head keeps, where heads keep different numbers.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, Mapping[str, Any]],
+        recorder: QueryRecorder,
+        *,
+        device: torch.device,
+        heads: HeadsAttention | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._groups = {
+            group: {name: voting_layer(layer) for name, layer in layers.items()}
+            for group, layers in groups.items()
+        }
+        self._layers = {name: one for of in self._groups.values() for name, one in of.items()}
+        self._device, self._heads = device, heads
+        self._runs: list[LayerRun] = []
+        self._block_tokens: dict[int, int] = {}
+        self._received: dict[str, dict[str, Tensor]] = {}
+        for name, layer in self._layers.items():
+            recorder.listen(name, layer)
+
+    def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
+        """Look up the layout of every layer, once vLLM has allocated the caches.
+
+        Args:
+            block_tokens: tokens in a block of each group.
+
+        Raises:
+            UnsupportedModelError: the caches are cut into other blocks than the scheduler counts.
+        """
+        self._block_tokens = dict(block_tokens)
+        for group, layers in self._groups.items():
+            for name, layer in layers.items():
+                found, expected = layer.cache.shape[2], block_tokens[group]
+                if expected % found:
+                    raise UnsupportedModelError(
+                        f"snapkv: expected blocks of {expected} tokens, or some that these can be "
+                        f"cut into, got {found} in {name}; pass --block-size {found}"
+                    )
+        self._runs = list(layer_runs(self._groups))
+        self.documents = DocumentStates(self._runs, self._block_tokens, device=self._device)
+
+    def forget(self, request: str) -> None:
+        """Drop what was put aside and noted for a request."""
+        self._recorder.forget(request)
+        self._received.pop(request, None)
+
+    def note(self, orders: Mapping[str, Order]) -> None:
+        """Note the attention that a text gets while it is read again, where a step has read some.
+
+        Args:
+            orders: of the step, by request.
+        """
+        for request, order in orders.items():
+            if order.noted_tokens:
+                for move in order.moves:
+                    self._note(request, order, move)
+                self._recorder.forget(request)
+
+    def _note(self, request: str, order: Order, move: Move) -> None:
+        received = self._received.setdefault(request, {})
+        for run in self._runs_of(move, order.held_tokens, 0):
+            sources = run.blocks_of(move.sources, self._block_tokens[move.group])
+            keys = run.layout.read_keys(sources, order.held_tokens)
+            layer = self._layer_of(run, request, order.query_tokens, keys)
+            most = most_attention(layer, order.noted_tokens)
+            for name, of_layer in zip(run.layers, most, strict=True):
+                before = received.get(name)
+                received[name] = of_layer if before is None else before.maximum(of_layer)
+
+    def compress(self, orders: Mapping[str, Order]) -> None:
+        """Compress the requests of which a choice is due behind the step that has just run.
+
+        Args:
+            orders: of the step, by request.
+        """
+        for request, order in orders.items():
+            if order.ends:
+                for move in order.moves:
+                    for run in self._runs_of(move, order.held_tokens, order.kept_tokens):
+                        self._move(run, request, order, move)
+                self.forget(request)
+
+    def _runs_of(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
+        """The layers of a group, as many at a time as may be copied."""
+        for whole in self._runs:
+            if whole.group == move.group:
+                yield from whole.within_bounds(prompt_tokens, kept_tokens)
+
+    def _move(self, run: LayerRun, request: str, order: Order, move: Move) -> None:
+        """Read what stays and write it where it goes, which no other request of the step reads."""
+        sources = run.blocks_of(move.sources, self._block_tokens[move.group])
+        targets = torch.tensor(move.targets, device=self._device)
+        keys = run.layout.read_keys(sources, order.held_tokens)
+        keep = self._keep_indices(run, request, order, keys)
+        self.documents.note(run, order, move, keep)
+        block_tokens = self._block_tokens[move.group]
+        whole = len(targets) * block_tokens
+        laid_out = partial(_padded, tokens=whole)
+        if order.parts_heads:
+            laid_out = partial(self._parted(run, request, order, keep).spread, slots=whole)
+            keep = keep.clamp(min=0)
+        values = run.layout.read_values(sources, keep)
+        picked = run.layout.pick(keys, keep)
+        places = slots(targets, whole, block_tokens)
+        run.layout.write(places, laid_out(picked), laid_out(values))
+
+    def _parted(self, run: LayerRun, request: str, order: Order, keep: Tensor) -> HeadPlaces:
+        """Where the tokens go of heads that keep different numbers; each keeps its last indices."""
+        assert self._heads is not None  # a server of such a method has them
+        kept = (keep >= 0).sum(dim=-1)
+        for name, of_layer in zip(run.layers, kept, strict=True):
+            self._heads.note(request, name, of_layer, order.seen_tokens)
+        return HeadPlaces(kept, run.first.cache.shape[2])
+
+    def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
+        """What is kept of a run of layers: (layers, H, K)."""
+        layer = self._layer_of(run, request, order.choice.query_tokens, keys)
+        if order.noted_tokens:
+            received = self._received[request]
+            layer = replace(layer, received=torch.stack([received[name] for name in run.layers]))
+        keep = order.choice.keep(layer, order.kept_tokens)
+        if keep is None or not _keeps_as_ordered(keep, order):
+            kept = None if keep is None else (keep >= 0).sum(dim=-1)
+            raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
+        return keep
+
+    def _layer_of(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
+        """A run of layers as policies see them, with its layers as rows.
+
+        Args:
+            run: the layers.
+            request: whose they are shown for.
+            tokens: how many queries were put aside.
+            keys: (layers, H, held tokens, D).
+        """
+        queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
+        if tokens:
+            queries = torch.cat(
+                [
+                    layer.over_stored(self._recorder.take(request, name, tokens))
+                    for name, layer in run.layers.items()
+                ]
+            )
+        return PromptLayer(
+            queries=queries,
+            keys=keys,
+            values=torch.empty_like(keys, device="meta"),  # no served method looks at them
+            score_options=run.first.score_options,
+            layer_idx=run.depth,
+            depth=run.depth,
+            num_layers=len(self._layers),
+            votes_impl=run.votes_impl,
+        )
+
+
+def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
+    """Whether (layers, H, K) indices are as many as the scheduler has counted."""
+    if not order.parts_heads:
+        return keep.shape[-1] == order.kept_tokens
+    counts = (keep >= 0).sum(dim=(1, 2))
+    return bool((counts == order.kept_tokens * keep.shape[1]).all())
+
+
+def _padded(states: Tensor, tokens: int) -> Tensor:
+    """Kept (layers, H, K, D) states with zeros behind them, up to so many tokens.
+
+    The last block may come from a recurrent state, whose bytes read as keys and values may be NaN;
+    attention masks what lies behind a request's tokens by products with zero.
+    """
+    missing = tokens - states.shape[2]
+    return functional.pad(states, (0, 0, 0, missing)) if missing else states

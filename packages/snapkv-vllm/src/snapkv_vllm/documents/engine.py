@@ -1,0 +1,323 @@
+"""What the front end asks of the engine, which holds the documents' blocks."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
+from snapkv_vllm.documents.exchange import REFUSED
+from snapkv_vllm.documents.files import model_identity, read_document
+from snapkv_vllm.documents.reading_twice import piece_tokens
+from snapkv_vllm.documents.refused import NO_ROOM, RefusedError
+from snapkv_vllm.documents.room import Room
+from snapkv_vllm.documents.words import (
+    ADOPT,
+    BUDGET,
+    DOCUMENT,
+    DROP,
+    INSTRUCTION,
+    KEPT,
+    REGISTER,
+    ROOM,
+    TOKENS,
+)
+from snapkv_vllm.settings import ServingSettings
+
+_TRIES = 3
+"""A document is read again where it lost its blocks to other requests at its very end."""
+
+_BEHIND = 2
+"""Tokens that find positions behind a document: one that asks, and one that answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a document takes.
+
+    Attributes:
+        kept_tokens: per KV head and layer.
+        bytes: of the engine's cache, the same that `Room.bytes_of` had said.
+        blocks: of every KV cache group, where its keys and values lie.
+    """
+
+    kept_tokens: int
+    bytes: int
+    blocks: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A document in a file, which belongs to the engine's model.
+
+    Attributes:
+        path: of the file.
+        seal: SHA-256 of it.
+        token_ids: what the document stands for.
+        kept_tokens: per KV head and layer.
+    """
+
+    path: Path
+    seal: str
+    token_ids: tuple[int, ...]
+    kept_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the engine has generated, greedily."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class EngineDocuments(Protocol):
+    """Reads documents and keeps their blocks, for requests that bring a document's id."""
+
+    async def room(self) -> Room:
+        """What documents may take."""
+
+    async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
+        """What a document of so many tokens will take; arguments otherwise as for `register`.
+
+        Raises:
+            InvalidArgumentError: a document that is too short, or too long to be read twice.
+        """
+
+    async def register(
+        self,
+        document_id: str,
+        token_ids: Sequence[int],
+        *,
+        budget: int | None,
+        instruction_ids: Sequence[int],
+    ) -> Kept:
+        """Read a document and keep its blocks until it is dropped.
+
+        Args:
+            document_id: a random one; requests bring it as `snapkv_document`.
+            token_ids: of the document, what prompts of such requests begin with.
+            budget: tokens kept per KV head and layer; None for the server's.
+            instruction_ids: what stands before every piece that is read again.
+
+        Raises:
+            OutOfMemoryError: the engine has no blocks for it.
+            InvalidArgumentError: see `bytes_of`.
+        """
+
+    async def drop(self, document_id: str) -> None:
+        """Give a document's blocks back, once no request stands on them."""
+
+    async def answer(
+        self, prompt: Sequence[int], document_id: str | None, most_tokens: int
+    ) -> Answer:
+        """Answer a prompt, behind a document that it begins with, or, with None, behind all of it.
+
+        Raises:
+            OutOfMemoryError: the engine cannot.
+        """
+
+    async def look_at(self, path: Path) -> Saved:
+        """Read and check the file of a document.
+
+        Raises:
+            SnapKVError: not a saved cache, not of this model, or one that no engine can hold.
+        """
+
+    async def adopt(self, document_id: str, saved: Saved) -> Kept:
+        """Hold a document that is in a file until it is dropped, without reading its text.
+
+        Raises:
+            OutOfMemoryError: the engine has no blocks for it.
+            RefusedError: the engine cannot read the file.
+        """
+
+    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
+        """Write the document that was registered last to a file.
+
+        Raises:
+            RefusedError: the file cannot be written.
+        """
+
+
+class ServerEngine:
+    """Sends vLLM's engine requests that do so, see `snapkv_vllm.documents.words`.
+
+    Args:
+        engine_client: vLLM's, in the front end.
+        settings: the server's, which share documents.
+    """
+
+    def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
+        self._client = engine_client
+        self._chunk_tokens = settings.sharing.chunk_tokens if settings.sharing else 0
+        self._room: Room | None = None
+        self._model: dict[str, Any] | None = None
+
+    async def room(self) -> Room:
+        """See `EngineDocuments`; asked once."""
+        if self._room is None:
+            said = await self._send([0], {ROOM: "all"})
+            if said is None:
+                raise OutOfMemoryError(
+                    "document: expected an engine that says how much room there is, got none; "
+                    "try again"
+                )
+            self._room = Room(**said)
+        return self._room
+
+    async def bytes_of(self, tokens: int, *, budget: int | None, instruction_tokens: int) -> int:
+        """See `EngineDocuments`."""
+        room, positions = await self.room(), self._client.model_config.max_model_len
+        if tokens > positions - _BEHIND:
+            raise InvalidArgumentError(
+                f"document: expected at most {positions - _BEHIND:,} tokens, with room to ask and "
+                f"answer behind them, got {tokens:,}; shorten it, or raise --max-model-len"
+            )
+        if room.kept_tokens(tokens, budget) < tokens // room.block_tokens * room.block_tokens:
+            piece_tokens(tokens, instruction_tokens, self._chunk_tokens, positions - tokens)
+        return room.bytes_of(tokens, budget)
+
+    async def register(
+        self,
+        document_id: str,
+        token_ids: Sequence[int],
+        *,
+        budget: int | None,
+        instruction_ids: Sequence[int],
+    ) -> Kept:
+        """See `EngineDocuments`."""
+        room, tokens = await self.room(), len(token_ids)
+        await self.bytes_of(tokens, budget=budget, instruction_tokens=len(instruction_ids))
+        own: dict[str, Any] = {REGISTER: document_id, INSTRUCTION: list(instruction_ids)}
+        own |= {} if budget is None else {BUDGET: budget}
+        for _ in range(_TRIES):
+            said = await self._send([*token_ids, token_ids[-1]], own)
+            if said is not None:
+                return _kept(said, room)
+        raise OutOfMemoryError(
+            f"document: expected blocks for its {tokens:,} tokens while it is read, got none that "
+            "other requests left; try again when there are fewer"
+        )
+
+    async def drop(self, document_id: str) -> None:
+        """See `EngineDocuments`."""
+        await self._send([0], {DROP: document_id})
+
+    async def look_at(self, path: Path) -> Saved:
+        """See `EngineDocuments`; with the first file, the model is asked who it is."""
+        model, room = await self._identity(), await self.room()
+        found = await asyncio.to_thread(
+            read_document, path, model=model, most_bytes=room.most_file_bytes
+        )
+        tokens, kept_tokens = len(found.token_ids), found.kept.shape[-1]
+        if kept_tokens % room.block_tokens:
+            raise InvalidArgumentError(
+                f"file: expected a multiple of {room.block_tokens} kept tokens, the server's block "
+                f"size, got {kept_tokens:,}; save the cache with such a budget"
+            )
+        longest = self._client.model_config.max_model_len
+        if tokens >= longest:
+            raise InvalidArgumentError(
+                f"file: expected fewer than {longest:,} tokens, got {tokens:,}; raise "
+                "--max-model-len"
+            )
+        ids = tuple(found.token_ids.tolist())
+        return Saved(path=path, seal=found.seal, token_ids=ids, kept_tokens=kept_tokens)
+
+    async def adopt(self, document_id: str, saved: Saved) -> Kept:
+        """See `EngineDocuments`."""
+        model, room = await self._identity(), await self.room()
+        own = {ADOPT: document_id, TOKENS: list(saved.token_ids), KEPT: saved.kept_tokens}
+        try:
+            said = await self._send([0], own)
+            if said is None:
+                raise OutOfMemoryError(
+                    f"document: expected free blocks for {saved.kept_tokens:,} tokens, got fewer; "
+                    "try again when there are fewer requests"
+                )
+            kept = _kept(said, room)
+            given = str(saved.path), kept.blocks, model, saved.seal, room.most_file_bytes
+            await self._have_workers("snapkv_fill_document", given, status=400)
+        except BaseException:
+            await asyncio.shield(self.drop(document_id))
+            raise
+        return kept
+
+    async def save(self, kept: Kept, token_ids: Sequence[int], path: Path) -> None:
+        """See `EngineDocuments`."""
+        given = str(path), kept.blocks, await self._identity(), list(token_ids)
+        await self._have_workers("snapkv_save_document", given, status=NO_ROOM)
+
+    async def _identity(self) -> dict[str, Any]:
+        """Who the model is; the first to ask waits until it has been loaded once more."""
+        if self._model is None:
+            config = self._client.model_config
+            self._model = await asyncio.to_thread(
+                model_identity,
+                config.model,
+                str(config.dtype).removeprefix("torch."),
+                trust_remote_code=config.trust_remote_code,
+            )
+        return self._model
+
+    async def _have_workers(self, method: str, given: tuple[Any, ...], *, status: int) -> None:
+        """Call a method of all workers.
+
+        Raises:
+            RefusedError: one refuses, with this status; or one fails, which goes on like the engine
+                does.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            answers = await self._client.collective_rpc(method, args=given)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # of no narrower kind in vLLM
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise RefusedError(
+                f"document: expected the engine to move it, got: {line}; see the server's log", 500
+            ) from error
+        for said in answers:
+            if said:
+                raise RefusedError(said[REFUSED], status)
+
+    async def answer(
+        self, prompt: Sequence[int], document_id: str | None, most_tokens: int
+    ) -> Answer:
+        """See `EngineDocuments`."""
+        own: dict[str, Any] = {BUDGET: 0} if document_id is None else {DOCUMENT: document_id}
+        output = await self._generated(prompt, own, max_tokens=most_tokens)
+        if output is None or output.outputs[0].finish_reason == "error":
+            raise OutOfMemoryError(
+                "document: expected an answer, got none from the engine; try again, or register "
+                "it again"
+            )
+        found = output.outputs[0]
+        return Answer(token_ids=tuple(found.token_ids), text=found.text)
+
+    async def _send(self, prompt: list[int], own: dict[str, Any]) -> dict[str, Any] | None:
+        """What the engine says when a request of one new token has ended."""
+        output = await self._generated(prompt, own, max_tokens=1, ignore_eos=True, detokenize=False)
+        return None if output is None else output.kv_transfer_params
+
+    async def _generated(self, prompt: Sequence[int], own: dict[str, Any], **more: Any) -> Any:
+        """The last output of a greedy request; None where there is none."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, extra_args=own, **more)
+        name = f"snapkv-document-{uuid.uuid4().hex}"
+        last = None
+        asked = {"prompt_token_ids": list(prompt)}
+        async for output in self._client.generate(asked, sampling, name):
+            last = output
+        return last
+
+
+def _kept(said: Mapping[str, Any], room: Room) -> Kept:
+    """What the engine says of a document that it holds."""
+    kept = said["kept_tokens"]
+    return Kept(kept_tokens=kept, bytes=kept * room.bytes_per_token, blocks=said["blocks"])

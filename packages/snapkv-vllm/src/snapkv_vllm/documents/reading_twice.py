@@ -1,0 +1,158 @@
+"""When a document is read, read again and compressed, by numbers of tokens alone; without vLLM.
+
+KVzip reads a text twice (`snapkv.kvzip`): behind the whole of it the model repeats it, piece by
+piece, and what the pieces attend to is noted. A piece lies behind the text in the cache and is
+forgotten at its end. For vLLM such a request steps back by as many tokens as the piece has and
+computes them again, as far as it knows; the workers put the piece's ids and positions in their
+place, and its keys and values behind the text's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from snapkv.errors import InvalidArgumentError
+from snapkv_vllm.choices import SecondReading
+from snapkv_vllm.orders import Ahead, Order
+
+STEP_TOKENS = 256
+"""Tokens of a piece that one step reads: their queries of all layers wait until it is done."""
+
+
+@dataclass(kw_only=True)
+class ReadTwice:
+    """The plan of a request that registers a document, which is its prompt but for one token.
+
+    It remembers which piece is due. A request that is preempted begins with the first again.
+
+    Args:
+        document_ids: the text's T tokens.
+        instruction_ids: stand before every piece.
+        chunk_tokens: of the text, in one piece; at most T with the instruction.
+        kept_tokens: how many stay, fewer than T.
+        choice: what chooses them.
+    """
+
+    document_ids: Sequence[int]
+    instruction_ids: Sequence[int]
+    chunk_tokens: int
+    kept_tokens: int
+    choice: SecondReading
+    _piece: int = field(default=0, init=False)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.document_ids)
+
+    @property
+    def longest_piece(self) -> int:
+        """Tokens that lie behind the text while it is read again, at most."""
+        return len(self.instruction_ids) + self.chunk_tokens
+
+    def piece(self, number: int) -> tuple[int, ...]:
+        """The ids of a piece with its instruction; none behind the last one."""
+        start = number * self.chunk_tokens
+        text = tuple(self.document_ids[start : start + self.chunk_tokens])
+        return (*self.instruction_ids, *text) if text else ()
+
+    def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
+        """See `RequestPlan`."""
+        if held_tokens > seen_tokens:
+            rest = len(self.piece(self._piece)) - (held_tokens - self.tokens)
+            return min(offered_tokens, STEP_TOKENS, rest)
+        if seen_tokens < self.tokens:
+            return min(offered_tokens, self.tokens - seen_tokens)
+        return offered_tokens
+
+    def order(
+        self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
+    ) -> Order | None:
+        """See `RequestPlan`."""
+        del prompt_ids
+        if held_tokens > seen_tokens:
+            return self._again(seen_tokens, held_tokens, step_tokens)
+        if seen_tokens + step_tokens != self.tokens:
+            return None
+        self._piece = 0
+        return self._order(seen_tokens + step_tokens, self.tokens)
+
+    def _again(self, seen: int, held: int, step: int) -> Order:
+        """Behind a step that reads a part of a piece."""
+        piece, read = self.piece(self._piece), held - self.tokens
+        ahead = Ahead(first_position=held, token_ids=piece[read : read + step])
+        if read + step < len(piece):
+            return self._order(seen + step, held + step, ahead, kept_tokens=held + step)
+        self._piece += 1
+        return self._order(seen + step, held + step, ahead)
+
+    def _order(
+        self, computed: int, held: int, ahead: Ahead | None = None, kept_tokens: int | None = None
+    ) -> Order:
+        """With the step back to the next piece, unless all that is held stays for now."""
+        back, ends, kept = 0, False, kept_tokens
+        if kept is None:
+            back = len(self.piece(self._piece))
+            ends = not back
+            kept = self.kept_tokens if ends else self.tokens
+        return Order(
+            choice=self.choice,
+            query_tokens=0 if ahead is None else len(ahead.token_ids),
+            seen_tokens=computed - back,
+            held_tokens=held,
+            ends=ends,
+            kept_tokens=kept,
+            ahead=ahead,
+            steps_back=back,
+            noted_tokens=0 if ahead is None else self.tokens,
+        )
+
+    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
+        """See `RequestPlan`; what is kept fills its blocks."""
+        del block_tokens
+        read = held_tokens + step_tokens - self.tokens
+        is_last = not self.piece(self._piece + 1) and read == len(self.piece(self._piece))
+        return self.kept_tokens if held_tokens > seen_tokens and is_last else 0
+
+    @property
+    def shared_tokens(self) -> int:
+        """See `RequestPlan`."""
+        return self.tokens
+
+    @property
+    def reusable_tokens(self) -> int:
+        """See `RequestPlan`; one is left, behind which the second reading begins."""
+        return self.tokens - 1
+
+    def most_held(self, tokens: int) -> int:
+        """See `RequestPlan`."""
+        return max(tokens, self.tokens + self.longest_piece)
+
+    def spare_tokens(self, block_tokens: int) -> int:
+        """See `RequestPlan`."""
+        del block_tokens
+        return 0
+
+
+def piece_tokens(text_tokens: int, instruction_tokens: int, most_tokens: int, room: int) -> int:
+    """How much of a text one piece repeats.
+
+    Args:
+        text_tokens: of the text; a request cannot step back by more.
+        instruction_tokens: that stand before every piece.
+        most_tokens: of the text, in one piece.
+        room: positions that the model has behind the text.
+
+    Raises:
+        InvalidArgumentError: a text that is shorter than two instructions, or too long.
+    """
+    if text_tokens < 2 * instruction_tokens:
+        raise InvalidArgumentError(
+            f"document: expected at least {2 * instruction_tokens} tokens, twice as many as the "
+            f"instruction to repeat it has, got {text_tokens}; ask about it without registering it"
+        )
+    if room < 2 * max(1, instruction_tokens):
+        raise InvalidArgumentError(
+            f"document: expected positions left to repeat it at, got {text_tokens:,} tokens with "
+            f"{max(0, room):,} positions behind them; shorten it, or raise --max-model-len"
+        )
+    return min(most_tokens, min(text_tokens, room) - instruction_tokens)

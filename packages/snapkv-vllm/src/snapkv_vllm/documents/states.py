@@ -1,0 +1,186 @@
+"""Keys and values of whole documents in one worker's cache."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from snapkv.errors import InvalidArgumentError
+from snapkv.policies import KVzip, Policy
+from snapkv.validation import DEFAULT_WINDOW
+from snapkv_vllm.choices import SecondReading
+from snapkv_vllm.layer_runs import LayerRun
+from snapkv_vllm.layouts import slots
+from snapkv_vllm.orders import Move, Order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class States:
+    """What blocks hold of a document, layer by layer as the model has them.
+
+    Attributes:
+        kept: (layers, Hkv, K) int64, positions of the tokens, ascending.
+        keys: of every layer (Hkv, K, D).
+        values: of every layer (Hkv, K, D).
+        policy: what has chosen them.
+    """
+
+    kept: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    policy: Policy
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What stayed of a document in one layer: positions (Hkv, K), from a block on."""
+
+    first_block: int
+    positions: Tensor
+    policy: Policy
+
+
+class DocumentStates:
+    """Reads documents out of blocks, and writes them into blocks.
+
+    Of the document that was compressed last, it remembers which positions stayed.
+
+    Args:
+        runs: all layers that are compressed.
+        block_tokens: tokens in a block of each KV cache group.
+        device: where the caches are.
+    """
+
+    def __init__(
+        self, runs: Sequence[LayerRun], block_tokens: Mapping[int, int], *, device: torch.device
+    ) -> None:
+        self._runs, self._block_tokens, self._device = runs, block_tokens, device
+        self._chosen: dict[str, _Chosen] = {}
+
+    def note(self, run: LayerRun, order: Order, move: Move, keep: Tensor) -> None:
+        """Remember what stays of a document in a run of layers; of other requests nothing.
+
+        Nor of one whose heads hold different numbers of tokens, which no file can hold.
+
+        Args:
+            run: the layers.
+            order: of the request.
+            move: where its blocks lie.
+            keep: (layers, Hkv, K) int64.
+        """
+        if isinstance(order.choice, SecondReading) and not order.parts_heads:
+            for name, positions in zip(run.layers, keep, strict=True):
+                self._chosen[name] = _Chosen(move.targets[0], positions, order.choice.policy)
+
+    def read(self, blocks: Sequence[Sequence[int]], tokens: int) -> States:
+        """A document that has just been compressed, or that is held whole.
+
+        Args:
+            blocks: of every KV cache group.
+            tokens: of the document.
+
+        Raises:
+            InvalidArgumentError: one of which nobody remembers the positions.
+        """
+        keys: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
+        kept: dict[str, Tensor] = {}
+        policy: Policy | None = None
+        for run, of_group in self._each(blocks):
+            found = run.blocks_of(of_group, self._block_tokens[run.group])
+            held = len(of_group) * self._block_tokens[run.group]
+            every = torch.arange(held, device=self._device)
+            rows = every.expand(len(run.layers), 1, held)
+            keys |= zip(run.layers, run.layout.read_keys(found, held).cpu(), strict=True)
+            values |= zip(run.layers, run.layout.read_values(found, rows).cpu(), strict=True)
+            for name, layer in run.layers.items():
+                chosen = self._chosen_of(name, of_group, held, tokens)
+                policy = chosen.policy
+                kept[name] = chosen.positions.cpu().expand(layer.cache.shape[1], held)
+        assert policy is not None  # a model has layers
+        order = self._in_order()
+        return States(
+            kept=torch.stack([kept[name] for name in order]),
+            keys=[keys[name] for name in order],
+            values=[values[name] for name in order],
+            policy=policy,
+        )
+
+    def write(
+        self, blocks: Sequence[Sequence[int]], keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> None:
+        """Put a document into blocks that nobody reads yet.
+
+        Args:
+            blocks: of every KV cache group.
+            keys: of every layer (Hkv, K, D), in the cache's dtype.
+            values: of every layer (Hkv, K, D).
+
+        Raises:
+            InvalidArgumentError: not as many layers, heads, tokens or numbers as the cache has.
+        """
+        order = self._in_order()
+        if len(keys) != len(order):
+            raise InvalidArgumentError(
+                f"document: expected the {len(order)} layers of the model, got {len(keys)}; save "
+                "it with the model that is served"
+            )
+        of_layer = dict(zip(order, zip(keys, values, strict=True), strict=True))
+        for run, of_group in self._each(blocks):
+            for name in run.layers:
+                self._require_fitting(run, of_group, of_layer[name])
+        for run, of_group in self._each(blocks):
+            size = self._block_tokens[run.group]
+            targets = torch.tensor(of_group, device=self._device)
+            states = [
+                torch.stack([of_layer[name][half] for name in run.layers]).to(self._device)
+                for half in (0, 1)
+            ]
+            run.layout.write(slots(targets, len(of_group) * size, size), *states)
+
+    def _each(self, blocks: Sequence[Sequence[int]]) -> list[tuple[LayerRun, Sequence[int]]]:
+        """All layers, as many at a time as may be copied, with the blocks of their group."""
+        groups = dict(zip(self._block_tokens, blocks, strict=True))
+        held = max(len(groups[group]) * size for group, size in self._block_tokens.items())
+        return [
+            (run, groups[run.group])
+            for whole in self._runs
+            for run in whole.within_bounds(held, held)
+        ]
+
+    def _chosen_of(
+        self, name: str, blocks: Sequence[int], kept_tokens: int, tokens: int
+    ) -> _Chosen:
+        if kept_tokens == tokens:  # nothing was chosen
+            policy = KVzip(kept_tokens, window_size=min(DEFAULT_WINDOW, kept_tokens // 2))
+            return _Chosen(blocks[0], torch.arange(kept_tokens), policy)
+        chosen = self._chosen.get(name)
+        if chosen is None or chosen.first_block != blocks[0]:
+            raise InvalidArgumentError(
+                "document: expected the one that was compressed last, got another one, of which "
+                "the kept positions are not known any more; register it again"
+            )
+        return chosen
+
+    def _require_fitting(
+        self, run: LayerRun, blocks: Sequence[int], states: tuple[Tensor, Tensor]
+    ) -> None:
+        cache, head_size = run.first.cache, run.first.wrapped.head_size
+        tokens = len(blocks) * self._block_tokens[run.group]
+        shape = cache.shape[1], tokens, head_size
+        is_whole = cache.shape[3] == 2 * head_size
+        for one in states:
+            if tuple(one.shape) != shape or one.dtype != cache.dtype or not is_whole:
+                raise InvalidArgumentError(
+                    f"document: expected keys and values of {shape} in {cache.dtype} in every "
+                    f"layer, got {tuple(one.shape)} in {one.dtype}; save it with the model that is "
+                    "served, in its dtype"
+                )
+
+    def _in_order(self) -> list[str]:
+        """Names of all layers, as the model has them one after the other."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        names = [name for run in self._runs for name in run.layers]
+        return sorted(names, key=extract_layer_index)

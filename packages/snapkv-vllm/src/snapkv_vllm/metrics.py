@@ -1,0 +1,163 @@
+"""What compression does, in vLLM's Prometheus endpoint.
+
+The scheduler counts in the engine's process and a worker in its own; prometheus_client's
+multi-process mode, which `snapkv serve` switches on, carries the counts to the process that answers
+``/metrics``.
+"""
+
+import functools
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from snapkv_vllm.orders import Order
+from snapkv_vllm.timing import Stopwatch
+
+_LABELS = ("model_name", "engine")
+_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@functools.cache
+def _series() -> dict[str, Any]:
+    """The time series of this process; prometheus_client registers a name once."""
+    return {
+        "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read to the end.", _LABELS),
+        "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens that stayed.", _LABELS),
+        "freed": Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
+        "compressions": Counter(
+            "snapkv:compressions",
+            "Compressions: while a prompt is read, at its end, while an answer is generated.",
+            (*_LABELS, "stage"),
+        ),
+        "requests": Counter(
+            "snapkv:requests",
+            "Requests whose prompt has ended: compressed, or whole.",
+            (*_LABELS, "outcome"),
+        ),
+        "waits": Counter(
+            "snapkv:waits",
+            "Requests preempted or not started for want of blocks for what would be kept.",
+            _LABELS,
+        ),
+        "ratio": Histogram(
+            "snapkv:request_kept_ratio",
+            "Kept tokens of a request's prompt, as a fraction of it.",
+            _LABELS,
+            buckets=_RATIOS,
+        ),
+        "seconds": Histogram(
+            "snapkv:compression_seconds",
+            "Time that a step's compressions take together, on one worker.",
+            _LABELS,
+            buckets=_SECONDS,
+        ),
+    }
+
+
+def _labels(vllm_config: Any) -> tuple[str, str]:
+    engine = vllm_config.parallel_config.data_parallel_index
+    return vllm_config.model_config.served_model_name, str(engine)
+
+
+def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
+    """What times a worker's compressions; the first worker of an engine speaks for all.
+
+    Args:
+        vllm_config: names the model and the engine in the labels.
+        device: of the worker.
+    """
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    if not (get_tp_group().is_first_rank and get_pp_group().is_first_rank):
+        return Stopwatch(device, lambda seconds: None)
+    return Stopwatch(device, _series()["seconds"].labels(*_labels(vllm_config)).observe)
+
+
+class PromptMetrics:
+    """Counts prompts as they end.
+
+    Args:
+        vllm_config: names the model and the engine in the labels.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._labels = _labels(vllm_config)
+        self._series = _series()
+        self._waits = self._series["waits"].labels(*self._labels)  # 0 from the start
+        self._counted: set[str] = set()
+
+    def compressed(self, order: Order, blocks_freed: int) -> None:
+        """Count one compression; what a preempted request frees again counts again."""
+        self._series["freed"].labels(*self._labels).inc(blocks_freed)
+        self._series["compressions"].labels(*self._labels, order.choice.stage).inc()
+
+    def waits(self) -> None:
+        """Count that a request waits for want of room for what is kept, of it or an older one."""
+        self._waits.inc()
+
+    def prompt_ended(self, request: Any, *, kept_tokens: int) -> None:
+        """Count one prompt; that of a preempted request counts once."""
+        if request.request_id in self._counted:
+            return
+        self._counted.add(request.request_id)
+        seen_tokens = request.num_prompt_tokens
+        outcome = "compressed" if kept_tokens < seen_tokens else "whole"
+        self._series["seen"].labels(*self._labels).inc(seen_tokens)
+        self._series["kept"].labels(*self._labels).inc(kept_tokens)
+        self._series["requests"].labels(*self._labels, outcome).inc()
+        self._series["ratio"].labels(*self._labels).observe(kept_tokens / seen_tokens)
+
+    def request_ended(self, request_id: str) -> None:
+        """Forget a request; another one may come under its name."""
+        self._counted.discard(request_id)
+
+
+@functools.cache
+def _document_series() -> dict[str, Any]:
+    """The time series of a front end that shares documents."""
+    labels = ("model_name",)
+    now = {"labelnames": labels, "multiprocess_mode": "livesum"}
+    return {
+        "documents": Gauge("snapkv:documents", "Shared documents.", **now),
+        "bytes": Gauge("snapkv:document_bytes", "Bytes of the cache that they take.", **now),
+        "requests": Counter(
+            "snapkv:document_requests", "Requests answered from a shared document.", labels
+        ),
+        "not_read": Counter(
+            "snapkv:document_tokens_not_read",
+            "Tokens of shared documents that requests did not read again.",
+            labels,
+        ),
+        "dropped": Counter(
+            "snapkv:documents_dropped",
+            "Shared documents that went: deleted, or least used when room was needed.",
+            (*labels, "reason"),
+        ),
+    }
+
+
+class DocumentMetrics:
+    """Counts shared documents, in the process that answers requests.
+
+    Args:
+        model_name: in the labels.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._series = _document_series()
+
+    def standing(self, documents: int, document_bytes: int) -> None:
+        """Say how many there are now, and what all of them take."""
+        self._series["documents"].labels(self._model_name).set(documents)
+        self._series["bytes"].labels(self._model_name).set(document_bytes)
+
+    def asked(self, tokens_not_read: int) -> None:
+        """Count one request that was answered from a document."""
+        self._series["requests"].labels(self._model_name).inc()
+        self._series["not_read"].labels(self._model_name).inc(tokens_not_read)
+
+    def dropped(self, reason: str) -> None:
+        """Count one document that went: deleted, or least_used."""
+        self._series["dropped"].labels(self._model_name, reason).inc()

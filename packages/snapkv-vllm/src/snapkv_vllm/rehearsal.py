@@ -1,0 +1,123 @@
+"""The largest votes of a server, held while vLLM measures how much memory it needs.
+
+vLLM gives the KV cache what its own largest step leaves free. A step may also put queries aside in
+every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
+no more than `layer_runs.MOST_BYTES`; both are tried out here at the sizes that the server allows.
+On a GPU that compiles the kernels too. Not counted: what an eviction from an answer computes, which
+no prompt's length enlarges.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from snapkv import ops
+from snapkv.policies import Policy, PromptLayer
+from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.documents.reading_twice import STEP_TOKENS
+from snapkv_vllm.layers import voting_layer
+from snapkv_vllm.settings import ServingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """How large one step may become.
+
+    Attributes:
+        policy: of what requests may ask for, what takes the most memory.
+        prompt_tokens: that are held at most when a prompt is compressed.
+        step_tokens: that one step computes, and so the most that short prompts keep in it.
+        recorded_tokens: whose queries may wait in all layers: those of the prompts that end in one
+            step, of one window that began before it, of answers that are evicted from, and of a
+            document that is read again.
+        reads_again: whether documents are.
+    """
+
+    policy: Policy
+    prompt_tokens: int
+    step_tokens: int
+    recorded_tokens: int
+    reads_again: bool
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> "Largest":
+        """What vLLM's configuration allows, with the server's settings in it."""
+        settings = ServingSettings.from_config(vllm_config.additional_config)
+        scheduler, limits = vllm_config.scheduler_config, settings.limits
+        longest = vllm_config.model_config.max_model_len
+        prompt_tokens = limits.most_read(longest, settings.window_tokens)
+        policy = settings.costliest(prompt_tokens)
+        step_tokens, window = scheduler.max_num_batched_tokens, policy.query_tokens
+        return cls(
+            policy=policy,
+            prompt_tokens=prompt_tokens,
+            step_tokens=step_tokens,
+            recorded_tokens=min(step_tokens, scheduler.max_num_seqs * window)
+            + window
+            + scheduler.max_num_seqs * limits.queries_of_answers
+            + (STEP_TOKENS if settings.sharing is not None else 0),
+            reads_again=settings.sharing is not None,
+        )
+
+
+@contextlib.contextmanager
+def rehearsed(
+    layers: Sequence[Any], largest: Largest, *, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
+    """Hold the queries that may wait for their vote, and vote after the block.
+
+    Args:
+        layers: vLLM's attention layers that are compressed.
+        largest: how large a step may become.
+        dtype: of queries, keys and values.
+        device: where the cache will be.
+    """
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    tokens = largest.recorded_tokens
+    waiting = [torch.empty(tokens, layer.num_heads, layer.head_size, **kind) for layer in layers]
+    if largest.reads_again:  # what is noted of a document
+        noted = [(layer.num_kv_heads, largest.prompt_tokens) for layer in layers]
+        waiting += [torch.empty(shape, device=device) for shape in noted]
+    yield
+    if layers:
+        widest = max(layers, key=lambda layer: layer.num_heads * layer.head_size)
+        _vote(widest, largest, kind)
+        if largest.reads_again:
+            _read_again(widest, largest, kind)
+    del waiting
+
+
+def _prompt(layer: Any, tokens: int, query_tokens: int, kind: dict[str, Any]) -> PromptLayer:
+    """So many tokens as a policy sees them, of which the last ones have queries."""
+    queries, width = min(query_tokens, tokens), layer.head_size
+    keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **kind)
+    return PromptLayer(
+        queries=torch.zeros(1, layer.num_heads, queries, width, **kind),
+        keys=keys,
+        values=torch.empty_like(keys, device="meta"),
+        score_options=voting_layer(layer).score_options,
+        layer_idx=0,
+        depth=0,
+        num_layers=1,
+    )
+
+
+@torch.inference_mode()
+def _read_again(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
+    seen = _prompt(layer, largest.prompt_tokens, STEP_TOKENS, kind)
+    most_attention(seen, largest.prompt_tokens - seen.queries.shape[2])
+
+
+@torch.inference_mode()
+def _vote(layer: Any, largest: Largest, kind: dict[str, Any]) -> None:
+    kept = [
+        torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **kind),
+    ]
+    prompt = _prompt(layer, largest.prompt_tokens, largest.policy.query_tokens, kind)
+    selection = largest.policy.select(prompt)
+    if selection is not None:
+        keep = selection.keep_indices.clamp(min=0)  # -1 where a head keeps fewer than others
+        kept += [ops.gather_tokens(prompt.keys, keep) for _ in range(2)]

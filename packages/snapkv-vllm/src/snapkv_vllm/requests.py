@@ -1,0 +1,73 @@
+"""Checks a request's own settings in the front end, whoever asks: `LLM.generate` or an endpoint.
+
+vLLM's front end asks every custom logits processor whether it accepts a request. The one made here
+accepts or refuses, and does nothing else: no engine loads it, since the tokens of a step would have
+to come back to the host for any of its kind. vLLM finds it by a name, in which the server's
+settings are written, since nothing else of them reaches that place.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from snapkv_vllm.versions import require_supported_version
+
+require_supported_version()
+
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SecondLogitsProcessor
+
+from snapkv_vllm.documents.words import errand
+from snapkv_vllm.refusals import require_no_prompt_logprobs, require_sharing
+from snapkv_vllm.settings import ServingSettings
+
+
+class RequestCheck(LogitsProcessor, SecondLogitsProcessor):
+    """Refuses requests whose settings are wrong; a subclass for each server's settings.
+
+    Abstract: it is asked as a class, and never made. Of both kinds, for front ends of both of
+    vLLM's runners.
+    """
+
+    settings: ServingSettings
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Raise a ValueError, which `LLM` hands on and vLLM's server turns into status 400."""
+        try:
+            asked = errand(sampling_params.extra_args)
+            if asked is not None:
+                require_sharing(cls.settings, asked, sampling_params)
+                return
+            plan = cls.settings.plan_for(sampling_params.extra_args, prompt_tokens=1)
+            require_no_prompt_logprobs(plan, sampling_params)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+
+class _Checks:
+    """Makes the check for the settings that an attribute's name spells out."""
+
+    def __getattr__(self, name: str) -> type[RequestCheck]:
+        try:
+            config = json.loads(bytes.fromhex(name.removeprefix("of_")))
+        except ValueError:
+            raise AttributeError(name) from None
+        settings = ServingSettings.from_config(config)
+        return type("RequestCheck", (RequestCheck,), {"settings": settings})
+
+
+checks = _Checks()
+
+_NAME = f"{__name__}:checks.of_"
+
+
+def name_of_check(settings: ServingSettings) -> str:
+    """What to pass as one of vLLM's `logits_processors`."""
+    return _NAME + json.dumps(settings.to_config()).encode().hex()
+
+
+def without_checks(processors: Sequence[Any] | None) -> list[Any] | None:
+    """The `logits_processors` that an engine loads: all others."""
+    others = [one for one in processors or () if not str(one).startswith(_NAME)]
+    return others or None

@@ -1,0 +1,250 @@
+"""vLLM's schedulers, which also decide when a request is compressed."""
+
+from dataclasses import replace
+from typing import Any
+
+from snapkv_vllm.versions import require_supported_version
+
+require_supported_version()
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm.blocks import CompressedBlocks, share_exact_blocks
+from snapkv_vllm.documents.beginning import FromDocument
+from snapkv_vllm.documents.reading_twice import ReadTwice
+from snapkv_vllm.documents.registry import registry
+from snapkv_vllm.documents.words import errand
+from snapkv_vllm.lifetime import end_with_parent
+from snapkv_vllm.metrics import PromptMetrics
+from snapkv_vllm.orders import Beginning, Order
+from snapkv_vllm.plans import Plan, RequestPlan
+from snapkv_vllm.refusals import (
+    compressed_managers,
+    require_capped_prompt,
+    require_no_promise,
+    require_no_prompt_logprobs,
+    require_sharing,
+    require_supported,
+)
+from snapkv_vllm.settings import ServingSettings
+
+logger = init_logger("vllm.snapkv")
+
+ORDERS = "snapkv_orders"
+"""Attribute of vLLM's `SchedulerOutput` that carries `Order`s to the workers, by request."""
+
+_COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+BEGINNINGS = "snapkv_beginnings"
+"""Attribute of the same that carries a `Beginning` for every request that has a document."""
+
+
+class _CompressingScheduler(Scheduler):
+    """Orders the compression of a request in the very step that computes its last token.
+
+    The blocks for what is kept are taken when the step is scheduled. Where there are none, vLLM
+    preempts the youngest request, which waits, as for the step's own blocks. The blocks that are
+    freed may be given away at once: whoever gets them writes in a later step, and workers run steps
+    in order, also where several are under way.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        require_supported(self.vllm_config)
+        self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
+        logger.info("Compressing prompts: %s", self._settings.summary)
+        self._plans: dict[str, RequestPlan] = {}
+        coordinator = self.kv_cache_manager.coordinator
+        share_exact_blocks(coordinator, self._plans)
+        managers = coordinator.single_type_managers
+        compressed = compressed_managers(managers)
+        self._looks_ahead = len(compressed) == len(managers)
+        self._blocks = CompressedBlocks(compressed, self._plans)
+        blocks = self.kv_cache_manager
+        self._allocate_slots, blocks.allocate_slots = blocks.allocate_slots, self._slots_and_room
+        self._lacks_room, self._waiting_for_room = False, set[str]()
+        self._metrics = PromptMetrics(self.vllm_config)
+        self._documents = registry(self.vllm_config, self.kv_cache_config, compressed)
+
+    def add_request(self, request: Any) -> None:
+        """Accept a request with the method it asks for; one with wrong settings ends at once."""
+        try:
+            self._plans[request.request_id] = self._plan_of(request)
+            self._require_blocks(request)
+        except SnapKVError as error:  # front ends answer 400; one of another make did not ask
+            logger.error("Request %s is refused: %s", request.request_id, error)
+            self.grammar_compile_error_reqs.add(request.request_id)  # ends with vLLM's next step
+        super().add_request(request)
+
+    def _plan_of(self, request: Any) -> RequestPlan:
+        """The request's plan; none for sessions, whose prompts go on after their end."""
+        params = request.sampling_params
+        asked = errand(None if params is None else params.extra_args)
+        if asked is not None:
+            require_sharing(self._settings, asked, params)
+            assert self._documents is not None
+            return self._documents.plan_of(asked, request)
+        if params is None or request.resumable:
+            require_no_promise(self._settings.limits)
+            return Plan(prompt_tokens=request.num_prompt_tokens)
+        plan = self._settings.plan_for(
+            params.extra_args, request.num_prompt_tokens, looks_ahead=self._looks_ahead
+        )
+        require_capped_prompt(plan, request, self.vllm_config)
+        require_no_prompt_logprobs(plan, params)
+        return plan
+
+    def _require_blocks(self, request: Any) -> None:
+        manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
+        most = manager.block_pool.num_gpu_blocks - 1  # one block is never used
+        needed = manager.coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            tokens,
+            manager.empty_kv_cache_blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=0,
+            num_local_computed_tokens=0,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+        )
+        if needed > most:
+            raise InvalidArgumentError(
+                f"prompt: expected one that fits in the cache's {most} blocks, got {tokens:,} "
+                f"tokens, which need {needed}; shorten it, or raise --kv-cache-memory-bytes"
+            )
+
+    def _slots_and_room(
+        self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
+    ) -> Any:
+        """vLLM's `allocate_slots`, with blocks for what is kept if the step ends with a choice."""
+        slots = self._allocate_slots(request, num_new_tokens, num_new_computed_tokens, **kwargs)
+        runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
+        self._lacks_room = slots is None and (blocks.lack_room or (runs and blocks.hold_room))
+        if slots is not None:
+            self._waiting_for_room.discard(request.request_id)
+            seen = request.num_computed_tokens + num_new_computed_tokens
+            others = len(self.running) * len(self.kv_cache_config.kv_cache_groups)
+            blocks.take_room(request.request_id, seen, num_new_tokens, others_blocks=others)
+        elif not runs:
+            self._count_wait(request)
+        return slots
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self._count_wait(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _count_wait(self, request: Any) -> None:
+        """Count that a request waits, if it does for want of room for what is kept."""
+        if self._lacks_room and request.request_id not in self._waiting_for_room:
+            self._waiting_for_room.add(request.request_id)
+            self._metrics.waits()
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._metrics.request_ended(request.request_id)
+        self._waiting_for_room.discard(request.request_id)
+        registered = None
+        if self._documents is not None:
+            read = request.num_computed_tokens >= request.num_prompt_tokens
+            complete = read and request.status in _COMPLETE
+            registered = self._documents.request_ends(request.request_id, is_complete=complete)
+        to_connector, of_encoder = super()._free_request(request, *args, **kwargs)
+        self._plans.pop(request.request_id, None)
+        return registered or to_connector, of_encoder
+
+    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+        lent = self._documents and self._documents.lent(request.request_id)
+        if lent:
+            begun, found = lent
+            return (
+                self.kv_cache_manager.create_kv_cache_blocks(found),
+                begun.document_tokens,
+                0,
+                False,
+            )
+        blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
+        plan = self._plans.get(request.request_id)
+        usable = None if plan is None else plan.reusable_tokens
+        if usable is not None and self.num_spec_tokens:  # vLLM pads a single token with drafts
+            usable = max(0, min(usable, request.num_tokens - 2))
+        if usable is not None and cached > usable:
+            manager = self.kv_cache_manager
+            found, cached, _ = manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, usable
+            )
+            blocks = manager.create_kv_cache_blocks(found)
+        return blocks, cached, boundary, diverged
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        plan = self._plans.get(request.request_id)
+        if plan is None:
+            return tokens
+        held = num_computed_tokens - self._blocks.dropped_tokens(request.request_id)
+        return plan.step_tokens(num_computed_tokens, held, tokens)
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        super()._update_after_schedule(scheduler_output)
+        self._lacks_room = False
+        orders = {}
+        for request_id, step_tokens in scheduler_output.num_scheduled_tokens.items():
+            order = self._order(self.requests[request_id], step_tokens)
+            if order is not None:
+                orders[request_id] = order
+        setattr(scheduler_output, ORDERS, orders)
+        setattr(scheduler_output, BEGINNINGS, self._begun(scheduler_output))
+
+    def _begun(self, scheduler_output: Any) -> dict[str, Beginning]:
+        """What the workers are told of those requests of a step that begin with a document."""
+        if self._documents is None:
+            return {}
+        begun = {
+            name: self._documents.beginning(name) for name in scheduler_output.num_scheduled_tokens
+        }
+        return {name: one for name, one in begun.items() if one is not None}
+
+    def _order(self, request: Any, step_tokens: int) -> Order | None:
+        request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
+        plan = self._plans.get(request_id)
+        seen = request.num_computed_tokens - step_tokens
+        order = None
+        if plan is not None:
+            held = seen - self._blocks.dropped_tokens(request_id)
+            order = plan.order(seen, held, step_tokens, request.prompt_token_ids or ())
+        if order is not None and (order.ends or order.noted_tokens or order.steps_back):
+            order = self._compressed(request, order)
+        counts = not isinstance(plan, FromDocument | ReadTwice)
+        if counts and seen < prompt_tokens <= request.num_computed_tokens:
+            kept = prompt_tokens - self._blocks.dropped_tokens(request_id)
+            if order is not None and order.moves:
+                kept = order.kept_tokens
+            self._metrics.prompt_ended(request, kept_tokens=kept)
+        return order
+
+    def _compressed(self, request: Any, order: Order) -> Order:
+        """Free the blocks that the request no longer needs, and say so to the workers."""
+        request.num_computed_tokens = order.seen_tokens  # less those read ahead
+        moves = self._blocks.compress(request.request_id, order)
+        if order.ends:
+            freed = sum(len(move.sources) - len(move.targets) for move in moves)
+            self._metrics.compressed(order, freed)
+        return replace(order, moves=moves)
+
+
+class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
+    """The same over vLLM's asynchronous scheduler."""
+
+
+def scheduler(*args: Any, **kwargs: Any) -> Any:
+    """The compressing counterpart of the scheduler that vLLM would have taken."""
+    end_with_parent()
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    kind = _CompressingAsyncScheduler if asynchronous else _CompressingScheduler
+    return kind(*args, **kwargs)

@@ -1,0 +1,320 @@
+"""What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.policies import AdaKV, Policy, SnapKV, StreamingLLM
+from snapkv.validation import (
+    DEFAULT_BUDGET,
+    MAX_KERNEL_SIZE,
+    MAX_WINDOW_SIZE,
+    nearest,
+    require_at_least,
+    require_int,
+)
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.limits import Limits
+from snapkv_vllm.methods import METHODS, parameters_of, scoring
+from snapkv_vllm.names import (
+    DOCUMENT,
+    LIMITS,
+    OF_A_REQUEST,
+    PREFIX,
+    PROTECT_FIRST,
+    own_settings,
+    require_document_name,
+    require_readable,
+    shown,
+)
+from snapkv_vllm.plans import Cap, Growth, Plan
+from snapkv_vllm.protecting import ProtectingFirst
+
+KEY = "snapkv"
+"""The server's settings in vLLM's `additional_config`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """The method that compresses prompts, and its parameters.
+
+    Args:
+        policy: one of `snapkv_vllm.methods.METHODS`.
+        budget: tokens kept per KV head and layer; 0 compresses only requests with a budget.
+        parameters: further parameters of the method, by name.
+        protect_first: how many of a prompt's first tokens stay whatever their votes, such as those
+            of a system message; they count towards the budget.
+        max_window_size: the longest window that the server or a request may ask for.
+        max_kernel_size: the widest kernel; a pair (before, behind) is before + 1 + behind wide.
+        limits: how many tokens a request may hold while it is read and while its answer grows.
+        sharing: of documents among requests; None where there is none.
+
+    Raises:
+        InvalidArgumentError: a method that cannot be served, or a value out of range.
+        InvalidTypeError: a value of the wrong type.
+    """
+
+    policy: str = SnapKV.name
+    budget: int = DEFAULT_BUDGET
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    protect_first: int = 0
+    max_window_size: int = MAX_WINDOW_SIZE
+    max_kernel_size: int = MAX_KERNEL_SIZE
+    limits: Limits = field(default_factory=Limits)
+    sharing: Sharing | None = None
+
+    def __post_init__(self) -> None:
+        """Check everything once, here."""
+        if not isinstance(self.policy, str) or self.policy not in METHODS:
+            raise InvalidArgumentError(
+                f"policy: expected one of {', '.join(METHODS)}, got {self.policy!r}"
+                f"{_why_not_served(self.policy)}; pass one of them"
+            )
+        require_int("budget", self.budget, minimum=0)
+        require_int(PROTECT_FIRST, self.protect_first, minimum=0)
+        for cap in _CAPS:
+            require_at_least(cap, getattr(self, cap), 1)
+        made = self._made(self.budget or None, self.parameters)
+        if self.budget:
+            made = _protecting(made, self.protect_first)
+        if self.budget or self.limits.cap or self.limits.decode_budget:
+            self._limited(made if self.budget else None, self.protect_first, {})
+        if self.sharing is not None:
+            self.sharing.require_possible(self.limits)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The settings out of vLLM's `additional_config`.
+
+        Raises:
+            InvalidArgumentError: unknown names.
+        """
+        given = dict(config.get(KEY) or {})
+        names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
+        own = {key: given.pop(key) for key in names if key in given}
+        limits = Limits.from_config(given.pop("limits", {}))
+        entry = given.pop("sharing", None)
+        sharing = None if entry is None else Sharing.from_config(entry)
+        return cls(**own, parameters=given, limits=limits, sharing=sharing)
+
+    def to_config(self) -> dict[str, Any]:
+        """The entry in vLLM's `additional_config`, ready for JSON."""
+        first = {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
+        caps = {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
+        limits = {"limits": found} if (found := self.limits.to_config()) else {}
+        sharing = {} if self.sharing is None else {"sharing": self.sharing.to_config()}
+        own = {"policy": self.policy, "budget": self.budget, **first, **caps, **limits, **sharing}
+        return {KEY: own | dict(self.parameters)}
+
+    @property
+    def summary(self) -> str:
+        """All that decides what is kept, on one line, by the names of the settings."""
+        made = self._made(self.budget or None, self.parameters)
+        own = {
+            name: getattr(one, name)
+            for one in (scoring(made), made)
+            for name in parameters_of(self.policy)
+            if getattr(one, name, None) is not None
+        }
+        given = {"policy": self.policy, **own, "budget": self.budget}
+        first = {PROTECT_FIRST: self.protect_first}
+        caps = {cap: getattr(self, cap) for cap in _CAPS}
+        share = "no" if self.sharing is None else self.sharing.summary
+        said = {**given, **first, **caps, **asdict(self.limits), "share": share}
+        return ", ".join(f"{name} {value}" for name, value in said.items())
+
+    def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
+        """The method for one request's prompt; None leaves it whole.
+
+        Args:
+            extra_args: `SamplingParams.extra_args`, in HTTP bodies `vllm_xargs`; names that
+                `snapkv_vllm.names` does not know belong to others.
+
+        Raises:
+            InvalidArgumentError: an unknown name, one without its prefix, or a value out of range.
+            InvalidTypeError: a value of the wrong type.
+        """
+        return self.plan_for(extra_args, prompt_tokens=1).policy
+
+    def plan_for(
+        self,
+        extra_args: Mapping[str, Any] | None,
+        prompt_tokens: int,
+        *,
+        looks_ahead: bool = True,
+    ) -> Plan:
+        """When one request is compressed, and how.
+
+        Args:
+            extra_args: as for `for_request`, which raises the same.
+            prompt_tokens: length of its prompt.
+            looks_ahead: see `Cap`.
+        """
+        given = own_settings(extra_args or {})
+        if DOCUMENT in given:
+            self._require_document(given)
+            return Plan(prompt_tokens=prompt_tokens, policy=None, cap=None, growth=None)
+        for name, value in given.items():
+            self._require_known(name)
+            require_readable(PREFIX + name, value)
+        try:
+            policy, first, asked = self._chosen(given)
+            cap, growth = self._limited(policy, first, asked, looks_ahead=looks_ahead)
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            raise type(error)(f"{PREFIX}{error}") from error
+        return Plan(prompt_tokens=prompt_tokens, policy=policy, cap=cap, growth=growth)
+
+    def costliest(self, prompt_tokens: int) -> Policy:
+        """Of what requests may ask for, the method that takes the most memory.
+
+        Args:
+            prompt_tokens: of the longest prompt; all of it but one token is kept, where the window
+                leaves so much room.
+        """
+        own = dict(self.parameters)
+        if "window_size" in parameters_of(self.policy):
+            own["window_size"] = self.max_window_size
+        return self._made(max(prompt_tokens - 1, _ample(own)), own)
+
+    @property
+    def safeguard(self) -> float | None:
+        """Of `AdaKV`, where heads keep different numbers of tokens; None where they do not."""
+        made = self._made(None, self.parameters)
+        return made.safeguard if isinstance(made, AdaKV) else None
+
+    @property
+    def window_tokens(self) -> int:
+        """The longest window that votes."""
+        return self.costliest(1).query_tokens
+
+    def _chosen(self, given: dict[str, Any]) -> tuple[Policy | None, int, dict[str, int]]:
+        """The method for the settings of a request, by their names without the prefix.
+
+        Returns:
+            It, the first tokens that stay, and the limits that were asked for.
+        """
+        budget = given.pop("budget", self.budget)
+        require_int("budget", budget, minimum=0)
+        first = given.pop(PROTECT_FIRST, self.protect_first)
+        require_int(PROTECT_FIRST, first, minimum=0)
+        asked = {name: given.pop(name) for name in LIMITS if name in given}
+        own = dict(self.parameters)
+        if "pooling" in given:  # of the server's, what the request's has no use for
+            own.pop("kernel_size" if given["pooling"] == "fading" else "decay", None)
+        policy = self._made(budget or None, own | given)
+        return (_protecting(policy, first) if budget else None), first, asked
+
+    def _limited(
+        self,
+        policy: Policy | None,
+        protect_first: int,
+        asked: Mapping[str, int],
+        *,
+        looks_ahead: bool = True,
+    ) -> tuple[Cap | None, Growth | None]:
+        cap = self.limits.cap_of(asked.get("cap"), policy, looks_ahead=looks_ahead)
+        decode_budget = asked.get("decode_budget")
+        growth = self.limits.growth_of(decode_budget, policy, protect_first=protect_first)
+        return cap, growth
+
+    def _require_document(self, given: Mapping[str, Any]) -> None:
+        """Raise unless a request may name this document, which it does, and nothing else."""
+        if self.sharing is None:
+            raise InvalidArgumentError(
+                f"{PREFIX}{DOCUMENT}: expected none on this server, which shares no documents, got "
+                "one; leave it out, or start the server with --share"
+            )
+        require_document_name(PREFIX + DOCUMENT, given[DOCUMENT])
+        for name in given:
+            if name != DOCUMENT:
+                raise InvalidArgumentError(
+                    f"{PREFIX}{shown(name)}: expected none beside {PREFIX}{DOCUMENT}, which was "
+                    "compressed when it was registered, while the request stays whole, got one; "
+                    "leave it out"
+                )
+
+    def _require_known(self, name: str) -> None:
+        known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
+        known += [PROTECT_FIRST, *LIMITS]
+        if name not in known:
+            names = [PREFIX + one for one in known]
+            raise InvalidArgumentError(
+                f"{PREFIX}{shown(name)}: expected one of {', '.join(names)}; leave it out"
+                f"{nearest(PREFIX + shown(name), names)}"
+            )
+
+    def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
+        """The policy; without a budget, only to check the other parameters."""
+        known = parameters_of(self.policy)
+        for name, value in parameters.items():
+            if name not in known:
+                raise InvalidArgumentError(
+                    f"{name}: expected a parameter of {self.policy}, which has "
+                    f"{', '.join(known)}, got {name}={value!r}; leave it out{nearest(name, known)}"
+                )
+        given = {**_DEFAULTS.get(self.policy, {}), **parameters}
+        _require_servable(given)
+        kind = METHODS[self.policy]
+        made = kind(**given, budget=_ample(given))
+        self._require_within_caps(made)
+        return made if budget is None else kind(**given, budget=budget)
+
+    def _require_within_caps(self, policy: Policy) -> None:
+        """Raise where a window or a kernel would cost the other requests too much."""
+        kernel = getattr(scoring(policy), "kernel_size", None) or 0
+        width = kernel if isinstance(kernel, int) else sum(kernel) + 1
+        _require_at_most("window_size", policy.query_tokens, self.max_window_size)
+        _require_at_most("kernel_size", width, self.max_kernel_size)
+
+
+_CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
+
+
+def _require_at_most(name: str, size: int, cap: int) -> None:
+    if size > cap:
+        raise InvalidArgumentError(
+            f"{name}: expected at most {cap:,} on this server, got {size:,}; pass a smaller one, "
+            f"or start the server with --max-{name.replace('_', '-')} {size}"
+        )
+
+
+def _protecting(policy: Policy, first_tokens: int) -> Policy:
+    return ProtectingFirst(policy, first_tokens) if first_tokens else policy
+
+
+# StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.
+_DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
+
+
+def _ample(given: Mapping[str, Any]) -> int:
+    """A budget that any window and its sinks fit into, for checking the rest."""
+    return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
+
+
+def _require_servable(given: Mapping[str, Any]) -> None:
+    """Refuse values that the library knows and a server's cache cannot hold."""
+    if given.get("group_reduce") == "none":
+        raise InvalidArgumentError(
+            "group_reduce: expected mean, max or sum, since vLLM stores keys and values once per "
+            "KV head, got 'none'; leave it at 'mean'"
+        )
+    if given.get("positions") == "cache":
+        raise InvalidArgumentError(
+            "positions: expected original, since keys are not turned inside vLLM's cache, got "
+            "'cache'; leave it out"
+        )
+
+
+def _why_not_served(policy: object) -> str:
+    reasons = {
+        "pyramidkv": "whose layers keep different numbers of tokens, while one table of blocks "
+        "serves all layers",
+        "h2o": "which needs the queries of the whole prompt",
+        "full": "which is a budget of 0",
+    }
+    if not isinstance(policy, str):
+        return ""
+    if policy in reasons:
+        return f", {reasons[policy]}"
+    return nearest(policy, METHODS)

@@ -1,0 +1,53 @@
+"""vLLM's workers, with a runner that compresses prompts; the class fits the machine."""
+
+from typing import TYPE_CHECKING, Any
+
+from snapkv_vllm.versions import require_supported_version
+
+require_supported_version()
+
+from vllm.platforms import current_platform
+
+from snapkv_vllm.documents.exchange import answered, fill_document, save_document
+from snapkv_vllm.lifetime import end_with_parent
+from snapkv_vllm.requests import without_checks
+from snapkv_vllm.runners import compress_in
+
+if TYPE_CHECKING or current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class CompressingWorker(PlatformWorker):
+    """A worker whose runner carries out the orders of the compressing scheduler."""
+
+    def init_device(self) -> None:
+        """Make vLLM's own runner, and lay ours over it."""
+        end_with_parent()
+        config = self.model_config
+        config.logits_processors = without_checks(config.logits_processors)
+        super().init_device()
+        compress_in(self.model_runner)
+
+    def snapkv_fill_document(
+        self, path: str, blocks: list[list[int]], model: dict[str, Any], seal: str, most_bytes: int
+    ) -> dict[str, str]:
+        """See `fill_document`; for `collective_rpc`, between two steps."""
+        states, vocabulary = self.model_runner._compressor.documents, self._vocabulary
+        return answered(
+            lambda: fill_document(
+                states, path, blocks, model, seal=seal, most_bytes=most_bytes, vocabulary=vocabulary
+            )
+        )
+
+    def snapkv_save_document(
+        self, path: str, blocks: list[list[int]], model: dict[str, Any], token_ids: list[int]
+    ) -> dict[str, str]:
+        """See `save_document`; for `collective_rpc`, between two steps."""
+        states = self.model_runner._compressor.documents
+        return answered(lambda: save_document(states, path, blocks, model, token_ids=token_ids))
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model_config.get_vocab_size())

@@ -1,0 +1,243 @@
+"""Documents by tenant and name: who sees them, and which ones go when room is needed."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument
+from snapkv_vllm.documents.refused import RefusedError
+
+
+def document(name, size=10, tenant="a"):
+    return SharedDocument(
+        document_id=f"{tenant}-{name}",
+        tenant=tenant,
+        name=name,
+        token_ids=(1, 2),
+        messages=None,
+        kept_tokens=2,
+        bytes=size,
+    )
+
+
+def catalogue_of(*documents):
+    catalogue = Catalogue()
+    for one in documents:
+        catalogue.add(one)
+    return catalogue
+
+
+def names(documents):
+    return [one.name for one in documents]
+
+
+def test_a_document_is_found_by_its_own_tenant_alone():
+    mine, theirs = document("contract"), document("contract", tenant="b")
+    catalogue = catalogue_of(mine, theirs, document("law"))
+    assert catalogue.find("a", "contract") is mine
+    assert names(catalogue.of("a")) == ["contract", "law"]
+    assert catalogue.of("b") == [theirs]
+    assert catalogue.of("c") == []
+    with pytest.raises(RefusedError, match=r"one of this key's documents, got 'law'") as refused:
+        catalogue.find("b", "law")
+    assert refused.value.status == 404
+
+
+def test_a_name_that_stands_is_not_free():
+    catalogue = catalogue_of(document("contract"))
+    catalogue.require_free("b", "contract")
+    with pytest.raises(RefusedError, match=r"got 'contract'.* delete it first") as refused:
+        catalogue.require_free("a", "contract")
+    assert refused.value.status == 409
+
+
+def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
+    one, two, three = document("one", 40), document("two", 30), document("three", 30)
+    catalogue = catalogue_of(one, two, three)
+    catalogue.begin(one)
+    catalogue.end(one)  # so that two is the oldest
+    assert names(catalogue.make_room("a", 0, 100)) == []
+    assert names(catalogue.make_room("a", 25, 100)) == ["two"]
+    assert names(catalogue.make_room("a", 60, 100)) == ["three"]
+    assert names(catalogue.of("a")) == ["one"]
+    assert catalogue.bytes == 40
+
+
+def test_what_is_in_use_stays_and_too_little_room_forgets_nothing():
+    used, idle = document("used", 40), document("idle", 60)
+    catalogue = catalogue_of(used, idle)
+    catalogue.begin(used)
+    with pytest.raises(RefusedError, match=r"at most 60 B.* --share-bytes 100 B.*, got 61 B") as no:
+        catalogue.make_room("a", 61, 100)
+    assert no.value.status == 507
+    assert names(catalogue.of("a")) == ["idle", "used"]
+    assert names(catalogue.make_room("a", 60, 100)) == ["idle"]
+
+
+def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
+    catalogue = catalogue_of(document("law", 50, "b"), *(document(name, 25) for name in "xy"))
+    assert names(catalogue.make_room("a", 25, 100)) == ["x"]
+    catalogue.add(document("z", 25))
+    assert names(catalogue.make_room("a", 50, 100)) == ["y", "z"]
+    with pytest.raises(RefusedError, match=r"at most 50 B.* within other keys' shares, got 51 B"):
+        catalogue.make_room("a", 51, 100)
+    assert names(catalogue.of("b")) == ["law"]
+
+
+def test_a_tenant_may_take_what_others_leave_and_gives_it_back_when_they_come():
+    catalogue = catalogue_of(*(document(name, 30) for name in "xyz"))
+    assert names(catalogue.make_room("b", 30, 100)) == ["x"]
+    catalogue.add(document("law", 30, "b"))
+    assert names(catalogue.make_room("c", 33, 100)) == ["y"]
+    catalogue.add(document("rules", 33, "c"))
+    assert names(catalogue.make_room("d", 25, 100)) == ["rules"]
+
+
+def test_the_tenant_with_most_gives_first_and_of_its_documents_the_least_recently_used():
+    own = [document(name, 20, tenant) for tenant, name in ("ax", "ay", "bx", "by", "bz")]
+    catalogue = catalogue_of(*own)
+    gone = catalogue.make_room("c", 30, 100)
+    assert [(one.tenant, one.name) for one in gone] == [("b", "x"), ("a", "x")]
+
+
+def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
+    old = document("contract", 60)
+    catalogue = catalogue_of(old)
+    catalogue.begin(old)
+    catalogue.begin(old)
+    assert catalogue.delete("a", "contract") is None
+    with pytest.raises(RefusedError, match="got 'contract'"):
+        catalogue.find("a", "contract")
+    new = document("contract", 40)
+    catalogue.add(new)  # the name is free again
+    assert (len(catalogue), catalogue.bytes) == (1, 100)
+    with pytest.raises(RefusedError, match="at most 40 B"):
+        catalogue.make_room("a", 41, 100)
+    assert catalogue.end(old) is False
+    assert catalogue.end(old) is True
+    assert catalogue.bytes == 40
+    assert catalogue.delete("a", "contract") is new
+
+
+def test_the_last_use_is_told():
+    one = document("one")
+    assert one.last_used == one.created
+    catalogue_of(one).begin(one)
+    assert one.last_used >= one.created
+    assert one.requests == 1
+
+
+TENANTS, NAMES = "ab", "xyz"
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("add"), st.sampled_from(TENANTS), st.sampled_from(NAMES), st.integers(1, 12)
+        ),
+        st.tuples(st.just("begin"), st.sampled_from(TENANTS), st.sampled_from(NAMES)),
+        st.tuples(st.just("end"), st.integers(0, 20)),
+        st.tuples(st.just("delete"), st.sampled_from(TENANTS), st.sampled_from(NAMES)),
+    ),
+    max_size=60,
+)
+
+
+class Oracle:
+    """What should be there, with the engine's side of it: a list, searched from its start."""
+
+    def __init__(self):
+        self.catalogue = Catalogue()
+        self.engine = {}  # bytes by id, of what it was not told to drop
+        self.order = []  # of (tenant, name), least recently used first
+        self.under_way = []
+        self.owners = {}  # tenants by id
+
+    def add(self, tenant, name, size):
+        if (tenant, name) in self.order:
+            with pytest.raises(RefusedError):
+                self.catalogue.require_free(tenant, name)
+            return
+        go = self.going(tenant, size)
+        if go is None:
+            with pytest.raises(RefusedError):
+                self.catalogue.make_room(tenant, size, 20)
+            return
+        gone = self.catalogue.make_room(tenant, size, 20)
+        assert [(one.tenant, one.name) for one in gone] == go
+        for one in gone:
+            self.order.remove((one.tenant, one.name))
+            del self.engine[one.document_id]
+        new = document(name, size, tenant)
+        new.document_id = str(len(self.owners))
+        self.owners[new.document_id] = tenant
+        self.engine[new.document_id] = size
+        self.catalogue.add(new)
+        self.order.append((tenant, name))
+
+    def going(self, tenant, size):
+        """One after the other goes, until it fits; None where what may go is not enough."""
+        in_use = {one.document_id for one in self.under_way}
+        kept, go = dict(self.engine), []
+        while sum(kept.values()) + size > 20:
+            held = {tenant: size}
+            for document_id, one in kept.items():
+                owner = self.owners[document_id]
+                held[owner] = held.get(owner, 0) + one
+            parts = len({tenant, *(self.owners[one] for one in self.engine)})
+            may_go = [
+                (-held[key[0]], rank, key)
+                for rank, key in enumerate(self.order)
+                if key not in go
+                and held[key[0]] * parts > 20
+                and self.catalogue.find(*key).document_id not in in_use
+            ]
+            if not may_go:
+                return None
+            go.append(min(may_go)[2])
+            del kept[self.catalogue.find(*go[-1]).document_id]
+        return go
+
+    def begin(self, tenant, name):
+        if (tenant, name) in self.order:
+            found = self.catalogue.find(tenant, name)
+            self.catalogue.begin(found)
+            self.under_way.append(found)
+            self.order.remove((tenant, name))
+            self.order.append((tenant, name))
+
+    def end(self, which):
+        if self.under_way:
+            found = self.under_way.pop(which % len(self.under_way))
+            if self.catalogue.end(found):
+                del self.engine[found.document_id]
+
+    def delete(self, tenant, name):
+        if (tenant, name) in self.order:
+            self.order.remove((tenant, name))
+            gone = self.catalogue.delete(tenant, name)
+            if gone is not None:
+                del self.engine[gone.document_id]
+        else:
+            with pytest.raises(RefusedError):
+                self.catalogue.delete(tenant, name)
+
+    def check(self):
+        assert self.catalogue.bytes == sum(self.engine.values()) <= 20
+        assert all(one.document_id in self.engine for one in self.under_way)
+        for tenant in TENANTS:
+            own = sorted(name for owner, name in self.order if owner == tenant)
+            assert names(self.catalogue.of(tenant)) == own
+            assert all(one.tenant == tenant for one in self.catalogue.of(tenant))
+        assert len(self.catalogue) == len(self.order)
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS)
+def test_any_sequence_stays_below_the_cap_and_keeps_what_is_in_use(steps):
+    oracle = Oracle()
+    for what, *arguments in steps:
+        getattr(oracle, what)(*arguments)
+        oracle.check()
+    while oracle.under_way:
+        oracle.end(0)
+        oracle.check()
+    assert set(oracle.engine) == {oracle.catalogue.find(*key).document_id for key in oracle.order}

@@ -1,0 +1,115 @@
+"""Places of pages, against heads that ask for them one by one; no vLLM is needed."""
+
+import random
+
+import pytest
+import torch
+
+from snapkv_vllm.heads.places import HeadPlaces, held_tokens
+
+
+def handed_out(kept, page_tokens, grown):
+    """{(head, page): place} by asking: who needs a page takes the next place."""
+    found = {}
+
+    def take(head, tokens):
+        while sum(owner == head for owner, _ in found) * page_tokens < tokens:
+            page = sum(owner == head for owner, _ in found)
+            found[head, page] = len(found)
+
+    for head, tokens in enumerate(kept):
+        take(head, tokens)
+    for more in range(1, grown + 1):
+        for head, tokens in enumerate(kept):
+            take(head, tokens + more)
+    return found
+
+
+def places(kept, page_tokens, pages):
+    return HeadPlaces(torch.tensor(kept), page_tokens).of_pages(torch.arange(pages)[None]).tolist()
+
+
+def test_by_hand():
+    """Pages of four; five, one and three tokens take two pages, one and one."""
+    assert places([5, 1, 3], 4, 2) == [
+        [0, 1],
+        [2, 6],  # the last to need its second page: at its fifth token, after four more
+        [3, 4],  # the first: after two more
+    ]
+    # the first head needs its third page after four more too, and comes before the second head
+    assert places([5, 1, 3], 4, 3)[0] == [0, 1, 5]
+    # in the next round of four tokens, the same turn again
+    assert [of_head[-1] for of_head in places([5, 1, 3], 4, 4)] == [8, 12, 10]
+
+
+def test_equal_heads_take_turns():
+    assert places([8, 8], 4, 4) == [[0, 1, 4, 6], [2, 3, 5, 7]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_if_heads_asked_one_by_one(seed):
+    draw = random.Random(seed)
+    heads, page_tokens = draw.randint(1, 6), draw.choice([1, 2, 4, 7])
+    kept = [draw.randint(0, 30) for _ in range(heads)]
+    grown = draw.randint(0, 25)
+    expected = handed_out(kept, page_tokens, grown)
+    found = places(kept, page_tokens, 60)
+    assert {(head, page): found[head][page] for head, page in expected} == expected
+    assert sorted(expected.values()) == list(range(len(expected)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_counted_tokens_have_blocks_enough_and_no_more_than_one_too_many(seed):
+    draw = random.Random(seed)
+    heads, page_tokens = draw.randint(1, 6), draw.choice([1, 4, 16])
+    prompt = draw.randint(2, 90)
+    budget = draw.randint(1, prompt - 1)
+    kept = shared_out(draw, budget, heads, prompt)
+    for grown in range(40):
+        pages = len(handed_out(kept, page_tokens, grown))
+        counted = held_tokens(budget, prompt, page_tokens) + grown
+        assert pages <= -(-counted // page_tokens) * heads
+        assert -(-counted // page_tokens) <= -(-(budget + grown) // page_tokens) + 1
+
+
+def shared_out(draw, budget, heads, prompt):
+    """As many tokens as there are, with at least one in every head and none with too many."""
+    kept = [1] * heads
+    for _ in range((budget - 1) * heads):
+        kept[draw.choice([head for head in range(heads) if kept[head] < prompt])] += 1
+    return kept
+
+
+def test_the_worst_case_is_reached():
+    """Two heads of one and seven tokens: three pages of four, though eight tokens fit into two."""
+    assert len(handed_out([1, 7], 4, 0)) == 3
+    assert held_tokens(4, 90, 4) == 7
+    assert held_tokens(4, 5, 4) == 5
+
+
+def test_spread_by_hand():
+    kept = torch.tensor([3, 1])
+    states = torch.tensor([[[1.0], [2.0], [3.0]], [[9.0], [9.0], [4.0]]])
+    # pages of two: the first head has places 0 and 1, the second place 2, block 1's first
+    assert HeadPlaces(kept, 2).spread(states, 4).squeeze(-1).tolist() == [
+        [1.0, 2.0, 4.0, 0.0],
+        [3.0, 0.0, 0.0, 0.0],
+    ]
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+def test_what_is_spread_is_found_again_in_every_layer(page_tokens):
+    torch.manual_seed(0)
+    kept = torch.tensor([[5, 40, 1, 18], [16, 16, 16, 16], [1, 1, 1, 61]])
+    longest = int(kept.max())
+    states = torch.randn(3, 4, longest, 2)
+    slots = -(-held_tokens(16, 90, page_tokens) // page_tokens) * page_tokens
+    laid = HeadPlaces(kept, page_tokens).spread(states, slots)
+    for layer, counts in enumerate(kept.tolist()):
+        found = places(counts, page_tokens, longest)
+        for head, count in enumerate(counts):
+            for token in range(count):
+                block, place = divmod(found[head][token // page_tokens], 4)
+                there = laid[layer, place, block * page_tokens + token % page_tokens]
+                assert torch.equal(there, states[layer, head, longest - count + token])
+    assert int((laid != 0).any(dim=-1).sum()) == int(kept.sum())

@@ -1,0 +1,133 @@
+"""Pages and sequences on tensors, against what a reader of single tokens finds; no vLLM needed."""
+
+import random
+
+import pytest
+import torch
+
+from snapkv_vllm.heads.pages import HeadPages
+from snapkv_vllm.heads.places import HeadPlaces, held_tokens
+from snapkv_vllm.heads.step import Rows, sequences
+
+BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
+
+ORDERS = {
+    "heads first": (0, 1, 2, 3, 4),
+    "tokens first": (0, 1, 3, 2, 4),
+    "a head's blocks together": (0, 2, 1, 3, 4),
+    "layers inside a block": (1, 0, 2, 3, 4),
+    "layers and tokens inside a block": (1, 0, 3, 2, 4),
+    "layers inside a head": (1, 2, 0, 3, 4),
+}
+"""As vLLM may lay out (layers, blocks, heads, tokens, numbers) in memory."""
+
+
+def caches(order, heads=HEADS):
+    """Of each layer, (blocks, heads, tokens, 2 * size), every number another."""
+    shape = (LAYERS, BLOCKS, heads, TOKENS, 2 * SIZE)
+    memory = torch.zeros([shape[axis] for axis in order])
+    whole = memory.permute([order.index(axis) for axis in range(5)])
+    whole.copy_(torch.arange(whole.numel()).view(shape))
+    return list(whole)
+
+
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_page_is_what_a_head_has_in_a_block(order, heads):
+    for cache in caches(order, heads):
+        pages = HeadPages.of(cache)
+        for block in range(BLOCKS):
+            for head in range(heads):
+                number = pages.numbers(torch.tensor(block), torch.tensor(head))
+                assert torch.equal(pages.cache[number, 0], cache[block, head])
+
+
+def test_a_cache_in_one_piece_has_no_page_that_is_none():
+    pages = HeadPages.of(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
+    assert pages.cache.shape == (BLOCKS * HEADS, 1, TOKENS, 2 * SIZE)
+    assert pages.cache.is_contiguous()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_every_head_finds_its_own_tokens(order, seed):
+    """Requests among others in a batch, with several tokens a step; written and read by page."""
+    draw = random.Random(seed)
+    layers = caches(order)
+    for cache in layers:
+        cache.zero_()
+    free = draw.sample(range(BLOCKS), BLOCKS)
+    budget, prompt = draw.randint(2, 9), 30
+    requests = draw.randint(1, 3)
+    kept = torch.tensor(
+        [[shared_out(draw, budget, prompt) for _ in range(requests)] for _ in range(LAYERS)]
+    )
+    blocks = torch.zeros(requests, 8, dtype=torch.int32)
+    held = [[[[] for _ in range(HEADS)] for _ in range(requests)] for _ in range(LAYERS)]
+    given = [0] * requests
+    places, number = HeadPlaces(kept, TOKENS), 0
+
+    def give_blocks(request, grown):
+        needed = -(-(held_tokens(budget, prompt, TOKENS) + grown) // TOKENS)
+        while given[request] < needed:
+            blocks[request, given[request]] = free.pop()
+            given[request] += 1
+
+    # the prompt's end: laid out and written as whole blocks
+    for request in range(requests):
+        give_blocks(request, 0)
+        states = torch.zeros(LAYERS, HEADS, int(kept.max()), 2 * SIZE)
+        for layer in range(LAYERS):
+            for head in range(HEADS):
+                count = int(kept[layer, request, head])
+                for token in range(count):
+                    number += 1
+                    held[layer][request][head].append(number)
+                    states[layer, head, token - count] = number
+        laid = HeadPlaces(kept[:, request], TOKENS).spread(states, given[request] * TOKENS)
+        for cache, of_layer in zip(layers, laid, strict=True):
+            mine = blocks[request, : given[request]].long()
+            cache[mine] = of_layer.unflatten(1, (-1, TOKENS)).transpose(0, 1)
+
+    grown = [0] * requests
+    for _ in range(4):
+        others = draw.randint(0, 3)
+        counts = [draw.randint(1, 3) for _ in range(requests)]
+        starts = [others + sum(counts[:row]) for row in range(requests)]
+        for request in range(requests):
+            grown[request] += counts[request]
+            give_blocks(request, grown[request])
+        pages = HeadPages.of(layers[0])
+        batch = Rows(
+            starts=starts,
+            counts=counts,
+            most_tokens=int(kept.max()) + max(grown),
+        )
+        found = sequences(batch, places, torch.tensor(grown), blocks, pages)
+        tokens = others + sum(counts)
+        for layer, cache in enumerate(layers):
+            new = number + 1 + torch.arange(tokens * HEADS)
+            number += tokens * HEADS
+            for request in range(requests):
+                for token in range(starts[request], starts[request] + counts[request]):
+                    for head in range(HEADS):
+                        held[layer][request][head].append(int(new[token * HEADS + head]))
+            view = HeadPages.of(cache).cache
+            slots = found.slots[layer]
+            view[slots // TOKENS, 0, slots % TOKENS] = new[found.states].float()[:, None]
+        for layer, cache in enumerate(layers):
+            view = HeadPages.of(cache).cache
+            for sequence, length in enumerate(found.lengths[layer].tolist()):
+                table = found.tables[layer, sequence].long()
+                read = view[table, 0].flatten(0, 1)[:length, 0]
+                assert read.tolist() == held[layer][sequence // HEADS][sequence % HEADS]
+        assert found.starts.diff().tolist() == [c for c in counts for _ in range(HEADS)]
+        assert found.most_new == max(counts)
+        assert found.in_order == (found.states.tolist() == list(range(len(found.states))))
+
+
+def shared_out(draw, budget, prompt):
+    kept = [1] * HEADS
+    for _ in range((budget - 1) * HEADS):
+        kept[draw.choice([head for head in range(HEADS) if kept[head] < prompt])] += 1
+    return kept

@@ -1,0 +1,73 @@
+"""What a body says about compression, before vLLM sees it."""
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError, SnapKVError
+from snapkv_vllm.bodies import require_settings
+from snapkv_vllm.names import OF_A_REQUEST
+from snapkv_vllm.settings import ServingSettings
+
+SETTINGS = ServingSettings(budget=512)
+RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        7,
+        [],
+        ["snapkv_budget"],
+        {},
+        {"prompt": "snapkv_budget"},
+        RIGHT,
+        {**RIGHT, "vllm_xargs": None},
+        {**RIGHT, "vllm_xargs": "snapkv_budget"},  # vLLM itself refuses it
+        {"sampling_params": {"extra_args": {"snapkv_budget": 64}}},
+        {"sampling_params": 7, "extra_body": [1], "use_beam_search": True},
+        {"metadata": {"snapkv_run": "7", "budget": 64}},
+        {"thinking_token_budget": 64, "documents": [], "Budget": 64, "vllm_xargs": {"Budget": 64}},
+    ],
+    ids=str,
+)
+def test_right_settings_and_other_peoples_fields_pass(body):
+    require_settings(body, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"vllm_xargs": {"snapkv_budget": 3}}, "snapkv_budget: expected more than window_size"),
+        ({"sampling_params": {"extra_args": {"snapkv_budget": 3}}}, "expected more than"),
+        ({"snapkv_budget": 64}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
+        ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* write "vllm_xargs": {"snapkv_budget": ...}'),
+        *(
+            ({name: 64}, f'{name}: expected inside .* write "vllm_xargs": {{"snapkv_{name}": ...}}')
+            for name in (*OF_A_REQUEST, "document")
+        ),
+        ({"sampling_params": {"budget": 64}}, 'write "vllm_xargs": {"snapkv_budget": ...}'),
+        ({"extra_body": {"vllm_xargs": {"cap": 64}}}, "cap: expected inside vllm_xargs"),
+        ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: expected inside"),
+        ({"extra_body": RIGHT}, "snapkv_budget: expected inside"),
+        ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: expected inside"),
+        ({**RIGHT, "use_beam_search": True}, "snapkv_budget: expected none with use_beam_search"),
+        ({"vllm_xargs": {"budget": 64}}, "budget: .* write snapkv_budget"),
+        ({"vllm_xargs": {"protect_first": 4}}, "write snapkv_protect_first"),
+        ({"vllm_xargs": {"document": "law"}}, "write snapkv_document"),
+        ({"vllm_xargs": {"snapkv-window-size": 16}}, "write snapkv_window_size"),
+        ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "write snapkv_decay"),
+        ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* write snapkv_budget"),
+        ({"vllm_xargs": {"snapkv_\n": 1}}, r"snapkv_\\n: expected one of snapkv_budget"),
+    ],
+    ids=str,
+)
+def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
+    with pytest.raises(SnapKVError, match=words.replace("{", r"\{").replace("...}", r"...\}")):
+        require_settings(body, SETTINGS)
+
+
+def test_a_name_of_any_length_is_refused_on_one_short_line():
+    with pytest.raises(InvalidArgumentError) as refused:
+        require_settings({"vllm_xargs": {"snapkv_" + "é\n" * 100_000: 1}}, SETTINGS)
+    assert len(str(refused.value)) < 400
+    assert str(refused.value).isprintable()

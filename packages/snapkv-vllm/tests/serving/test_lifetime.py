@@ -1,0 +1,126 @@
+"""Processes that end with the one that started them."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from snapkv_vllm.lifetime import METRICS, end_with_parent, metrics_folder, own_folder
+
+linux = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
+)
+
+SERVER = """
+import multiprocessing, os, resource, sys, time
+from snapkv_vllm.lifetime import METRICS, end_with_parent, metrics_folder
+
+def worker(files):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(files)]
+    end_with_parent()
+    open(os.path.join(os.environ[METRICS], str(os.getpid())), "w").close()
+    print("up", flush=True)
+    time.sleep(60)
+
+def engine(context, files):
+    end_with_parent()  # before it forks
+    context.Process(target=worker, args=(files,), name="VllmWorker-0").start()
+    worker(0)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    with metrics_folder():
+        print(os.environ[METRICS], flush=True)
+        arguments = context, int(sys.argv[2])
+        context.Process(target=engine, args=arguments, name="EngineCore").start()
+        time.sleep(60)
+"""
+
+
+@linux
+@pytest.mark.parametrize(("method", "files"), [("spawn", 0), ("fork", 1100)])
+def test_a_killed_front_end_leaves_no_engine_no_worker_and_no_folder(tmp_path, method, files):
+    """Also where a handle has a number that `select.select` does not take."""
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    command = [sys.executable, str(script), method, str(files)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as front:
+        folder = Path(front.stdout.readline().strip())
+        assert [front.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        assert len(list(folder.iterdir())) == 2
+        front.send_signal(signal.SIGKILL)
+        assert front.stdout.read() == ""  # ends when the last process that could write is gone
+    assert not folder.exists()
+
+
+@linux
+def test_a_process_whose_parent_has_gone_ends_at_once_and_a_users_folder_stays(tmp_path):
+    code = f"""
+import multiprocessing, os, subprocess, sys, time
+from types import SimpleNamespace
+from snapkv_vllm.lifetime import end_with_parent
+gone = subprocess.Popen([sys.executable, "-c", ""])
+gone.wait()
+os.environ[{METRICS!r}] = {str(tmp_path)!r}
+multiprocessing.parent_process = lambda: gone
+multiprocessing.current_process().name = "EngineCore_DP0"
+end_with_parent()
+time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert tmp_path.exists()
+
+
+@linux
+def test_a_process_of_vllm_watches_once_and_one_of_a_user_never():
+    code = """
+import multiprocessing, os, threading
+from snapkv_vllm.lifetime import end_with_parent
+def watching():
+    end_with_parent()
+    end_with_parent()
+    return threading.active_count() - 1
+def child(end):
+    me = multiprocessing.current_process()
+    watches = [watching()]
+    me.name = "ApiServer_0"
+    watches.append(watching())
+    end.send(watches)
+receiving, end = multiprocessing.Pipe()
+assert watching() == 0
+multiprocessing.current_process().name = "EngineCore"
+assert watching() == 0
+mine = multiprocessing.get_context("fork").Process(target=child, args=(end,), name="Process-1")
+mine.start()
+print(receiving.recv())
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=30, check=True, capture_output=True)
+    assert done.stdout == b"[0, 1]\n"
+
+
+def test_where_a_parent_cannot_be_watched_nothing_happens(monkeypatch):
+    before = threading.active_count()
+    monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    end_with_parent()
+    assert threading.active_count() == before
+
+
+def test_a_folder_of_metrics_is_there_meanwhile(monkeypatch):
+    monkeypatch.delenv(METRICS, raising=False)
+    with metrics_folder():
+        folder = own_folder()
+        assert folder.is_dir()
+    assert own_folder() is None
+    assert not folder.exists()
+    for users in ("/of/the/user", "/of/the/user/snapkv-metrics-prod"):
+        monkeypatch.setenv(METRICS, users)
+        assert own_folder() is None

@@ -1,0 +1,249 @@
+"""When requests are compressed: arithmetic worked out by hand, and in all cuts into steps."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv import TOVA, SnapKV, StreamingLLM
+from snapkv_vllm.choices import EndOfPrompt, UnderCap, WhileGenerating
+from snapkv_vllm.methods import kept_tokens
+from snapkv_vllm.orders import Ahead, Order
+from snapkv_vllm.plans import Cap, Growth, Plan
+
+POLICY = SnapKV(64, window_size=32)
+
+
+@dataclass
+class Requests:
+    """One request that is computed step by step, as a scheduler does it."""
+
+    plan: Plan
+    seen: int = 0
+    dropped: int = 0
+    orders: list[Order] = field(default_factory=list)
+    most_held: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.seen - self.dropped
+
+    def step(self, offered: int, prompt_ids=range(10**4)) -> int:
+        tokens = self.plan.step_tokens(self.seen, self.held, offered)
+        assert 0 <= tokens <= offered
+        if not tokens:
+            return 0
+        ids = list(prompt_ids)[: self.plan.prompt_tokens]
+        order = self.plan.order(self.seen, self.held, tokens, ids)
+        room = order.room_tokens(16) if order is not None and order.ends else 0
+        assert self.plan.room(self.seen, self.held, tokens, 16) == room
+        self.most_held = max(self.most_held, self.held + tokens)
+        self.seen += tokens
+        if order is not None:
+            self.orders.append(order)
+            if order.ends:
+                self.seen, self.dropped = order.seen_tokens, order.dropped_tokens
+        return tokens
+
+    def run(self, total: int, chunks) -> "Requests":
+        """Up to that many tokens, in chunks, which come again from the first."""
+        turn = 0
+        while self.seen < total:
+            end = self.plan.prompt_tokens if self.seen < self.plan.prompt_tokens else self.seen + 1
+            self.step(min(chunks[turn % len(chunks)], max(total, end) - self.seen))
+            turn += 1
+        return self
+
+    @property
+    def ended(self) -> list[tuple[int, int]]:
+        """Where it was compressed, and what it held then."""
+        return [(order.seen_tokens, order.kept_tokens) for order in self.orders if order.ends]
+
+
+def whole(prompt, policy=POLICY, step=None):
+    return Requests(Plan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
+
+
+def test_a_prompt_in_one_step_is_compressed_with_it():
+    (order,) = whole(100).orders
+    assert order == Order(
+        choice=EndOfPrompt(POLICY),
+        query_tokens=32,
+        seen_tokens=100,
+        held_tokens=100,
+        ends=True,
+        kept_tokens=64,
+    )
+    assert order.dropped_tokens == 36
+
+
+def test_a_window_that_lies_across_two_chunks_is_put_aside_in_parts():
+    assert [one.query_tokens for one in whole(100, step=60).orders] == [32]  # begins at 68
+    orders = whole(100, step=80).orders
+    assert [(one.query_tokens, one.ends) for one in orders] == [(12, False), (20, True)]
+
+
+@pytest.mark.parametrize("prompt", [1, 63, 64])
+def test_a_prompt_within_the_budget_is_left_alone(prompt):
+    assert not whole(prompt).orders
+
+
+def test_without_a_method_and_behind_the_prompt_there_are_no_orders():
+    assert not whole(100, policy=None).orders
+    assert Plan(prompt_tokens=100, policy=POLICY).order(100, 64, 1, range(100)) is None
+
+
+def test_methods_without_queries_only_get_the_end():
+    policy = StreamingLLM(8)
+    assert [(one.query_tokens, one.ends) for one in whole(100, policy, 99).orders] == [(0, True)]
+    assert [one.query_tokens for one in whole(100, TOVA(8), 99).orders] == [1]
+
+
+def test_a_step_of_a_resumed_request_stops_where_its_prompt_ends():
+    plan = Plan(prompt_tokens=100, policy=POLICY)
+    assert plan.step_tokens(0, 0, 130) == 100
+    assert plan.step_tokens(60, 60, 60) == 40
+    assert plan.step_tokens(0, 0, 100) == 100
+    assert plan.step_tokens(100, 64, 7) == 7
+    assert plan.step_tokens(0, 0, 50) == 50
+
+
+def test_cached_prefixes_end_before_the_queries_that_vote():
+    def reusable(policy, tokens):
+        return Plan(prompt_tokens=tokens, policy=policy).reusable_tokens
+
+    assert reusable(POLICY, 200) == 168  # 200 - 32
+    assert reusable(None, 200) is None
+    assert reusable(POLICY, 60) is None  # nothing will be dropped
+    assert reusable(StreamingLLM(64), 200) == 199  # one token has to be computed
+    assert reusable(TOVA(64), 200) == 199
+
+
+CAP = Cap(most_tokens=80, chunk_tokens=40, looks_ahead=True)
+
+
+def capped(prompt, cap=CAP, growth=None):
+    return Plan(prompt_tokens=prompt, policy=POLICY, cap=cap, growth=growth)
+
+
+def test_a_prompt_is_held_to_its_cap_after_every_chunk_that_passes_it():
+    """Chunks end at 40, 80, 120 and so on; 120 is the first where more than 80 are held."""
+    plan = capped(230)
+    request = Requests(plan).run(230, [1000])
+    assert request.ended == [(120, 80), (160, 80), (230, 64)]  # 200: 30 are left, a window
+    first, second, last = request.orders
+    assert first.choice == second.choice == UnderCap(POLICY, 32)
+    assert first.ahead == Ahead(first_position=198, token_ids=tuple(range(198, 230)))
+    assert (first.query_tokens, first.held_tokens) == (32, 152)  # 120 and those read ahead
+    assert (second.held_tokens, second.dropped_tokens) == (80 + 40 + 32, 80)
+    assert (last.choice, last.held_tokens) == (EndOfPrompt(POLICY), 80 + 70)
+    assert plan.reusable_tokens == 119
+    assert plan.shared_tokens == 120
+    assert request.most_held == plan.most_held(230) == 80 + 40 + 32
+
+
+def test_a_chunk_ends_in_a_step_that_has_room_for_what_is_read_ahead():
+    plan = capped(230)
+    assert plan.step_tokens(100, 100, 52) == 52  # 20 to the end of the chunk, and the window
+    assert plan.step_tokens(100, 100, 51) == 19
+    assert plan.step_tokens(119, 119, 32) == 0
+    assert plan.step_tokens(119, 119, 33) == 33
+
+
+def test_where_nothing_can_be_read_ahead_the_chunks_own_tokens_vote():
+    plan = capped(230, Cap(most_tokens=80, chunk_tokens=40, looks_ahead=False))
+    request = Requests(plan).run(230, [50])
+    assert request.ended == [(120, 80), (160, 80), (230, 64)]
+    assert all(one.ahead is None for one in request.orders)
+    assert plan.reusable_tokens == 120 - 32
+
+
+def test_a_prompt_within_its_cap_is_only_compressed_at_its_end():
+    assert Requests(capped(80)).run(80, [1000]).ended == [(80, 64)]
+    assert Requests(capped(100)).run(100, [1000]).ended == [(100, 64)]
+
+
+GROWTH = Growth(policy=TOVA(70), most_tokens=80, evict_every=10)
+
+
+def test_an_answer_grows_to_its_budget_and_is_evicted_from_at_once():
+    """64 of the prompt and 16 generated tokens are 80; ten go, and every ten tokens ten more."""
+    plan = Plan(prompt_tokens=100, policy=POLICY, growth=GROWTH)
+    request = Requests(plan).run(140, [100])
+    assert request.ended == [(100, 64), (116, 70), (126, 70), (136, 70)]
+    ended = [order for order in request.orders if order.ends]
+    assert ended[1].choice == WhileGenerating(TOVA(70), 1, 0)
+    assert (ended[1].held_tokens, ended[1].dropped_tokens) == (80, 46)
+    assert request.most_held == 100
+
+
+def test_a_whole_prompt_beyond_the_budget_is_evicted_from_with_the_first_token():
+    plan = Plan(prompt_tokens=100, growth=GROWTH)
+    assert Requests(plan).run(112, [100]).ended == [(101, 70), (111, 70)]
+    assert plan.reusable_tokens == 100
+    assert plan.most_held(100) == 100
+    assert plan.most_held(150) == 101
+
+
+def test_a_method_sees_the_queries_of_the_answer_alone():
+    policy = SnapKV(64, window_size=32)
+    growth = Growth(policy=_Looking(60), most_tokens=70, evict_every=10)
+    late = Plan(prompt_tokens=100, policy=policy, growth=growth).next(100, 64)
+    assert (late.at, late.choice.query_tokens) == (106, 6)
+    early = Plan(prompt_tokens=100, growth=growth).next(0, 0)
+    assert (early.at, early.choice.query_tokens) == (101, 1)
+
+
+class _Looking(TOVA):
+    """Wants eight queries."""
+
+    history_tokens = 8
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.integers(1, 400),
+    answer=st.integers(0, 120),
+    chunks=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    window=st.integers(1, 40),
+    cap=st.none() | st.tuples(st.integers(64, 120), st.integers(40, 100), st.booleans()),
+    every=st.none() | st.integers(1, 30),
+)
+def test_however_a_request_is_cut_it_is_compressed_alike(
+    prompt, answer, chunks, window, cap, every
+):
+    """Against one token after the other, which is compressed wherever the rules say so."""
+    policy = SnapKV(64, window_size=window)
+    growth = every and Growth(policy=TOVA(90 - every), most_tokens=90, evict_every=every)
+    held_to = cap and Cap(most_tokens=cap[0], chunk_tokens=cap[1], looks_ahead=cap[2])
+    plan = Plan(prompt_tokens=prompt, policy=policy, cap=held_to, growth=growth or None)
+    request = Requests(plan).run(prompt + answer, [*chunks, 200])
+    expected, held = [], 0
+    for seen in range(1, prompt + answer + 1):
+        held, left = held + 1, prompt - seen
+        if cap and left > window and seen % cap[1] == 0 and held > cap[0]:
+            held = cap[0]
+            expected.append((seen, held))
+        elif left == 0 and held > 64:
+            held = 64
+            expected.append((seen, held))
+        elif left < 0 and every and held >= 90:
+            held = 90 - every
+            expected.append((seen, held))
+    assert request.ended == expected
+    assert request.most_held <= plan.most_held(prompt + answer) <= prompt + answer
+    queries = [0]
+    for order in request.orders:
+        queries[-1] += order.query_tokens
+        if order.ends:
+            assert queries[-1] == order.choice.query_tokens
+            queries.append(0)
+    if expected:
+        assert plan.shared_tokens == expected[0][0]
+        assert plan.reusable_tokens < expected[0][0]
+
+
+@pytest.mark.parametrize(("prompt", "kept"), [(10, 10), (64, 64), (65, 64)])
+def test_no_more_than_the_budget_is_kept(prompt, kept):
+    assert kept_tokens(POLICY, prompt) == kept

@@ -1,0 +1,140 @@
+"""What vLLM is shown as the largest step is at least what any request makes of it."""
+
+import contextlib
+import weakref
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from snapkv import ops
+from snapkv.policies.kvzip import most_attention
+from snapkv_vllm.documents.reading_twice import STEP_TOKENS
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.rehearsal import Largest, rehearsed
+from snapkv_vllm.settings import ServingSettings
+from tests.ops.states import random_layer
+
+HEADS, KV_HEADS, WIDTH, LAYERS = 6, 2, 16, 3
+LAYER = SimpleNamespace(
+    num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=WIDTH, impl=SimpleNamespace(scale=0.25)
+)
+PROMPT, STEP, REQUESTS = 3000, 500, 4
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that are alive, now and at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._users = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                key, size = storage.data_ptr(), storage.nbytes()
+                self._use(key, size, 1)
+                weakref.finalize(tensor, self._use, key, size, -1)
+        return out
+
+    def _use(self, key, size, users):
+        before = self._users[key]
+        self._users[key] += users
+        self.now += size * (bool(self._users[key]) - bool(before))
+        self.most = max(self.most, self.now)
+
+
+def config(settings, **sizes):
+    sizes = {"max_num_batched_tokens": STEP, "max_num_seqs": REQUESTS} | sizes
+    return SimpleNamespace(
+        additional_config=settings.to_config(),
+        scheduler_config=SimpleNamespace(**sizes),
+        model_config=SimpleNamespace(max_model_len=PROMPT),
+    )
+
+
+def test_the_largest_step_worked_out_by_hand():
+    largest = Largest.of(config(ServingSettings(budget=64, max_window_size=40)))
+    assert (largest.policy.window_size, largest.policy.budget) == (40, 2999)
+    assert (largest.prompt_tokens, largest.step_tokens) == (3000, 500)
+    assert largest.recorded_tokens == 4 * 40 + 40  # four requests, and what one began before
+    many = Largest.of(config(ServingSettings(max_window_size=40), max_num_seqs=256))
+    assert many.recorded_tokens == 500 + 40
+    sinks = Largest.of(config(ServingSettings(policy="streaming-llm")))
+    assert (sinks.policy.query_tokens, sinks.recorded_tokens) == (0, 0)
+    assert Largest.of(config(ServingSettings(policy="tova"))).recorded_tokens == 4 + 1
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova", "streaming-llm"])
+def test_no_step_takes_more_memory_than_what_was_rehearsed(policy):
+    settings = ServingSettings(policy=policy, budget=200, max_window_size=48)
+    largest = Largest.of(config(settings))
+    with Peak() as peak, held_during(largest):
+        waiting = peak.now
+    queries = HEADS * WIDTH * 4
+    assert waiting >= LAYERS * largest.recorded_tokens * queries
+    requests = [{"snapkv_budget": budget} for budget in (100, 1500, PROMPT - 1)]
+    if policy == "snapkv":
+        wide = {"snapkv_pooling": "avg", "snapkv_kernel_size": 129}
+        requests += [one | {"snapkv_window_size": 48} for one in requests]
+        requests += [one | wide for one in requests] + [
+            one | {"snapkv_pooling": "fading"} for one in requests
+        ]
+    for request in requests:
+        made = settings.for_request(request)
+        assert waiting + bytes_of_a_step(made) <= peak.most, request
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "streaming-llm"])
+def test_reading_a_document_again_takes_no_more_memory_than_what_was_rehearsed(policy):
+    settings = ServingSettings(policy=policy, budget=200, sharing=Sharing())
+    largest = Largest.of(config(settings))
+    assert largest.reads_again
+    with Peak() as peak, held_during(largest):
+        waiting = peak.now
+    noted = LAYERS * KV_HEADS * PROMPT * 4
+    assert waiting >= LAYERS * STEP_TOKENS * HEADS * WIDTH * 4 + noted
+    shape = {"query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
+    layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=STEP_TOKENS, **shape)
+    with Peak() as reading:
+        most_attention(replace(layer, keys=layer.keys.clone()), PROMPT - STEP_TOKENS)
+    assert waiting + reading.most <= peak.most
+
+
+@contextlib.contextmanager
+def held_during(largest):
+    device = torch.device("cpu")
+    with rehearsed([LAYER] * LAYERS, largest, dtype=torch.float32, device=device):
+        yield
+
+
+def bytes_of_a_step(policy):
+    """At most, while one layer of the longest prompt is compressed."""
+    shape = {"query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": WIDTH}
+    layer = random_layer(0, prompt_tokens=PROMPT, query_tokens=policy.query_tokens, **shape)
+    with Peak() as peak:
+        keys = layer.keys.clone()
+        keep = policy.select(replace(layer, keys=keys)).keep_indices
+        kept = [ops.gather_tokens(keys, keep) for _ in range(2)]
+    assert len(kept) == 2
+    return peak.most
+
+
+def test_a_prompt_shorter_than_the_largest_window_is_rehearsed_too():
+    settings = ServingSettings(budget=64, max_window_size=100, sharing=Sharing())
+    small = config(settings)
+    small.model_config.max_model_len = 60
+    with held_during(Largest.of(small)):
+        pass
+
+
+def test_without_compressed_layers_nothing_is_held():
+    with rehearsed([], Largest.of(config(ServingSettings())), dtype=torch.float32, device=None):
+        pass

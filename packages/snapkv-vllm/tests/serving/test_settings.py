@@ -1,0 +1,188 @@
+"""What a server keeps by default and for one request."""
+
+import json
+
+import pytest
+import torch
+
+from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.limits import Limits
+from snapkv_vllm.methods import kept_tokens
+from snapkv_vllm.protecting import ProtectingFirst
+from snapkv_vllm.settings import ServingSettings
+from tests.ops.states import random_layer
+
+
+def test_the_defaults_are_those_of_the_library():
+    assert ServingSettings().for_request(None) == SnapKV()
+    assert ServingSettings().for_request({"other": 1}) == SnapKV()
+
+
+def test_a_request_overrides_what_it_names():
+    settings = ServingSettings(budget=512, parameters={"kernel_size": 13, "window_size": 16})
+    given = {"snapkv_budget": 300, "snapkv_pooling": "avg"}
+    expected = SnapKV(300, kernel_size=13, window_size=16, pooling="avg")
+    assert settings.for_request(given) == expected
+    assert settings.for_request({}) == SnapKV(512, kernel_size=13, window_size=16)
+
+
+def test_a_request_may_choose_another_pooling_than_the_servers():
+    wide = ServingSettings(budget=512, parameters={"kernel_size": [0, 12]})
+    assert wide.for_request(None) == SnapKV(512, kernel_size=(0, 12))
+    fading = {"snapkv_pooling": "fading"}
+    assert wide.for_request(fading) == SnapKV(512, pooling="fading")
+    assert wide.for_request({**fading, "snapkv_decay": 0.8}) == SnapKV(
+        512, pooling="fading", decay=0.8
+    )
+    faded = ServingSettings(budget=512, parameters={"pooling": "fading", "decay": 0.8})
+    assert faded.for_request({"snapkv_decay": 0.7}) == SnapKV(512, pooling="fading", decay=0.7)
+    assert faded.for_request(fading) == SnapKV(512, pooling="fading", decay=0.8)
+    assert faded.for_request({"snapkv_pooling": "max"}) == SnapKV(512)
+    both = {"snapkv_pooling": "max", "snapkv_kernel_size": [0, 12]}
+    assert faded.for_request(both) == SnapKV(512, kernel_size=(0, 12))
+
+
+def test_zero_turns_it_off_for_a_request_or_until_a_request_asks():
+    assert ServingSettings(budget=512).for_request({"snapkv_budget": 0}) is None
+    off = ServingSettings(budget=0)
+    assert off.for_request(None) is None
+    assert off.for_request({"snapkv_budget": 64}) == SnapKV(64)
+
+
+def test_the_log_is_told_all_that_decides_what_is_kept():
+    assert ServingSettings().summary == (
+        "policy snapkv, budget 1024, window_size 32, kernel_size 7, pooling max, sink_tokens 0, "
+        "group_reduce mean, protect_first 0, max_window_size 128, max_kernel_size 129, cap 0, "
+        "chunk_tokens 1024, decode_budget 0, decode_policy r-kv, evict_every 128, share no"
+    )
+    own = {"safeguard": 0.5, "pooling": "fading", "decay": 0.9}
+    sharing = Sharing(most_bytes=2 << 30, across_keys=True, folder="/documents")
+    said = ServingSettings(policy="adakv", budget=0, parameters=own, sharing=sharing).summary
+    words = ("policy adakv", "budget 0", "decay 0.9", "safeguard 0.5")
+    assert all(word in said.split(", ") for word in words)
+    assert said.endswith("share 2.0 GiB across keys in /documents")
+    limits = Limits(cap=2048, decode_budget=4096)
+    assert (
+        "cap 2048, chunk_tokens 1024, decode_budget 4096" in ServingSettings(limits=limits).summary
+    )
+
+
+def test_other_methods_keep_positions_and_have_their_own_parameters():
+    streaming = ServingSettings(policy="streaming-llm", budget=64, parameters={"start": 8})
+    assert streaming.for_request(None) == StreamingLLM(64, start=8, positions="original")
+    assert streaming.for_request({"snapkv_budget": 32}) == StreamingLLM(
+        32, start=8, positions="original"
+    )
+    assert ServingSettings(policy="tova", budget=9).for_request(None) == TOVA(9)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "pyramidkv"}, "one table of blocks"),
+        ({"policy": "adakv", "parameters": {"safeguard": 0}}, "safeguard"),
+        ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "expected a parameter of adakv"),
+        ({"policy": "adakv", "budget": 16}, "window_size=32"),
+        ({"parameters": {"safeguard": 0.5}}, "expected a parameter of snapkv"),
+        ({"policy": "snapvk"}, "did you mean snapkv"),
+        ({"policy": ["snapkv"]}, "expected one of"),
+        ({"budget": -1}, "at least 0"),
+        ({"budget": 1.5}, "an integer"),
+        ({"budget": True}, "an integer"),
+        ({"budget": 16}, "window_size=32"),
+        ({"parameters": {"kernel": 3}}, "did you mean kernel_size"),
+        ({"parameters": {"kernel_size": 4}}, "odd"),
+        ({"parameters": {"group_reduce": "none"}}, "once per KV head"),
+        ({"parameters": {"keep_ratio": 0.5}}, "expected a parameter of snapkv"),
+        ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not turned"),
+        ({"policy": "streaming-llm", "parameters": {"recent": 5}}, "expected a parameter"),
+        ({"policy": "streaming-llm", "budget": 3}, "expected start"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_when_the_server_starts(given, words):
+    with pytest.raises(SnapKVError, match=words):
+        ServingSettings(**given)
+
+
+@pytest.mark.parametrize("budget", [0, 512])
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"snapkv_budget": "512"}, InvalidTypeError, "snapkv_budget: expected an integer"),
+        ({"snapkv_budget": -5}, InvalidArgumentError, "at least 0"),
+        ({"snapkv_budget": None}, InvalidTypeError, "snapkv_budget"),
+        ({"snapkv_budget": [1]}, InvalidTypeError, "snapkv_budget"),
+        ({"snapkv_decay": None}, InvalidTypeError, "snapkv_decay: expected a value"),
+        ({"snapkv_budget": 8}, InvalidArgumentError, "window_size=32"),
+        ({"snapkv_window_size": 0}, InvalidArgumentError, "window_size"),
+        ({"snapkv_kernel_size": 6}, InvalidArgumentError, "kernel_size"),
+        ({"snapkv_pooling": "median"}, InvalidArgumentError, "pooling"),
+        ({"snapkv_pooling": ["max"]}, InvalidArgumentError, "pooling"),
+        ({"snapkv_decay": 0.9}, InvalidArgumentError, "decay: expected none with pooling='max'"),
+        ({"snapkv_pooling": "fading", "snapkv_decay": "0.9"}, InvalidTypeError, "decay"),
+        (
+            {"snapkv_pooling": "fading", "snapkv_kernel_size": 5},
+            InvalidArgumentError,
+            "has a decay",
+        ),
+        ({"snapkv_kernel_size": [1]}, InvalidArgumentError, "pair"),
+        ({"snapkv_kernel": 5}, InvalidArgumentError, "did you mean snapkv_kernel_size"),
+        ({"snapkv_policy": "tova"}, InvalidArgumentError, "snapkv_policy"),
+        ({"snapkv_": 1}, InvalidArgumentError, "snapkv_"),
+    ],
+)
+def test_wrong_settings_of_a_request_are_refused_with_their_name(budget, given, error, words):
+    with pytest.raises(error, match=words):
+        ServingSettings(budget=budget).for_request(given)
+
+
+def test_a_wrong_window_is_refused_even_where_the_request_turns_compression_off():
+    with pytest.raises(InvalidArgumentError, match="kernel_size"):
+        ServingSettings().for_request({"snapkv_budget": 0, "snapkv_kernel_size": 2})
+
+
+def test_a_request_cannot_set_what_its_method_does_not_have():
+    with pytest.raises(InvalidArgumentError, match="snapkv_window_size"):
+        ServingSettings(policy="tova").for_request({"snapkv_window_size": 16})
+
+
+def test_settings_travel_as_json():
+    settings = ServingSettings(budget=300, parameters={"kernel_size": 5, "pooling": "avg"})
+    config = json.loads(json.dumps({"mine": 1, **settings.to_config()}))
+    assert ServingSettings.from_config(config) == settings
+    assert ServingSettings.from_config({}) == ServingSettings()
+    forward = ServingSettings(parameters={"kernel_size": (0, 12)})
+    config = json.loads(json.dumps(forward.to_config()))
+    assert ServingSettings.from_config(config).for_request(None) == SnapKV(kernel_size=(0, 12))
+
+
+@pytest.mark.parametrize("policy", [SnapKV(64), StreamingLLM(64), TOVA(64)])
+@pytest.mark.parametrize(("prompt", "kept"), [(1, 1), (63, 63), (64, 64), (65, 64), (5000, 64)])
+def test_what_is_kept_is_known_before_anything_is_computed(policy, prompt, kept):
+    assert kept_tokens(policy, prompt) == kept
+
+
+def test_first_tokens_are_protected_by_the_server_or_a_request():
+    settings = ServingSettings(budget=64, protect_first=20)
+    assert ServingSettings.from_config(settings.to_config()) == settings
+    assert settings.for_request(None) == ProtectingFirst(SnapKV(64), 20)
+    assert settings.for_request({"snapkv_protect_first": 0}) == SnapKV(64)
+    assert kept_tokens(settings.for_request({"snapkv_protect_first": 32}), 100) == 64
+    for value, words in ((33, "at most 32 tokens.* got 33"), (-1, "at least 0")):
+        with pytest.raises(InvalidArgumentError, match=words):
+            settings.for_request({"snapkv_protect_first": value})
+    with pytest.raises(InvalidTypeError, match="snapkv_protect_first: expected an integer"):
+        settings.for_request({"snapkv_protect_first": 2.5})
+    with pytest.raises(InvalidArgumentError, match=r"^protect_first: expected at most"):
+        ServingSettings(policy="tova", budget=9, protect_first=9)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova", "streaming-llm"])
+def test_protected_first_tokens_stay_and_the_count_is_the_budget(policy):
+    made = ServingSettings(policy=policy, budget=48, protect_first=10).for_request(None)
+    layer = random_layer(0, prompt_tokens=90, query_tokens=made.query_tokens)
+    kept = made.select(layer).keep_indices
+    assert kept.shape[-1] == kept_tokens(made, 90) == 48
+    assert (kept[..., :10] == torch.arange(10)).all()

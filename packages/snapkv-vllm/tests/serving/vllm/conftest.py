@@ -1,0 +1,91 @@
+"""Models and documents for the tests that run vLLM.
+
+`make test-serving` runs them twice, once on each of vLLM's model runners, since a process has one;
+the folder `interpreter` brings the second to machines without a GPU. The tests of the demo model
+run on the first alone: Triton's interpreter is too slow for it. So do those that ask of servers
+what no runner has a part in.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# One engine in this process, on whatever core is free, and no output but errors.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+OF_THE_DEMO = {"folder", "text_ids"}
+OF_FRONT_ENDS = {"test_documents_restart.py", "test_documents_http.py", "test_production.py"}
+SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
+
+
+def pytest_collection_modifyitems(config, items):
+    """Everything in this folder needs vLLM, whose own warnings are not ours to fix."""
+    ours = [item for item in items if "serving/vllm" in item.nodeid]
+    for item in ours:
+        item.add_marker(pytest.mark.vllm)
+        item.add_marker(pytest.mark.filterwarnings("default"))
+    if SECOND_RUNNER:
+        others = [
+            item
+            for item in ours
+            if OF_THE_DEMO & set(item.fixturenames) or item.path.name in OF_FRONT_ENDS
+        ]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+@pytest.fixture(scope="session")
+def second_runner() -> bool:
+    """Whether this process has vLLM's second model runner."""
+    return SECOND_RUNNER
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A small random model for both runners."""
+    from tests.serving.vllm.models import SmallModel
+
+    return SmallModel(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """A small random model with a tokenizer, for servers."""
+    from snapkv.app.models import load
+    from tests.serving.vllm.models import SmallModel
+
+    tokenizer = load("demo").tokenizer
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
+    model = SmallModel(tmp_path_factory.mktemp("served"), **sizes)
+    tokenizer.save_pretrained(model.folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def many_ids() -> list[int]:
+    """Ten thousand random tokens."""
+    from tests.serving.vllm.models import ids_of
+
+    return ids_of(10_000)
+
+
+@pytest.fixture(scope="session")
+def folder() -> str:
+    """The demo model as a folder."""
+    from snapkv.app.models import place_of
+
+    return place_of("demo")
+
+
+@pytest.fixture(scope="session")
+def text_ids() -> list[int]:
+    """Ten thousand tokens of prose."""
+    from snapkv.app.models import load
+
+    text = Path(__file__).parents[5].joinpath("LICENSE").read_text(encoding="utf-8")
+    return load("demo").tokenizer(text * 5)["input_ids"][:10_000]

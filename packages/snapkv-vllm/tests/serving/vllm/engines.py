@@ -1,0 +1,177 @@
+"""An engine in this process, with its inside open to the tests."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+def greedy(tokens, **options):
+    """Sampling parameters of exactly that many likeliest tokens."""
+    from vllm import SamplingParams
+
+    common = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**common | options, max_tokens=tokens)
+
+
+def blocks_bytes(blocks, block_tokens):
+    """Memory of that many blocks of the demo model: 30 layers, 3 KV heads of 64, float32."""
+    return blocks * block_tokens * 30 * 3 * 64 * 2 * 4
+
+
+@dataclass
+class Watched:
+    """What was kept while watching: per compression, by how many tokens had been seen."""
+
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    blocks_held: list[list[int]] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> int:
+        return len(self.kept)
+
+    def of(self, prompt) -> list[Tensor]:
+        return self.kept[len(prompt)]
+
+
+def small_engine(small: Any, **options: Any) -> "Engine":
+    """An engine of one of the small random models, where 512 tokens are many."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "kv_cache_memory_bytes": 50 << 20}
+    return Engine(small.folder, **{"skip_tokenizer_init": True, **sizes, **options})
+
+
+class Engine:
+    """vLLM's `LLM` of a model, in float32, with or without compression."""
+
+    def __init__(self, folder: str, *, compressed: bool = True, **options: Any) -> None:
+        from vllm import LLM
+
+        from snapkv_vllm import engine_args
+
+        own = {
+            name: options.pop(name)
+            for name in ("budget", "policy", "parameters", "limits", "max_window_size", "sharing")
+            if name in options
+        }
+        common: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 300 << 20,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "disable_log_stats": True,
+        }
+        arguments = common | options
+        self.llm = LLM(folder, **(engine_args(**own, **arguments) if compressed else arguments))
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.all_blocks = self.free_blocks
+        self._started = self.preempted = 0
+        preempt = self.scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = count
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.core.shutdown()
+        del self.llm, self.core
+        gc.collect()
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def waits(self) -> int:
+        """How often requests have waited for want of room for what is kept."""
+        return int(self.scheduler._metrics._waits._value.get())
+
+    @property
+    def block_tokens(self) -> int:
+        return self.scheduler.block_size
+
+    def outputs(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        return self.llm.generate(inputs, sampling, use_tqdm=False)
+
+    def answers(self, prompts: list[list[int]], sampling: Any) -> list[list[int]]:
+        return [list(one.outputs[0].token_ids) for one in self.outputs(prompts, sampling)]
+
+    def start(self, prompts: list[list[int]], sampling: Any) -> list[str]:
+        names = []
+        for ids in prompts:
+            self._started += 1
+            names.append(f"started-{self._started}")
+            self.llm.llm_engine.add_request(names[-1], {"prompt_token_ids": ids}, sampling)
+        return names
+
+    def step(self) -> list[Any]:
+        return self.llm.llm_engine.step()
+
+    def abort_all(self) -> None:
+        self.llm.llm_engine.abort_request(list(self.scheduler.requests), internal=True)
+
+    def abort(self, request: str) -> None:
+        """Abort one that was started, under the name that `start` gave it."""
+        before = len(self.scheduler.requests)
+        self.llm.llm_engine.abort_request([request])
+        assert len(self.scheduler.requests) < before, request
+
+    def leftovers(self) -> list[str]:
+        """Requests that scheduler or worker still hold something for."""
+        runner = self.runner
+        self.step()  # workers hear of finished requests with the next step
+        managers = self.scheduler._blocks._managers.values()
+        held = [
+            self.scheduler._plans,
+            self.scheduler._metrics._counted,
+            self.scheduler._waiting_for_room,
+            *(one for manager in managers for one in (manager.dropped_tokens, manager._rooms)),
+            runner._heads.requests,
+            runner._dropped,
+            runner._compressed,
+            runner._recorder.recorded,
+            runner._compressor._received,
+        ]
+        return [request for one in held for request in one]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Watched]:
+        """Note what every prompt keeps, and how many blocks it holds right afterwards."""
+        seen, compressor = Watched(), self.runner._compressor
+        keep, compress = compressor._keep_indices, self.scheduler._blocks.compress
+
+        def keep_and_note(run, request, order, keys):
+            indices = keep(run, request, order, keys)
+            seen.kept.setdefault(order.seen_tokens, []).extend(indices.split(1))
+            return indices
+
+        def compress_and_note(request_id, order):
+            moves = compress(request_id, order)
+            seen.blocks_held.append([len(move.targets) for move in moves])
+            return moves
+
+        compressor._keep_indices = keep_and_note
+        self.scheduler._blocks.compress = compress_and_note
+        try:
+            yield seen
+        finally:
+            del compressor._keep_indices, self.scheduler._blocks.compress

@@ -1,0 +1,228 @@
+"""A worker without a model: every slot remembers which token's state it holds.
+
+It does with blocks what vLLM's runner and this plugin do, and checks before each step's end that
+every request finds exactly the states of its own tokens, or of those it kept. A step may be carried
+out while the scheduler is already a step ahead, as under asynchronous scheduling.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+
+from snapkv_vllm.layouts import slots
+from snapkv_vllm.orders import Move, Order
+from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
+
+Token = int | tuple[int, int]
+"""One of a request's own by its position; else its id and position, where it is read ahead."""
+
+
+def chosen(positions: Sequence[int], kept: int) -> list[int]:
+    """Some choice that depends on nothing else: every few of them, and the last ones."""
+    tail, held = kept // 2, len(positions)
+    front = [place * (held - tail) // (kept - tail) for place in range(kept - tail)]
+    return [positions[place] for place in (*front, *range(held - tail, held))]
+
+
+class SimulatedWorker:
+    """Carries out `SchedulerOutput`s in order.
+
+    Args:
+        blocks: how many there are.
+        block_tokens: tokens in a block.
+        windows: of the KV cache groups; None has full attention and is compressed.
+    """
+
+    def __init__(
+        self, blocks: int, block_tokens: int, windows: Sequence[int | None] = (None,)
+    ) -> None:
+        self.windows = windows
+        self.memory: list[Any] = [None] * (blocks * block_tokens)
+        self.block_tokens = block_tokens
+        self.tokens: dict[str, list[int]] = {}
+        self.states: dict[str, list[int]] = {}
+        self.prompts: dict[str, int] = {}
+        self.blocks: dict[str, list[list[int]]] = {}
+        self.held: dict[str, list[list[Token]]] = {}
+        self.moved: dict[str, Sequence[Move]] = {}
+        self.queries: dict[str, int] = {}
+        self.compressed: Counter[str] = Counter()
+        self.documents: dict[int, list[Token]] = {}
+
+    def run(self, output: Any) -> ModelRunnerOutput:
+        begin = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        begin |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        orders = getattr(output, ORDERS)
+        self._take_over(output, begin)
+        ends = {}
+        for name, tokens in output.num_scheduled_tokens.items():
+            ahead = self._ahead(name, orders.get(name))
+            ends[name] = begin[name] + tokens - len(ahead)
+            self._write(name, [*range(begin[name], ends[name]), *ahead])
+        for name in ends:
+            self._check(name, begin[name])
+        self._carry_out(orders)
+        sampled = [self._sample(name, end) for name, end in ends.items()]
+        rows = {name: row for row, name in enumerate(ends)}
+        return ModelRunnerOutput(list(ends), rows, sampled_token_ids=sampled)
+
+    def _take_over(self, output: Any, begin: dict[str, int]) -> None:
+        cached = output.scheduled_cached_reqs
+        for name in (*output.finished_req_ids, *cached.resumed_req_ids):
+            self.moved.pop(name, None)
+            self.queries.pop(name, None)
+        for name, moves in self.moved.items():
+            for move in moves:
+                self.blocks[name][move.group] = list(move.targets)
+        self.moved = {}
+        for one in output.scheduled_new_reqs:
+            self.tokens[one.req_id] = list(one.prompt_token_ids)
+            self.states[one.req_id] = []
+            self.prompts[one.req_id] = len(one.prompt_token_ids)
+            self.blocks[one.req_id] = [list(blocks) for blocks in one.block_ids]
+        for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.blocks[name] = [list(blocks) for blocks in new]
+            elif new is not None:
+                for blocks, more in zip(self.blocks[name], new, strict=True):
+                    blocks += more
+        beginnings = getattr(output, BEGINNINGS)
+        for name in (*(one.req_id for one in output.scheduled_new_reqs), *cached.resumed_req_ids):
+            self.held[name] = [list(range(begin[name])) for _ in self.windows]
+            begun = beginnings.get(name)
+            if begun is not None and begun.dropped_tokens:
+                self.held[name] = [list(self.documents[first]) for first, *_ in self.blocks[name]]
+                assert all(begun.kept_tokens == len(one) for one in self.held[name])
+
+    def _ahead(self, name: str, order: Order | None) -> list[Token]:
+        """What a step reads that is no next token: the prompt's last ones, or a text again."""
+        if order is None or order.ahead is None:
+            return []
+        rows = list(zip(*order.ahead.rows, strict=True))
+        if not order.noted_tokens:
+            assert all(self.tokens[name][position] == token for token, position in rows)
+        return rows
+
+    def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
+        """The slots of the first tokens in these blocks."""
+        return slots(torch.tensor(blocks), tokens, self.block_tokens).tolist()
+
+    def _state(self, name: str, token: Token) -> int:
+        """A number that stands for the tokens up to a position, and for no others."""
+        if isinstance(token, tuple):  # read ahead, behind other tokens than its own
+            return hash(token)
+        states, tokens = self.states[name], self.tokens[name]
+        while len(states) <= token:
+            states.append(hash((states[-1] if states else 0, tokens[len(states)])))
+        return states[token]
+
+    def _write(self, name: str, new: Sequence[Token]) -> None:
+        for held, blocks in zip(self.held[name], self.blocks[name], strict=True):
+            held += new
+            places = self._slots(blocks, len(held))[len(held) - len(new) :]
+            assert len(places) == len(new)
+            for token, place in zip(new, places, strict=True):
+                self.memory[place] = self._state(name, token)
+
+    def _check(self, name: str, begin: int) -> None:
+        for group, window in enumerate(self.windows):
+            held = self.held[name][group]
+            for token, place in zip(
+                held, self._slots(self.blocks[name][group], len(held)), strict=True
+            ):
+                gone = window is not None and token < begin - window + 1
+                found = gone or self.memory[place] == self._state(name, token)
+                assert found, (name, group, token)
+
+    def _carry_out(self, orders: dict[str, Order]) -> None:
+        for name, order in orders.items():
+            self.queries[name] = self.queries.get(name, 0) + order.query_tokens
+            if order.noted_tokens:  # of every step by itself
+                self.queries[name] = 0
+            if order.ends:
+                self._choose(name, order)
+            elif order.moves:
+                self._stay(name, order)
+
+    def _stay(self, name: str, order: Order) -> None:
+        """Forget what was read behind the tokens that stay."""
+        for move in order.moves:
+            assert list(move.sources) == list(move.targets) == self.blocks[name][move.group]
+            assert len(self.held[name][move.group]) == order.held_tokens
+            del self.held[name][move.group][order.kept_tokens :]
+
+    def _choose(self, name: str, order: Order) -> None:
+        """Move what stays, from where no request that comes later in the step has written."""
+        assert self.queries[name] == order.choice.query_tokens
+        self.queries[name] = 0
+        assert [move.group for move in order.moves] == self._compressed_groups
+        for move in order.moves:
+            held = self.held[name][move.group]
+            assert len(held) == order.held_tokens
+            places = self._slots(self.blocks[name][move.group], len(held))
+            assert {place // self.block_tokens for place in places} == set(move.sources)
+            kept = chosen([one for one in held if isinstance(one, int)], order.kept_tokens)
+            read = {token: self.memory[place] for token, place in zip(held, places, strict=True)}
+            for token, place in zip(kept, self._slots(move.targets, len(kept)), strict=True):
+                assert read[token] == self._state(name, token)
+                self.memory[place] = read[token]
+            self.held[name][move.group] = list(kept)
+            if order.noted_tokens:
+                self.documents[move.targets[0]] = kept
+        self.moved[name] = order.moves
+        self.compressed[order.choice.stage] += 1
+
+    @property
+    def _compressed_groups(self) -> list[int]:
+        return [group for group, window in enumerate(self.windows) if window is None]
+
+    def _sample(self, name: str, end: int) -> list[int]:
+        """The next token, which the tokens before it decide; none inside a prompt."""
+        tokens = self.tokens[name]
+        if end < self.prompts[name]:
+            return []
+        if end == len(tokens):
+            tokens.append(sum(tokens[-3:]) % 97 + 1)
+            return [tokens[end]]
+        return []
+
+
+class Simulation:
+    """A scheduler, a simulated worker, and steps under way between them.
+
+    Args:
+        scheduler: vLLM's, compressing.
+        worker: carries its steps out.
+        ahead: how many steps the scheduler may be ahead.
+    """
+
+    def __init__(self, scheduler: Any, worker: SimulatedWorker, ahead: int) -> None:
+        self.scheduler, self.worker, self.ahead = scheduler, worker, ahead
+        self._under_way: deque[Any] = deque()
+        self.preempted = 0
+        preempt = scheduler._preempt_request
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **kwargs)
+
+        scheduler._preempt_request = count
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        self._under_way.append(output)
+        allowed = self.ahead if output.total_num_scheduled_tokens else 0
+        while len(self._under_way) > allowed:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        output = self._under_way.popleft()
+        self.scheduler.update_from_output(output, self.worker.run(output))
+
+    def drain(self) -> None:
+        while self._under_way:
+            self._finish_one()

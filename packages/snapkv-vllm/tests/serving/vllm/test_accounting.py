@@ -1,0 +1,368 @@
+"""Blocks, orders and steps under way, against a worker that remembers what every slot holds."""
+
+import random
+
+import pytest
+import torch
+
+PAGE = 4
+BLOCKS = 26
+TOKEN_BYTES = 2 * 8 * 4
+BLOCKS_OF_A_WINDOW = 10
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["without-limits", "with-limits"])
+def limits(request):
+    """Whether requests are held to a number of tokens."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def config(folder, limits):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from snapkv_vllm import Limits, engine_args
+
+    held_to = Limits(cap=20, chunk_tokens=8, decode_budget=23, decode_policy="tova", evict_every=5)
+    options = engine_args(
+        budget=12,
+        parameters={"window_size": 6},
+        limits=held_to if limits else None,
+        max_window_size=6,
+        dtype="float32",
+    )
+    options |= {"max_model_len": 96, "max_num_batched_tokens": 24, "enforce_eager": True}
+    options |= {"max_num_seqs": 8, "block_size": 32}
+    return EngineArgs(folder, **options).create_engine_config()
+
+
+def simulation(config, *, caching, ahead, windows=(None,)):
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from snapkv_vllm.blocks import CompressedSpec, register_spec
+    from snapkv_vllm.scheduler import scheduler
+    from tests.serving.vllm.simulation import SimulatedWorker, Simulation
+
+    register_spec()
+    config.scheduler_config.async_scheduling = bool(ahead)
+    config.cache_config.enable_prefix_caching = caching
+    config.cache_config.block_size = PAGE
+    blocks = sum(BLOCKS_OF_A_WINDOW if window else BLOCKS for window in windows)
+    config.cache_config.num_gpu_blocks = blocks
+    sizes = {"block_size": PAGE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = [
+        SlidingWindowSpec(**sizes, sliding_window=window) if window else CompressedSpec(**sizes)
+        for window in windows
+    ]
+    made = scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[
+                KVCacheGroupSpec([f"layer-{number}"], spec) for number, spec in enumerate(specs)
+            ],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=PAGE,
+        hash_block_size=PAGE,
+        log_stats=False,
+    )
+    return Simulation(made, SimulatedWorker(blocks, PAGE, windows), ahead)
+
+
+def ended_at(seen, held, kept):
+    """A choice that is due."""
+    from snapkv import SnapKV
+    from snapkv_vllm.choices import EndOfPrompt
+    from snapkv_vllm.orders import Order
+
+    return Order(
+        choice=EndOfPrompt(SnapKV(kept, window_size=2)),
+        query_tokens=2,
+        seen_tokens=seen,
+        held_tokens=held,
+        ends=True,
+        kept_tokens=kept,
+    )
+
+
+def request(name, tokens, generate, extra_args):
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    sampling = SamplingParams(
+        max_tokens=generate, temperature=0, ignore_eos=True, extra_args=extra_args
+    )
+    hasher = get_request_block_hasher(PAGE, sha256)
+    return Request(name, tokens, sampling, None, block_hasher=hasher)
+
+
+def answer(tokens, generate):
+    tokens = list(tokens)
+    for _ in range(generate):
+        tokens.append(sum(tokens[-3:]) % 97 + 1)
+    return tokens
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "windows",
+    [(None,), (None, 8), (8, None), (None, None, 12)],
+    ids=["full", "full-sliding", "sliding-full", "two-full-one-sliding"],
+)
+def test_every_request_finds_its_own_tokens_and_every_block_comes_back(
+    config, limits, windows, caching, ahead, seed
+):
+    """Random prompts with shared beginnings, budgets, lengths, arrivals and aborts."""
+    draw = random.Random(seed)
+    running = simulation(config, caching=caching, ahead=ahead, windows=windows)
+    scheduler, worker = running.scheduler, running.worker
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    openings = [[draw.randrange(1, 90) for _ in range(40)] for _ in range(3)]
+    expected, aborted = {}, set()
+    for number in range(60):
+        tokens = draw.choice(openings)[: draw.randrange(1, 40)]
+        tokens = tokens + [draw.randrange(1, 90) for _ in range(draw.randrange(1, 20))]
+        generate = draw.randrange(1, 36)
+        extra_args = {"snapkv_budget": draw.choice([0, 7, 12, 13, 30])}
+        if limits:
+            extra_args = {"snapkv_budget": draw.choice([7, 12, 13])}
+        if draw.random() < 0.3:
+            extra_args = {}
+        if draw.random() < 0.3 and limits:
+            extra_args["snapkv_cap"] = draw.choice([13, 16, 20])
+        if draw.random() < 0.3 and limits:
+            extra_args["snapkv_decode_budget"] = draw.choice([20, 23])
+        name = f"r{number}"
+        scheduler.add_request(request(name, tokens, generate, extra_args))
+        expected[name] = answer(tokens, generate)
+        for _ in range(draw.randrange(8)):
+            running.step()
+            require_promise(scheduler)
+        if draw.random() < 0.15 and scheduler.requests:
+            abort(scheduler, draw.choice(sorted(scheduler.requests)), aborted)
+    while scheduler.requests:
+        running.step()
+        require_promise(scheduler)
+    running.drain()
+    running.step()  # so that the worker hears of the last ones
+    running.drain()
+    for name, tokens in expected.items():
+        if name not in aborted:
+            assert worker.tokens[name] == tokens
+    assert worker.compressed["prompt"] > 20
+    assert all((worker.compressed[stage] > 20) == limits for stage in ("reading", "generating"))
+    assert running.preempted > 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
+    assert not scheduler._plans
+    for manager in scheduler._blocks._managers.values():
+        assert not manager.dropped_tokens
+        assert not manager.req_to_blocks
+
+
+def require_promise(scheduler):
+    """No request holds more blocks than its plan says."""
+    for name, request in scheduler.requests.items():
+        most = scheduler._plans[name].most_held(request.num_tokens + 1)
+        for manager in scheduler._blocks._managers.values():
+            assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
+
+
+def abort(scheduler, name, aborted):
+    from vllm.v1.request import RequestStatus
+
+    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    aborted.add(name)
+
+
+def blocks_of(config, *, caching, windows=(None,)):
+    """The compressed blocks of a scheduler, and the manager of their first group."""
+    blocks = simulation(config, caching=caching, ahead=0, windows=windows).scheduler._blocks
+    return blocks, next(iter(blocks._managers.values()))
+
+
+def holding(config, mine, free, kept):
+    """Request "a" in so many blocks with its prompt read, beside so many free ones."""
+    from snapkv import SnapKV
+    from snapkv_vllm.plans import Plan
+
+    blocks, manager = blocks_of(config, caching=True)
+    pool = manager.block_pool
+    manager.plans["a"] = Plan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
+    manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
+    pool.get_new_blocks(pool.get_num_free_blocks() - free)
+    return blocks, manager
+
+
+def lacking(manager):
+    """Blocks that "a" lacks to compute its last block's tokens and then be compressed."""
+    seen = (len(manager.req_to_blocks["a"]) - 1) * PAGE
+    return manager.get_num_blocks_to_allocate("a", seen + PAGE, [], seen, seen, seen + PAGE)
+
+
+def test_what_is_kept_goes_to_free_blocks_and_else_to_its_own(config):
+    blocks, manager = holding(config, mine=6, free=1, kept=8)
+    mine = list(manager.req_to_blocks["a"])
+    assert lacking(manager) == 0
+    blocks.take_room("a", 20, 4, others_blocks=0)
+    (move,) = blocks.compress("a", ended_at(24, 24, 8))
+    assert move.sources == tuple(block.block_id for block in mine)
+    assert move.targets[1:] == (mine[-1].block_id,)
+    assert move.targets[0] not in move.sources
+    assert manager.block_pool.get_num_free_blocks() == 5
+    assert manager.dropped_tokens == {"a": 16}
+    assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
+
+
+def test_the_blocks_that_others_may_need_are_no_room_while_its_own_will_do(config):
+    blocks, manager = holding(config, mine=6, free=3, kept=8)
+    blocks.take_room("a", 20, 4, others_blocks=2)
+    assert manager.block_pool.get_num_free_blocks() == 2
+    blocks, manager = holding(config, mine=6, free=3, kept=8)
+    manager.block_pool.touch(manager.req_to_blocks["a"])
+    blocks.take_room("a", 20, 4, others_blocks=2)
+    assert manager.block_pool.get_num_free_blocks() == 1
+
+
+def test_shared_blocks_are_no_room_for_what_is_kept(config):
+    blocks, manager = holding(config, mine=6, free=2, kept=12)
+    mine = list(manager.req_to_blocks["a"])
+    manager.block_pool.touch(mine)
+    assert lacking(manager) == 3
+    assert blocks.lack_room
+    manager.block_pool.free_blocks(mine[:1])
+    assert lacking(manager) == 2
+    blocks.take_room("a", 20, 4, others_blocks=0)
+    (move,) = blocks.compress("a", ended_at(24, 24, 12))
+    assert move.targets[2:] == (mine[0].block_id,)
+    assert [block.ref_cnt for block in mine] == [1] * 6
+
+
+def test_blocks_that_others_may_read_are_never_written_for_want_of_a_room(config):
+    blocks, manager = holding(config, mine=6, free=1, kept=8)
+    mine = list(manager.req_to_blocks["a"])
+    with pytest.raises(AssertionError, match="others may read"):
+        blocks.compress("a", ended_at(24, 24, 8))
+    assert manager.req_to_blocks["a"] == mine
+    manager.dropped_tokens["a"] = 4  # its blocks are its own since it was compressed
+    blocks.compress("a", ended_at(28, 24, 8))
+    assert manager.req_to_blocks["a"] == mine[:2]
+
+
+def test_a_step_that_keeps_nothing_looks_at_no_block_for_its_room(config, monkeypatch):
+    _, manager = holding(config, mine=6, free=1, kept=8)
+    monkeypatch.setattr(manager, "unshared_blocks", None)  # not to be called
+    assert manager.get_num_blocks_to_allocate("a", 20, [], 16, 16, 20) == 0
+    assert manager.lacking_blocks == 0
+
+
+def test_room_comes_back_when_a_request_is_preempted_before_its_step(config):
+    blocks, manager = holding(config, mine=6, free=5, kept=8)
+    blocks.take_room("a", 20, 4, others_blocks=0)
+    assert manager.block_pool.get_num_free_blocks() == 3
+    manager.free("a")
+    assert manager.block_pool.get_num_free_blocks() == 11
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
+def test_a_request_waits_for_room_and_is_then_compressed(config, ahead):
+    """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
+    running = simulation(config, caching=True, ahead=ahead)
+    scheduler, waits = running.scheduler, []
+    scheduler._metrics.waits = lambda: waits.append(scheduler.current_step)
+    tokens = list(range(1, 81))
+    scheduler.add_request(request("first", tokens, 8, {"snapkv_budget": 0}))
+    for _ in range(5):
+        running.step()
+    assert "first" in {one.request_id for one in scheduler.running}
+    scheduler.add_request(request("second", tokens, 8, {"snapkv_budget": 30}))
+    while scheduler.requests:
+        running.step()
+    running.drain()
+    assert running.worker.tokens == {name: answer(tokens, 8) for name in ("first", "second")}
+    assert running.worker.compressed["prompt"] == 1
+    assert len(waits) == 1
+
+
+def beside(config, monkeypatch, *, step, first, second, after):
+    """Two requests that read `step` tokens a step together, the second begun some steps later.
+
+    The first is compressed, the second stays whole; returns how many were preempted, and waited.
+    """
+    monkeypatch.setattr(config.scheduler_config, "long_prefill_token_threshold", step)
+    running, waits = simulation(config, caching=True, ahead=0), []
+    running.scheduler._metrics.waits = lambda: waits.append("once")
+    tokens = {"first": list(range(1, first + 1)), "second": [2] * second}
+    running.scheduler.add_request(request("first", tokens["first"], 4, {"snapkv_budget": 30}))
+    for _ in range(after):
+        running.step()
+    running.scheduler.add_request(request("second", tokens["second"], 9, {"snapkv_budget": 0}))
+    while running.scheduler.requests:
+        running.step()
+    running.drain()
+    generated = {"first": 4, "second": 9}
+    assert running.worker.tokens == {
+        name: answer(ids, generated[name]) for name, ids in tokens.items()
+    }
+    assert running.worker.compressed["prompt"] == 1
+    return running.preempted, len(waits)
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+@pytest.mark.parametrize("second", range(20, 24))
+def test_a_request_that_generates_has_its_next_block_beside_one_that_keeps(
+    config, monkeypatch, second
+):
+    """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
+    found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
+    assert found == (0, 0)
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+def test_one_that_is_preempted_beside_a_room_waits_for_it(config, monkeypatch):
+    """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
+    assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
+
+
+@pytest.mark.parametrize("limits", [False], indirect=True)
+def test_a_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
+    from snapkv.errors import InvalidArgumentError
+
+    scheduler = simulation(config, caching=True, ahead=0).scheduler
+    long = request("long", [1] * (BLOCKS * PAGE), 1, {})
+    scheduler.add_request(long)
+    assert scheduler.grammar_compile_error_reqs == {"long"}
+    with pytest.raises(InvalidArgumentError, match=r"the cache's 25 blocks.*which need 26;"):
+        scheduler._require_blocks(long)
+
+
+def test_in_place_the_first_blocks_stay(config):
+    blocks, manager = blocks_of(config, caching=False)
+    mine = manager.block_pool.get_new_blocks(6)
+    manager.req_to_blocks["a"] = list(mine)
+    (move,) = blocks.compress("a", ended_at(23, 23, 9))
+    assert (move.sources[:3], len(move.sources)) == (move.targets, 6)
+    assert manager.req_to_blocks["a"] == mine[:3]
+    # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
+    assert manager.allocate_new_blocks("a", 26, 26) == []
+    assert len(manager.allocate_new_blocks("a", 27, 27)) == 1
+
+
+def test_every_group_with_full_attention_is_compressed_and_no_other(config):
+    blocks, first = blocks_of(config, caching=False, windows=(None, 8, None))
+    assert list(blocks._managers) == [0, 2]
+    for number, manager in blocks._managers.items():
+        manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)
+    moves = blocks.compress("a", ended_at(16, 16, 5))
+    assert [(move.group, len(move.sources), len(move.targets)) for move in moves] == [
+        (0, 4, 2),
+        (2, 4, 2),
+    ]

@@ -1,0 +1,141 @@
+"""Blocks of documents, lent, given back and dropped, against a worker that remembers every slot."""
+
+import random
+
+import pytest
+
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.documents.words import BUDGET, DOCUMENT, DROP, INSTRUCTION, REGISTER
+from tests.serving.vllm.test_accounting import (
+    PAGE,
+    TOKEN_BYTES,
+    abort,
+    answer,
+    request,
+    require_promise,
+    simulation,
+)
+
+MOST_TOKENS = 28
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from snapkv_vllm import engine_args
+
+    options = engine_args(
+        budget=12,
+        parameters={"window_size": 6},
+        max_window_size=6,
+        sharing=Sharing(most_bytes=MOST_TOKENS * TOKEN_BYTES, chunk_tokens=9),
+        dtype="float32",
+    )
+    options |= {"max_model_len": 72, "max_num_batched_tokens": 24, "enforce_eager": True}
+    options |= {"max_num_seqs": 8, "block_size": 32}
+    return EngineArgs(folder, **options).create_engine_config()
+
+
+class Server:
+    """Sends requests to a scheduler as a front end would, and keeps what it expects.
+
+    Args:
+        running: the simulation.
+        draw: makes them up.
+    """
+
+    def __init__(self, running, draw):
+        self.running, self.draw = running, draw
+        self.expected, self.aborted = {}, set()
+        self.reading, self.texts = {}, {}
+        self.number = self.refused = 0
+
+    @property
+    def scheduler(self):
+        return self.running.scheduler
+
+    def ids(self, tokens):
+        return [self.draw.randrange(1, 90) for _ in range(tokens)]
+
+    def send(self, ids, generate, extra_args):
+        self.number += 1
+        name = f"r{self.number}"
+        self.scheduler.add_request(request(name, ids, generate, extra_args))
+        self.expected[name] = answer(ids, generate)
+        return name
+
+    def register(self):
+        text = self.ids(self.draw.randrange(PAGE, 41))
+        own = {BUDGET: self.draw.choice([7, 8, 12]), INSTRUCTION: [7] * self.draw.randrange(3)}
+        document = str(self.number)
+        name = self.send([*text, 1], 1, own | {REGISTER: document})
+        if document in self.scheduler._documents._held:
+            self.reading[name] = document, text
+        else:  # those that were dropped and are in use leave no room
+            self.refused += 1
+            del self.expected[name]
+
+    def ask(self):
+        document, text = self.draw.choice([*self.texts.items(), ("", [])])
+        ids = text + self.ids(self.draw.randrange(1, 12))
+        self.send(ids, self.draw.randrange(1, 20), {DOCUMENT: document} if text else {})
+
+    def drop(self):
+        document = self.draw.choice(sorted(self.texts))
+        del self.texts[document]
+        self.send([1], 1, {DROP: document})
+
+    def step(self):
+        self.running.step()
+        require_promise(self.scheduler)
+        held = self.scheduler._documents._held
+        for name in [name for name in self.reading if name not in self.scheduler.requests]:
+            document, text = self.reading.pop(name)
+            assert document in held or name in self.aborted or self.running.ahead
+            if document in held:
+                self.texts[document] = text
+
+    def drain(self):
+        while self.scheduler.requests:
+            self.step()
+        self.running.drain()
+        self.step()
+        self.running.drain()
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_finds_its_documents_tokens_and_every_block_comes_back(
+    config, caching, ahead, seed
+):
+    """Documents are registered, used, dropped in use, aborted while they are read, preempted."""
+    draw = random.Random(seed)
+    running = simulation(config, caching=caching, ahead=ahead)
+    server, pool = Server(running, draw), running.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    for _ in range(80):
+        if not server.reading and len(server.texts) < 2 and draw.random() < 0.5:
+            server.register()
+        if server.texts and draw.random() < 0.1:
+            server.drop()
+        server.ask()
+        for _ in range(draw.randrange(6)):
+            server.step()
+        if draw.random() < 0.15 and server.scheduler.requests:
+            abort(server.scheduler, draw.choice(sorted(server.scheduler.requests)), server.aborted)
+    server.drain()
+    for name, tokens in server.expected.items():
+        if name not in server.aborted:
+            assert running.worker.tokens[name] == tokens
+    assert running.worker.compressed["document"] > 1
+    assert server.refused < 6
+    assert running.preempted > 0
+    while server.texts:
+        server.drop()
+    server.drain()
+    assert pool.get_num_free_blocks() == free
+    documents = running.scheduler._documents
+    assert not any((documents._held, documents._used_by, documents._registering))
+    assert not running.scheduler._plans

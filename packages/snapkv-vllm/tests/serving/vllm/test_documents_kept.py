@@ -1,0 +1,220 @@
+"""Documents between files of the library and an engine's blocks, in both directions."""
+
+import pytest
+import torch
+
+from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.cache.saving.files import seal_of
+from snapkv.hf.identity import identity_of
+from snapkv_vllm.documents.exchange import REFUSED
+from snapkv_vllm.documents.files import model_identity
+from snapkv_vllm.documents.words import ADOPT, KEPT, ROOM, TOKENS
+from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.test_documents import SHARING, SIZES, Library, ask, drop, register
+
+QUESTIONS = [ids_of(length, seed=length) for length in (1, 7, 32)]
+MOST_BYTES = 1 << 28
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return SmallModel(tmp_path_factory.mktemp("kept"), max_position_embeddings=4096)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(engine):
+    """Every test drops what it has registered or adopted."""
+    before = engine.free_blocks
+    yield
+    for name in list(engine.scheduler._documents._held):
+        drop(engine, name)
+    assert engine.free_blocks == before
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+def engine(small, request):
+    options = SIZES | {"enable_prefix_caching": request.param}
+    with small_engine(small, budget=64, sharing=SHARING, **options) as running:
+        yield running
+
+
+def adopt(engine, name, ids, kept):
+    own = {ADOPT: name, TOKENS: ids, KEPT: kept}
+    (output,) = engine.outputs([[0]], greedy(1, extra_args=own))
+    return output.kv_transfer_params
+
+
+def fill(engine, small, path, blocks, **changed):
+    given = {"most_bytes": MOST_BYTES, **changed}
+    given = {"seal": given.get("seal") or seal_of(path), **given}
+    own = (str(path), blocks, identity_of(small.model), given["seal"], given["most_bytes"])
+    (said,) = engine.llm.collective_rpc("snapkv_fill_document", args=own)
+    return said
+
+
+def save(engine, small, path, blocks, ids):
+    own = (str(path), blocks, identity_of(small.model), ids)
+    (said,) = engine.llm.collective_rpc("snapkv_save_document", args=own)
+    return said
+
+
+def answer(small, cache, ids, question, tokens=6):
+    """What the library answers from a cache of the document."""
+    prompt = torch.tensor([ids + question])
+    output = small.model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+    )
+    return output[0, prompt.shape[1] :].tolist()
+
+
+def read_once(small, ids, policy):
+    cache = CompressedCache(small.model, policy)
+    with torch.no_grad():
+        small.model(torch.tensor([ids]), past_key_values=cache)
+    return cache
+
+
+def saved(small, path, ids, kept):
+    """A file of the library, of a method that no server reads documents with."""
+    policy = FullCache() if kept == len(ids) else SnapKV(kept, window_size=16)
+    read_once(small, ids, policy).save(path, beside={"input_ids": torch.tensor([ids])})
+    return path
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(300, 64), (300, 96), (128, 128)])
+def test_what_the_library_has_saved_answers_as_there(engine, small, tmp_path, tokens, kept):
+    ids, before = ids_of(tokens, seed=tokens), engine.free_blocks
+    path = saved(small, tmp_path / "document", ids, kept)
+    held = adopt(engine, "one", ids, kept)
+    assert (held["tokens"], held["kept_tokens"]) == (tokens, kept)
+    assert [len(of_group) * 32 for of_group in held["blocks"]] == [kept]
+    assert fill(engine, small, path, held["blocks"]) == {}
+    expected = [
+        answer(small, CompressedCache.load(path, small.model), ids, question)
+        for question in QUESTIONS
+    ]
+    prompts = [ids + question for question in QUESTIONS]
+    assert ask(engine, "one", prompts) == expected
+    assert [ask(engine, "one", [prompt])[0] for prompt in prompts] == expected
+    assert engine.free_blocks == before - kept // 32
+    drop(engine, "one")
+    assert engine.free_blocks == before
+    assert not engine.leftovers()
+
+
+def test_an_adopted_document_that_is_whole_is_no_prefix_of_other_requests(engine, small, tmp_path):
+    ids = ids_of(128, seed=2)
+    path = saved(small, tmp_path / "document", ids, 128)
+    held = adopt(engine, "one", ids, 128)
+    assert fill(engine, small, path, held["blocks"]) == {}
+    question = ids_of(70, seed=3)
+    ask(engine, "one", [ids + question])
+    (output,) = engine.outputs([ids + question], greedy(2, extra_args={"snapkv_budget": 0}))
+    assert output.num_cached_tokens in (0, None)
+    drop(engine, "one")
+
+
+@pytest.mark.parametrize("tokens", [64, 70, 300])
+def test_what_an_engine_has_read_answers_the_same_in_the_library(engine, small, tmp_path, tokens):
+    ids, path = ids_of(tokens, seed=tokens), tmp_path / "document"
+    held = register(engine, "one", ids)
+    ids = ids[: held["tokens"]]
+    assert save(engine, small, path, held["blocks"], ids) == {}
+    cache, beside = CompressedCache.load_with(path, small.model)
+    assert beside["input_ids"].tolist() == [ids]
+    if tokens == 300:
+        library = Library(small.model, 64)
+        expected = library.cache(ids)
+        for layer in small.compressed_layers:
+            assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
+        assert cache.policy == expected.policy
+        answers = [library.answer(ids, question) for question in QUESTIONS]
+    else:
+        answers = [
+            answer(small, read_once(small, ids, FullCache()), ids, question)
+            for question in QUESTIONS
+        ]
+    loaded = [CompressedCache.load(path, small.model) for _ in QUESTIONS]
+    pairs = zip(loaded, QUESTIONS, strict=True)
+    assert [answer(small, cache, ids, question) for cache, question in pairs] == answers
+    drop(engine, "one")
+
+
+def test_a_document_comes_back_from_its_own_file(engine, small, tmp_path):
+    ids, path = ids_of(300, seed=1), tmp_path / "document"
+    prompts = [ids + question for question in QUESTIONS]
+    held = register(engine, "one", ids)
+    expected = ask(engine, "one", prompts)
+    assert save(engine, small, path, held["blocks"], ids) == {}
+    drop(engine, "one")
+    held = adopt(engine, "two", ids, 64)
+    assert fill(engine, small, path, held["blocks"]) == {}
+    assert ask(engine, "two", prompts) == expected
+    drop(engine, "two")
+
+
+def test_positions_of_a_document_before_the_last_are_not_made_up(engine, small, tmp_path):
+    first, last = (register(engine, name, ids_of(300, seed=seed)) for seed, name in enumerate("ab"))
+    said = save(engine, small, tmp_path / "a", first["blocks"], ids_of(300, seed=0))
+    assert "compressed last" in said[REFUSED]
+    assert save(engine, small, tmp_path / "b", last["blocks"], ids_of(300, seed=1)) == {}
+    for name in "ab":
+        drop(engine, name)
+
+
+def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, small, tmp_path):
+    ids, free = ids_of(300), engine.free_blocks
+    path = saved(small, tmp_path / "document", ids, 64)
+    held = adopt(engine, "one", ids, 64)
+    for changed, words in [
+        ({"seal": "0" * 64}, "another one at"),
+        ({"most_bytes": 1000}, "expected a saved cache of at most"),
+    ]:
+        assert words in fill(engine, small, path, held["blocks"], **changed)[REFUSED]
+    missing = {"seal": "0" * 64}
+    fewer = [held["blocks"][0][:1]]
+    assert "expected keys and values of (4, 32," in fill(engine, small, path, fewer)[REFUSED]
+    assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)[REFUSED]
+    nowhere = tmp_path / "no" / "document"
+    assert "choose another place" in save(engine, small, nowhere, fewer, ids[:32])[REFUSED]
+    drop(engine, "one")
+    assert engine.free_blocks == free
+    assert engine.answers([ids], greedy(2))
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(300, 65), (300, 320), (2048, 64)], ids=str)
+def test_what_cannot_be_adopted_takes_no_block(engine, tokens, kept):
+    before = engine.free_blocks
+    assert adopt(engine, "one", ids_of(tokens), kept) is None
+    assert engine.free_blocks == before
+    assert not engine.leftovers()
+
+
+def test_no_blocks_are_taken_from_requests(engine):
+    """The pool is empty but for two blocks, while a document is to hold four."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 3)
+    assert adopt(engine, "one", ids_of(300), 128) is None
+    pool.free_blocks(taken)
+    held = adopt(engine, "one", ids_of(300), 128)
+    assert len(held["blocks"][0]) == 4
+    assert adopt(engine, "one", ids_of(300), 128) is None
+    drop(engine, "one")
+
+
+def test_documents_hold_no_more_than_they_may(engine):
+    (said,) = engine.outputs([[1]], greedy(1, extra_args={ROOM: "all"}))
+    fitting = said.kv_transfer_params["most_tokens"] // 1600
+    adopted = [adopt(engine, str(number), ids_of(1600), 1600) for number in range(fitting + 1)]
+    assert all(adopted[:fitting])
+    assert adopted[fitting] is None
+
+
+def test_the_front_end_knows_the_model_as_the_library_does(served):
+    assert model_identity(served.folder, "float32") == identity_of(served.model)

@@ -1,0 +1,198 @@
+"""Steps that carry orders replay no CUDA graph, and graphs that are replayed read our lengths.
+
+There is no GPU here: what is looked at is what the runners decide by, and which buffers attention
+was given.
+"""
+
+import contextlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from snapkv import SnapKV
+from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.models import ids_of
+
+BUDGET = 64
+CHUNK = 150
+WINDOW_OF_ONE = {"snapkv_window_size": 1}
+
+
+@pytest.fixture(scope="module")
+def engine(small):
+    options = {"max_num_batched_tokens": CHUNK, "enable_prefix_caching": True}
+    with small_engine(small, budget=BUDGET, **options) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def steps_of(engine, second_runner):
+    """Per step: the tokens of each request, whether it carried orders, whether graphs may replay.
+
+    The runners ask for themselves whether all requests decode; with CUDA graphs of whole steps it
+    is the answer that decides.
+    """
+    runner, steps = engine.runner, []
+    name = "gather_batch_req_state" if second_runner else "_is_uniform_decode"
+    decide, execute = getattr(runner, name), runner.execute_model
+
+    def execute_and_note(scheduler_output, *args, **kwargs):
+        if scheduler_output.total_num_scheduled_tokens:
+            tokens = sorted(scheduler_output.num_scheduled_tokens.values())
+            steps.append([tokens, bool(scheduler_output.snapkv_orders), []])
+        return execute(scheduler_output, *args, **kwargs)
+
+    def decide_and_note(*args, **kwargs):
+        decided = decide(*args, **kwargs)
+        steps[-1][2].append(bool(decided[1] if second_runner else decided))
+        return decided
+
+    setattr(runner, name, decide_and_note)
+    runner.execute_model = execute_and_note
+    try:
+        yield steps
+    finally:
+        delattr(runner, name)
+        del runner.execute_model
+
+
+def run(engine, second_runner, prompts, extra_args, tokens=5):
+    with steps_of(engine, second_runner) as steps:
+        answers = engine.answers(prompts, greedy(tokens, extra_args=extra_args))
+    for tokens, orders, uniform in steps:
+        assert uniform, "the runner no longer asks"
+        assert not (orders and any(uniform)), tokens
+    return answers, steps
+
+
+def test_a_step_without_orders_that_only_generates_may_replay(engine, second_runner):
+    _, steps = run(engine, second_runner, [ids_of(40, seed=90)], {})
+    assert steps[0] == [[40], False, [False]]
+    assert [uniform for _, _, (uniform,) in steps[1:]] == [True] * 4
+
+
+@pytest.mark.parametrize("extra_args", [{}, WINDOW_OF_ONE], ids=["window", "window-of-one"])
+def test_a_last_piece_of_one_token(engine, small, second_runner, extra_args):
+    """A prompt of 151 tokens with 150 batched, which vLLM takes for a step that generates."""
+    prompt = ids_of(CHUNK + 1, seed=91 + len(extra_args))
+    (answer,), steps = run(engine, second_runner, [prompt], extra_args)
+    assert [tokens for tokens, _, _ in steps[:2]] == [[CHUNK], [1]]
+    assert [orders for _, orders, _ in steps[:3]] == [not extra_args, True, False]
+    window = extra_args.get("snapkv_window_size", 32)
+    assert answer == small.answer(prompt, SnapKV(BUDGET, window_size=window), 5)
+
+
+def test_a_cached_prefix_that_leaves_one_token(engine, small, second_runner):
+    prompt = ids_of(97, seed=98)  # three blocks of 32 and one
+    expected = small.answer(prompt, SnapKV(BUDGET, window_size=1), 5)
+    for first in (97, 1):
+        (answer,), steps = run(engine, second_runner, [prompt], WINDOW_OF_ONE)
+        assert steps[0][:2] == [[first], True]
+        assert answer == expected
+
+
+def test_a_last_piece_of_one_token_beside_requests_that_generate(engine, small, second_runner):
+    prompts = [ids_of(50, seed=93), ids_of(70, seed=94), ids_of(179, seed=95)]
+    answers, steps = run(engine, second_runner, prompts, WINDOW_OF_ONE, tokens=12)
+    ends = [(tokens, orders) for tokens, orders, _ in steps if orders]
+    assert ([1, 1, 1], True) in ends
+    policy = SnapKV(BUDGET, window_size=1)
+    assert answers == [small.answer(prompt, policy, 12) for prompt in prompts]
+
+
+def test_attention_reads_the_same_buffer_in_every_step(engine):
+    """Of each compressed layer's metadata; the runner's own lengths stay true beside it."""
+    seen, runner = [], engine.runner
+    held = runner._held
+    as_held = held.as_held
+
+    def note(metadata):
+        told = as_held(metadata)
+        seen.append((metadata.seq_lens.tolist(), told.seq_lens.tolist()))
+        assert told.seq_lens.data_ptr() == held._seq_lens.data_ptr()
+        assert metadata.seq_lens.data_ptr() != held._seq_lens.data_ptr()
+        return told
+
+    held.as_held = note
+    try:
+        engine.answers([ids_of(100, seed=96)], greedy(3))
+    finally:
+        del held.as_held
+    assert [(true[0], told[0]) for true, told in seen] == [(100, 100), (101, 65), (102, 66)]
+
+
+def test_builders_of_gpu_backends_build_for_capture_as_for_a_step():
+    """Through `build`, which is where we tell them; and what they get is used as it is."""
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    for kind in (FlashAttentionMetadataBuilder, TritonAttentionMetadataBuilder):
+        capture = inspect.getsource(kind.build_for_cudagraph_capture)
+        assert "self.build(" in capture
+        names = list(inspect.signature(kind.build).parameters)
+        assert names[:3] == ["self", "common_prefix_len", "common_attn_metadata"]
+        assert "seq_lens = common_attn_metadata.seq_lens\n" in inspect.getsource(kind.build)
+    default = FlashAttentionMetadataBuilder.build_for_cudagraph_capture
+    assert default is AttentionMetadataBuilder.build_for_cudagraph_capture
+
+
+def test_capture_of_tritons_attention_reads_our_lengths():
+    """Its own code, on CPU tensors: capture sets lengths to one, in our buffer and no other."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    from snapkv_vllm.held import HeldTokens
+
+    builder = object.__new__(TritonAttentionMetadataBuilder)
+    builder.__dict__ |= dict.fromkeys(SCRATCH, 0) | {"rswa_window": None}
+    held = HeldTokens(4, torch.device("cpu"))
+    held.tell(builder)
+    lengths = torch.tensor([200, 100], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    batch = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths.clone(),
+        num_reqs=2,
+        num_actual_tokens=2,
+        max_query_len=1,
+        max_seq_len=512,
+        block_table_tensor=torch.zeros(2, 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(2, dtype=torch.int64),
+    )
+    captured = builder.build_for_cudagraph_capture(batch)
+    assert captured.seq_lens.tolist() == [1, 1]
+    assert lengths.tolist() == [200, 100]
+    held.enter(["a", "b"], {"a": 150})
+    stepped = builder.build(0, batch)
+    assert captured.seq_lens.tolist() == stepped.seq_lens.tolist() == [50, 100]
+    assert (stepped.max_seq_len, captured.max_seq_len) == (100, 512)
+
+
+SCRATCH = (
+    "seq_threshold_3D",
+    "num_par_softmax_segments",
+    "max_seqs_64_segments",
+    "softmax_segm_output",
+    "softmax_segm_max",
+    "softmax_segm_expsum",
+)
+
+
+def test_votes_of_another_number_of_queries_than_the_windows_are_refused():
+    from snapkv_vllm.compressor import QueryRecorder
+
+    recorder, heard = QueryRecorder(), []
+    recorder.listen("first", SimpleNamespace(listen=lambda one: heard.append(one)))
+    recorder.wanted = {"a": slice(2, 5)}
+    heard[0](torch.randn(5, 4, 8))
+    assert recorder.take("a", "first", 3).shape == (1, 4, 3, 8)
+    for window in (2, 4):
+        with pytest.raises(RuntimeError, match=f"a: 3 queries captured in first, {window} exp"):
+            recorder.take("a", "first", window)
+    with pytest.raises(RuntimeError, match="0 queries captured in second"):
+        recorder.take("a", "second", 3)

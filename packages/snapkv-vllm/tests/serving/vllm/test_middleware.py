@@ -1,0 +1,110 @@
+"""The check of bodies in an application of its own, and where vLLM puts it."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from snapkv_vllm.settings import ServingSettings
+
+WRONG = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 3}}
+RIGHT = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 300}}
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def client():
+    from fastapi import FastAPI, Request
+    from fastapi.responses import StreamingResponse
+    from starlette.testclient import TestClient
+
+    from snapkv_vllm.middleware import SettingsCheck
+
+    app = FastAPI()
+    config = ServingSettings(budget=512, max_window_size=40).to_config()
+    app.state.args = SimpleNamespace(additional_config=config)
+    app.add_middleware(SettingsCheck)
+
+    @app.post("/parsed")
+    async def parsed(body: dict) -> StreamingResponse:
+        return StreamingResponse(iter([json.dumps(body)]))
+
+    @app.post("/raw")
+    async def raw(request: Request) -> StreamingResponse:
+        return StreamingResponse(iter([await request.body()]))
+
+    @app.post("/closed")
+    async def closed() -> str:
+        return "nobody read it"
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("path", ["/parsed", "/raw"])
+def test_wrong_settings_end_in_a_400_and_right_bodies_arrive_unchanged(client, path):
+    assert client.post(path, json=RIGHT).json() == RIGHT
+    refused = client.post(path, json=WRONG)
+    assert refused.status_code == 400
+    assert refused.json()["detail"].startswith("snapkv_budget: expected more than window_size=32")
+
+
+def test_the_servers_own_caps_hold(client):
+    body = {"vllm_xargs": {"snapkv_window_size": 41}}
+    assert "at most 40 on this server" in client.post("/raw", json=body).text
+
+
+def test_a_body_that_nobody_reads_is_not_looked_at(client):
+    assert client.post("/closed", json=WRONG).status_code == 200
+
+
+def test_a_body_may_come_in_pieces(client):
+    for body, status in ((RIGHT, 200), (WRONG, 400)):
+        text = json.dumps(body).encode()
+        pieces = (text[at : at + 7] for at in range(0, len(text), 7))
+        assert client.post("/parsed", content=pieces, headers=JSON).status_code == status
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"9" * 5000, b"NaN"])
+def test_what_is_no_json_is_left_to_the_server(client, text):
+    assert client.post("/raw", content=text).content == text
+
+
+@pytest.mark.parametrize("limit", [1000, 2000, 20_000])
+@pytest.mark.parametrize("opening", ["[", '{"a": '])
+def test_how_deep_a_body_may_be_does_not_depend_on_pythons_recursion_limit(client, limit, opening):
+    """100 in each other with the body's own object; a wrong setting is found in what may pass."""
+    usual = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    try:
+        for depth in (1, 98, 99, 100, 101, 400, 900, 1900, 100_000):
+            closing = "]" if opening == "[" else "}"
+            deep = opening * depth + ("" if closing == "]" else "1") + closing * depth
+            body = f'{{"vllm_xargs": {{"snapkv_register": "x"}}, "deep": {deep}}}'
+            answer = client.post("/parsed", content=body, headers=JSON)
+            names = "snapkv_register" if depth < 100 else "body: expected at most 100 lists"
+            assert answer.status_code == 400
+            assert answer.json()["detail"].startswith(names), depth
+    finally:
+        sys.setrecursionlimit(usual)
+
+
+def test_brackets_in_a_text_are_not_deep(client):
+    assert client.post("/raw", json={"prompt": "[" * 5000}).status_code == 200
+
+
+def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():
+    from fastapi import FastAPI
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from snapkv_vllm.middleware import NAME, SettingsCheck
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    config = json.dumps(ServingSettings().to_config())
+    args = parser.parse_args(["--middleware", NAME, "--additional-config", config])
+    assert args.additional_config == ServingSettings().to_config()
+    app = FastAPI()
+    init_entrypoints_middleware(args, app, ("generate",))
+    assert app.user_middleware[0].cls is SettingsCheck

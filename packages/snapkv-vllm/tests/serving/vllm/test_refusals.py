@@ -1,0 +1,373 @@
+"""What cannot be served is refused by name before the first request."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, UnsupportedModelError
+from snapkv_vllm import Limits, ServingSettings, engine_args, versions
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.refusals import (
+    compressed_managers,
+    compressible_layers,
+    require_capped_prompt,
+    require_heads_apart,
+    require_no_promise,
+    require_supported,
+)
+from snapkv_vllm.server import serve
+
+
+def configured(folder, **options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    own = {"policy": options.pop("policy", "snapkv"), "budget": 64}
+    common = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True}
+    return EngineArgs(folder, **engine_args(**own, **common, **options)).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    return configured(folder)
+
+
+def changed(config, **parts):
+    """The configuration with some attributes of some of its parts replaced."""
+    copy = SimpleNamespace(**{name: getattr(config, name) for name in vars(config)})
+    copy.use_v2_model_runner = config.use_v2_model_runner
+    for name, values in parts.items():
+        if isinstance(values, dict) and name != "additional_config":
+            part = getattr(config, name)
+            values = type(
+                "Changed",
+                (),
+                values | {"__getattr__": lambda _, key, part=part: getattr(part, key)},
+            )()
+        setattr(copy, name, values)
+    return copy
+
+
+def test_the_demo_is_supported(config):
+    require_supported(config)
+    require_supported(changed(config, speculative_config={"method": "ngram"}))
+    require_supported(changed(config, lora_config=object()))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"speculative_config": {"method": "eagle3"}}, 'drafts .* to "ngram"'),
+        ({"speculative_config": {"method": "ngram_gpu"}}, "drafts of another kind than n-grams"),
+        ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode context parallel"),
+        ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill context parallel"),
+        ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
+        ({"parallel_config": {"tensor_parallel_size": 6}}, "--tensor-parallel-size 3"),
+        ({"kv_transfer_config": object()}, "KV connector"),
+        (
+            {"model_config": {"use_mla": True}, "parallel_config": {"tensor_parallel_size": 3}},
+            "all heads vote on one latent",
+        ),
+        ({"model_config": {"is_attention_free": True}}, "without attention"),
+        ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
+        ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
+        ({"model_config": {"uses_mrope": True}}, "M-RoPE"),
+        ({"cache_config": {"cache_dtype": "fp8"}}, "quantised KV cache"),
+    ],
+    ids=str,
+)
+def test_each_is_named_with_what_to_do(config, parts, words):
+    with pytest.raises(UnsupportedModelError, match=f"snapkv: cannot compress .*{words}"):
+        require_supported(changed(config, **parts))
+
+
+@pytest.mark.parametrize(
+    ("mode", "fine"),
+    [
+        ("FULL", False),
+        ("FULL_AND_PIECEWISE", True),
+        ("FULL_DECODE_ONLY", True),
+        ("PIECEWISE", True),
+        ("NONE", True),
+    ],
+)
+def test_graphs_must_leave_prompts_out(config, mode, fine):
+    from vllm.config.compilation import CUDAGraphMode
+
+    graphs = changed(config, compilation_config={"cudagraph_mode": CUDAGraphMode[mode]})
+    if fine:
+        require_supported(graphs)
+    else:
+        with pytest.raises(UnsupportedModelError, match="FULL_AND_PIECEWISE"):
+            require_supported(graphs)
+
+
+def test_tova_averages_over_heads_that_other_processes_hold(config):
+    settings = ServingSettings(policy="tova", budget=64).to_config()
+    with pytest.raises(UnsupportedModelError, match="tova and tensor parallelism"):
+        require_supported(
+            changed(config, parallel_config={"tensor_parallel_size": 3}, additional_config=settings)
+        )
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"parallel_config": {"tensor_parallel_size": 3}}, "adakv and tensor parallelism"),
+        ({"model_config": {"use_mla": True}}, "nothing to share out"),
+    ],
+    ids=str,
+)
+def test_a_budget_is_shared_out_among_heads_of_one_process_alone(config, parts, words):
+    settings = ServingSettings(policy="adakv", budget=64).to_config()
+    require_supported(changed(config, additional_config=settings))
+    with pytest.raises(UnsupportedModelError, match=words):
+        require_supported(changed(config, **parts, additional_config=settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("_api_process_count", "shared documents in several API servers: .*--api-server-count"),
+        ("data_parallel_size", "shared documents and data parallelism: .* leave --share out"),
+    ],
+)
+def test_documents_are_shared_by_one_server_with_one_engine(config, name, words):
+    settings = ServingSettings(policy="snapkv", budget=64, sharing=Sharing()).to_config()
+    require_supported(changed(config, additional_config=settings))
+    several = changed(config, parallel_config={name: 2})
+    require_supported(several)
+    several.additional_config = settings
+    with pytest.raises(UnsupportedModelError, match=words):
+        require_supported(several)
+
+
+def test_documents_are_not_put_to_sleep(config):
+    asleep = changed(config, model_config={"enable_sleep_mode": True})
+    require_supported(asleep)
+    sharing = ServingSettings(policy="snapkv", budget=64, sharing=Sharing())
+    asleep.additional_config = sharing.to_config()
+    with pytest.raises(UnsupportedModelError, match=r"documents and sleep mode: .* --share "):
+        require_supported(asleep)
+
+
+@pytest.mark.parametrize(
+    ("part", "given", "words"),
+    [
+        ("parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
+        ("parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
+        ("model_config", {"quantization": "gptq"}, "quantised weights"),
+        ("model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
+        ("model_config", {"model": "someone/model"}, "pass the folder that the model"),
+        ("load_config", {"load_format": "dummy"}, "made-up weights"),
+    ],
+    ids=str,
+)
+def test_documents_are_kept_in_a_folder_where_their_model_is_known(config, part, given, words):
+    kept = ServingSettings(policy="snapkv", budget=64, sharing=Sharing(folder="/kept")).to_config()
+    shared = ServingSettings(policy="snapkv", budget=64, sharing=Sharing()).to_config()
+    require_supported(changed(config, additional_config=kept))
+    other = changed(config, **{part: given})
+    other.additional_config = shared
+    require_supported(other)
+    other.additional_config = kept
+    with pytest.raises(UnsupportedModelError, match=f"documents in a folder and .*{words}"):
+        require_supported(other)
+
+
+def test_a_folder_holds_no_documents_whose_heads_differ(config):
+    sharing = Sharing(folder="/kept")
+    alike, parted = (
+        changed(
+            config,
+            additional_config=ServingSettings(
+                policy=policy, budget=64, sharing=sharing
+            ).to_config(),
+        )
+        for policy in ("snapkv", "adakv")
+    )
+    require_supported(alike)
+    with pytest.raises(UnsupportedModelError, match="documents in a folder and adakv"):
+        require_supported(parted)
+
+
+def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
+    settings = ServingSettings(budget=64, sharing=Sharing())
+    with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):
+        serve(folder, settings, ["--api-server-count", "2"])
+    assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ, "its folder is gone"
+
+
+def test_heads_with_sinks_cannot_be_sequences_of_their_own():
+    layer = SimpleNamespace(impl=SimpleNamespace(sinks=None))
+    require_heads_apart("model.layer", layer)
+    layer.impl.sinks = [0.0]
+    with pytest.raises(UnsupportedModelError, match=r"model\.layer has a sink"):
+        require_heads_apart("model.layer", layer)
+
+
+BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
+LATENT = {"model_config": {"use_mla": True}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "words"),
+    [
+        (BOUNDED, {"speculative_config": {"method": "ngram"}}, "drafts where answers are held"),
+        (BOUNDED, {"scheduler_config": {"max_num_batched_tokens": 128}}, "steps of fewer tokens"),
+        (
+            BOUNDED,
+            {"scheduler_config": {"long_prefill_token_threshold": 100}},
+            "--long-prefill-token-threshold",
+        ),
+        (BOUNDED, LATENT, "--decode-policy tova"),
+        (
+            ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova")),
+            {"parallel_config": {"tensor_parallel_size": 3}},
+            "--decode-policy r-kv",
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_limits_that_cannot_be_kept_are_refused(config, settings, parts, words):
+    with pytest.raises(UnsupportedModelError, match=words):
+        require_supported(changed(config, additional_config=settings.to_config(), **parts))
+
+
+def asked(**more):
+    own = {"prompt_token_ids": [1], "mm_features": []}
+    return SimpleNamespace(**own | more)
+
+
+@pytest.mark.parametrize(
+    ("parts", "request_parts", "words"),
+    [
+        ({}, {"prompt_token_ids": None}, "prompt: expected a prompt of tokens alone"),
+        ({}, {"mm_features": [object()]}, "prompt: expected a prompt of tokens alone"),
+        ({"scheduler_config": {"max_num_batched_tokens": 32}}, {}, "window_size: expected steps"),
+        ({"cache_config": {"mamba_cache_mode": "align"}}, {}, "cap: expected recurrent states"),
+    ],
+)
+def test_a_request_that_cannot_be_held_to_a_cap_is_refused(config, parts, request_parts, words):
+    plan = BOUNDED.plan_for({}, prompt_tokens=100)
+    require_capped_prompt(plan, asked(), config)
+    with pytest.raises(InvalidArgumentError, match=words):
+        require_capped_prompt(plan, asked(**request_parts), changed(config, **parts))
+
+
+def test_sessions_are_refused_where_requests_are_promised_to_be_held_to_limits():
+    require_no_promise(Limits())
+    with pytest.raises(InvalidArgumentError, match="cap: expected none for a session"):
+        require_no_promise(Limits(cap=100))
+
+
+def layer_and_spec(*, backend="FLASH_ATTN", alibi=None, sparse=False, kind=None, **spec):
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(alibi_slopes=alibi),
+        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
+        use_sparse=sparse,
+    )
+    return {"model.layer": layer}, {"model.layer": (kind or FullAttentionSpec)(**sizes, **spec)}
+
+
+def test_layers_of_another_kind_are_refused():
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, RSWASpec, SlidingWindowSpec
+
+    latent = {"kind": MLAAttentionSpec, "backend": "CPU_MLA"}
+    for accepted in (layer_and_spec(), layer_and_spec(**latent)):
+        assert compressible_layers(*accepted) == {"model.layer"}
+    refused = {
+        "window in one group": layer_and_spec(sliding_window=64),
+        "keeps SlidingWindowSpec": layer_and_spec(kind=SlidingWindowSpec, sliding_window=64),
+        "keeps a RSWASpec": layer_and_spec(kind=RSWASpec, rswa_window=64),
+        "chooses the tokens it attends to": layer_and_spec(**latent, sparse=True),
+        "ALiBi": layer_and_spec(alibi=[0.5]),
+        "FLASHINFER, expected one of CPU_ATTN": layer_and_spec(backend="FLASHINFER"),
+        "AMX_MLA, expected one of": layer_and_spec(**latent | {"backend": "AMX_MLA"}),
+        "keeps nothing": ({}, {}),
+    }
+    for words, (layers, specs) in refused.items():
+        with pytest.raises(UnsupportedModelError, match=words):
+            compressible_layers(layers, specs)
+    layers, specs = layer_and_spec()
+    layers["model.later"] = SimpleNamespace(kv_sharing_target_layer_name="model.layer")
+    with pytest.raises(UnsupportedModelError, match=r"model.later reads another layer's cache"):
+        compressible_layers(layers, specs)
+
+
+def test_layers_with_a_window_stay_as_they_are():
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    layers, specs = layer_and_spec()
+    _, windows = layer_and_spec(kind=SlidingWindowSpec, sliding_window=64)
+    specs |= {"model.window": windows["model.layer"]}
+    assert compressible_layers(layers, specs) == {"model.layer"}
+
+
+def test_a_group_of_blocks_is_compressed_whole_or_not_at_all():
+    """Without its manager for hybrid models vLLM puts layers with windows among the others."""
+    from snapkv_vllm.blocks import compressed, is_compressed
+
+    plain, windowed = (
+        layer_and_spec(**own)[1]["model.layer"] for own in ({}, {"sliding_window": 64})
+    )
+    ours = compressed(plain)
+    assert is_compressed(ours)
+    assert not is_compressed(plain)
+    assert is_compressed(SimpleNamespace(kv_cache_specs={"a": ours, "b": ours}))
+    assert not is_compressed(SimpleNamespace(kv_cache_specs={"a": plain, "b": plain}))
+    merged = type(ours).merge([ours, compressed(windowed)])
+    apart = SimpleNamespace(kv_cache_specs={"a": ours, "b": plain})
+    for mixed in (merged, windowed, apart):
+        with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
+            is_compressed(mixed)
+
+
+def test_a_scheduler_without_its_worker_is_refused():
+    with pytest.raises(UnsupportedModelError, match="together"):
+        compressed_managers([object()])
+
+
+@pytest.mark.parametrize("left_out", [(), ("logits_processors",)], ids=["all", "the-first-two"])
+def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
+    folder, monkeypatch, left_out
+):
+    from vllm import LLM
+
+    given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
+    given = {name: value for name, value in given.items() if name not in left_out}
+    monkeypatch.setattr(versions, "installed", lambda: "0.33.1")
+    for module in ("requests", "scheduler", "worker"):
+        monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"got 0\.33\.1; run pip install"):
+        LLM(folder, **given)
+
+
+@pytest.mark.parametrize("taken", ["worker_cls", "scheduler_cls"])
+def test_another_plugins_worker_or_scheduler_is_not_overwritten(taken):
+    with pytest.raises(InvalidArgumentError, match=f"{taken}: expected none"):
+        engine_args(**{taken: "theirs.Worker"})
+
+
+def test_other_options_are_passed_on():
+    given = engine_args(
+        budget=64, dtype="float32", additional_config={"mine": 1}, logits_processors=["a:B"]
+    )
+    assert given["dtype"] == "float32"
+    assert given["additional_config"] == {"mine": 1, "snapkv": {"policy": "snapkv", "budget": 64}}
+    assert given["logits_processors"][0] == "a:B"
+
+
+def test_a_hybrid_model_in_one_group_of_blocks_does_not_start(tmp_path):
+    from tests.serving.vllm.engines import small_engine
+    from tests.serving.vllm.families import FamilyModel
+
+    with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
+        small_engine(
+            FamilyModel(tmp_path, "gemma3_text"), budget=64, disable_hybrid_kv_cache_manager=True
+        )

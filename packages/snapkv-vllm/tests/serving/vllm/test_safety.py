@@ -1,0 +1,111 @@
+"""Wrong settings are refused whoever asks, right ones have their memory, every request counts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.serving.vllm.engines import greedy, small_engine
+
+BUDGET = 64
+WRONG = {
+    "window_size=32": {"snapkv_budget": 20},
+    "at most 128 on this server, got 1,400": {"snapkv_window_size": 1400, "snapkv_budget": 2000},
+    "at most 129 on this server": {"snapkv_kernel_size": 1_000_000_001},
+    "write snapkv_budget": {"budget": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(small):
+    """Room for few of the requests below."""
+    with small_engine(
+        small,
+        budget=BUDGET,
+        max_model_len=384,
+        kv_cache_memory_bytes=small.blocks_bytes(13, 32),
+        max_num_batched_tokens=100,
+    ) as made:
+        yield made
+
+
+def test_the_engine_loads_no_logits_processor(engine, second_runner):
+    assert engine.runner.model_config.logits_processors is None
+    if not second_runner:  # which would have no use for the tokens either way
+        assert not engine.runner.input_batch.logitsprocs_need_output_token_ids
+
+
+def test_vllm_measures_its_memory_with_the_largest_votes(engine, monkeypatch):
+    from snapkv_vllm import rehearsal
+
+    seen = []
+    monkeypatch.setattr(rehearsal, "_vote", lambda *given: seen.append(given))
+    engine.runner.profile_run()
+    ((layer, largest, kind),) = seen
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_size) == (8, 4, 32)
+    assert (largest.policy.window_size, largest.prompt_tokens) == (128, 384)
+    assert (largest.step_tokens, largest.recorded_tokens) == (100, 100 + 128)
+    assert str(kind["device"]) == "cpu"
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_python_callers_get_an_error_and_the_engine_goes_on(engine, many_ids, words):
+    from vllm.exceptions import VLLMValidationError
+
+    prompts, right = [many_ids[:100], many_ids[:90]], greedy(4)
+    expected = engine.answers(prompts, right)
+    with pytest.raises(VLLMValidationError, match=words):
+        engine.outputs(prompts, [right, greedy(4, extra_args=WRONG[words])])
+    engine.abort_all()
+    assert engine.answers(prompts, right) == expected
+    assert engine.leftovers() == []
+
+
+def test_behind_a_front_end_that_does_not_ask_the_scheduler_refuses(engine, many_ids, monkeypatch):
+    processor = engine.llm.llm_engine.input_processor
+    monkeypatch.setattr(processor, "validate_logits_processors_params", lambda params: None)
+    prompts = [many_ids[:100], many_ids[:90]]
+    wrong = greedy(4, extra_args={"snapkv_budget": 20})
+    refused, answered = engine.outputs(prompts, [wrong, greedy(4)])
+    assert refused.outputs[0].finish_reason == "error"
+    assert answered.outputs[0].finish_reason == "length"
+    assert engine.free_blocks == engine.all_blocks
+    assert engine.leftovers() == []
+
+
+def test_preempted_requests_count_once(engine, many_ids):
+    from snapkv_vllm.metrics import _series
+
+    def counted():
+        series = [sample for metric in _series()["requests"].collect() for sample in metric.samples]
+        return sum(sample.value for sample in series if sample.name.endswith("_total"))
+
+    before, preempted = counted(), engine.preempted
+    lengths = (260, 50, 130, 110, 125, 100)
+    engine.outputs([many_ids[at : at + length] for at, length in enumerate(lengths)], greedy(60))
+    assert engine.preempted > preempted
+    assert counted() - before == 6
+    assert engine.leftovers() == []
+
+
+def test_a_prompt_counts_when_it_first_ends_and_what_it_frees_every_time():
+    from snapkv_vllm.metrics import PromptMetrics, _series
+
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=7),
+        model_config=SimpleNamespace(served_model_name="counted"),
+    )
+    metrics = PromptMetrics(config)
+    request = SimpleNamespace(request_id="a", num_prompt_tokens=100, num_preemptions=2)
+    order = SimpleNamespace(choice=SimpleNamespace(stage="prompt"))
+    for freed in (3, 2):
+        metrics.compressed(order, freed)
+        metrics.prompt_ended(request, kept_tokens=40)
+    metrics.request_ended("a")
+    metrics.prompt_ended(request, kept_tokens=100)  # another one of that name
+
+    def value(name, *labels):
+        return _series()[name].labels("counted", "7", *labels)._value.get()
+
+    assert (value("freed"), value("seen"), value("kept")) == (5, 200, 140)
+    assert value("compressions", "prompt") == 2
+    assert [value("requests", one) for one in ("compressed", "whole")] == [1, 1]

@@ -1,0 +1,420 @@
+"""Answering over a long prompt: generate, stream, time, and report what the cache held."""
+
+import contextlib
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList, StopStringCriteria, TextStreamer
+
+from snapkv.app.draft_methods import DraftMethod
+from snapkv.app.models import LoadedModel
+from snapkv.app.prefills import Exact, Prefill
+from snapkv.app.prompt_end import PromptEndSink, telling_of_prompt_end
+from snapkv.app.prompts import Prompt
+from snapkv.app.protection import Protection
+from snapkv.app.settings import GenerationSettings
+from snapkv.cache.report import CacheReport
+from snapkv.errors import PromptTooLongError
+from snapkv.hf.cache import CompressedCache
+from snapkv.kvzip import read_twice, require_one_reading
+from snapkv.plan import free_bytes, out_of_memory_explained, prompt_advice
+from snapkv.policies import Policy
+from snapkv.policies.kvzip import INSTRUCTION
+
+TextSink = Callable[[str], None]
+"""Takes the next piece of an answer."""
+
+LayerSink = Callable[[int, int], None]
+"""Takes how many layers have read the prompt, and how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer, and what it took.
+
+    Attributes:
+        text: the answer, beginning with the prompt's `answer_start`.
+        finish_reason: "stop" where the model ended the answer, "length" where it was cut off.
+        policy: the method's name and its parameters.
+        prompt_tokens: length of the prompt.
+        new_tokens: tokens generated, an end-of-turn token included.
+        kept_tokens: tokens of the prompt that were stored when the answer was complete, the mean
+            over heads and compressed layers.
+        first_token_ms: from handing over the prompt to the first token: reading the prompt,
+            compressing the cache, and one choice.
+        token_ms: per token after the first, the median, or the mean where some came together; None
+            where there is only one.
+        cache: what the cache saw and held when the answer was complete.
+        total_ms: from handing over the prompt to the last token.
+        protected: positions that stayed whatever the scores, as half-open spans.
+        drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
+        token_ids: the tokens that were generated.
+    """
+
+    text: str
+    finish_reason: str
+    policy: dict[str, Any]
+    prompt_tokens: int
+    new_tokens: int
+    kept_tokens: float
+    first_token_ms: float
+    token_ms: float | None
+    cache: CacheReport
+    total_ms: float = 0.0
+    protected: list[list[int]] = field(default_factory=list)
+    drafts: dict[str, Any] | None = None
+    token_ids: tuple[int, ...] = ()
+
+
+def answer(
+    loaded: LoadedModel,
+    prompt: Prompt,
+    policy: Policy,
+    settings: GenerationSettings,
+    *,
+    drafts: DraftMethod | None = None,
+    protection: Protection | None = None,
+    prefill: Prefill | None = None,
+    on_text: TextSink | None = None,
+    on_layer: LayerSink | None = None,
+    on_prompt_end: PromptEndSink | None = None,
+) -> Answer:
+    """Read the prompt into a cache that the policy compresses, and generate the answer.
+
+    Args:
+        loaded: model and tokenizer.
+        prompt: what the model continues.
+        policy: what the cache keeps of the prompt.
+        settings: length and sampling.
+        drafts: where drafts come from, for several tokens per forward pass; None for none.
+        protection: what of the prompt must stay; None for nothing.
+        prefill: how the prompt is read; None for exactly, at once.
+        on_text: called with every finished piece of the answer, `answer_start` first.
+        on_layer: called each time a layer has begun to read the prompt.
+        on_prompt_end: called when the prompt has been read; not with `drafts`.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+        InvalidArgumentError: the prompt does not hold what must stay of it, or the budget has no
+            room for that.
+        UnsupportedModelError: the model cannot be compressed correctly.
+        OutOfMemoryError: the device is full; the message says what would fit.
+    """
+    policy = loaded.completed(policy)
+    spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
+    cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans)
+    found, _ = answer_ids(
+        loaded,
+        prompt_ids(loaded, prompt, settings),
+        cache,
+        settings,
+        answer_start=prompt.answer_start,
+        context_tokens=prompt.context_tokens(loaded.tokenizer),
+        drafts=drafts,
+        prefill=prefill,
+        on_text=on_text,
+        on_prompt_end=on_prompt_end,
+    )
+    if drafts is None:
+        return found
+    return replace(found, drafts=drafts.tally(found.new_tokens, cache.passes))
+
+
+def answer_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    answer_start: str = "",
+    context_tokens: int | None = None,
+    drafts: DraftMethod | None = None,
+    prefill: Prefill | None = None,
+    on_text: TextSink | None = None,
+    on_prompt_end: PromptEndSink | None = None,
+) -> tuple[Answer, Tensor]:
+    """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
+
+    Returns:
+        The answer, and the (1, T + new) int64 ids of all that was read and generated.
+    """
+    prompt_tokens = ids.shape[1]
+    watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
+    if on_text:
+        on_text(answer_start)
+    output = continue_ids(
+        loaded,
+        ids,
+        cache,
+        settings,
+        context_tokens=context_tokens,
+        streamer=watch,
+        drafts=drafts,
+        prefill=prefill,
+        on_prompt_end=on_prompt_end,
+    )
+    new_ids = output[0, prompt_tokens:].tolist()
+    text = loaded.tokenizer.decode(new_ids, skip_special_tokens=True)
+    before = first_stop(text, settings.stop_strings)
+    cut_off = len(new_ids) == settings.max_new_tokens and before is None
+    ended = new_ids[-1] in end_token_ids(loaded.model, settings)
+    found = Answer(
+        text=answer_start + text[:before],
+        finish_reason="length" if cut_off and not ended else "stop",
+        policy=cache.policy.describe(),
+        prompt_tokens=prompt_tokens,
+        new_tokens=len(new_ids),
+        kept_tokens=_stored_of(cache, prompt_tokens),
+        first_token_ms=watch.first_token_ms,
+        token_ms=watch.token_ms,
+        total_ms=watch.total_ms,
+        cache=cache.report(),
+        token_ids=tuple(new_ids),
+        protected=cache.options["protect"] or [],
+    )
+    return found, output
+
+
+def _stored_of(cache: CompressedCache, tokens: int) -> float:
+    """How many of the first tokens a cache of one row stores, the mean over heads and layers."""
+    stored = [layer.stored_positions() for layer in cache.reading.layers]
+    return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
+
+
+def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
+    """A prompt's tokens on the model's device, (1, T) int64.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+    """
+    ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
+    require_positions(loaded, ids.shape[1], settings)
+    return ids
+
+
+def require_positions(
+    loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
+) -> None:
+    """Refuse a prompt behind which the model has no positions for the answer.
+
+    Raises:
+        PromptTooLongError: prompt and answer need more positions than the model has.
+    """
+    max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
+    if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
+        return
+    remedies = []
+    if prompt_tokens < max_tokens:
+        remedies.append(f"lower max_new_tokens to at most {max_tokens - prompt_tokens:,}")
+    if new_tokens < max_tokens:
+        remedies.append(f"shorten the prompt to at most {max_tokens - new_tokens:,} tokens")
+    raise PromptTooLongError(
+        f"prompt: expected prompt and answer within the model's {max_tokens:,} positions, got a "
+        f"prompt of {prompt_tokens:,} tokens and an answer of up to {new_tokens:,}; "
+        f"{', '.join([*remedies, 'or choose a model with more positions'])}"
+    )
+
+
+def continue_ids(
+    loaded: LoadedModel,
+    ids: Tensor,
+    cache: CompressedCache,
+    settings: GenerationSettings,
+    *,
+    context_tokens: int | None = None,
+    streamer: TextStreamer | None = None,
+    drafts: DraftMethod | None = None,
+    prefill: Prefill | None = None,
+    on_prompt_end: PromptEndSink | None = None,
+) -> Tensor:
+    """Read a prompt into a cache and generate the tokens behind it.
+
+    Args:
+        loaded: model and tokenizer.
+        ids: (1, T) int64, the prompt.
+        cache: made for the model, empty, or one that has seen the beginning of `ids`.
+        settings: length and sampling.
+        context_tokens: compress behind that many tokens; None for all of the prompt. A policy
+            that needs a second reading reads those twice, and later turns as any other.
+        streamer: gets every token.
+        drafts: where drafts come from; None for none.
+        prefill: how what is new of the prompt is read; None for exactly, at once.
+        on_prompt_end: called when all of the prompt has been read; not with `drafts`.
+
+    Returns:
+        (1, T + new) int64.
+
+    Raises:
+        InvalidArgumentError: a policy that reads a context twice, an empty cache, and no
+            `context_tokens`.
+        UnsupportedModelError: the model cannot be compressed correctly.
+        OutOfMemoryError: the device is full; the message says what would fit.
+    """
+    model = loaded.model
+    if context_tokens is None and not cache.get_seq_length():
+        require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
+    advice = functools.partial(prompt_advice, model, ids.shape[1], free_bytes(model.device))
+    reading = (prefill or Exact()).within(model)
+    telling = telling_of_prompt_end(model, cache, ids.shape[1], on_prompt_end)
+    with out_of_memory_explained(advice), _seeded(settings.seed, model.device), reading:
+        if context_tokens is not None:
+            _read_context(loaded, ids[:, :context_tokens], cache)
+        with telling:
+            output: Tensor = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                streamer=streamer,
+                stopping_criteria=stopping(loaded, settings),
+                **generate_options(model, settings),
+                **({} if drafts is None else drafts.options),
+            )
+    return output
+
+
+def _read_context(loaded: LoadedModel, ids: Tensor, cache: CompressedCache) -> None:
+    """Read and compress what stands before a question, as often as the policy wants."""
+    if cache.policy.reads_twice:
+        repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+        read_twice(loaded.model, ids, cache, instruction_ids=repeat)
+        return
+    cache.expect_tokens(ids)
+    with torch.inference_mode():
+        loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+
+
+def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
+    """Keyword arguments of `generate` that replace whatever the checkpoint suggests.
+
+    One sequence, without beams, from a cache: that is what is streamed, timed and reported.
+    """
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
+    if settings.temperature:
+        sampling = {"do_sample": True, "temperature": settings.temperature}
+    elif model.generation_config.do_sample:
+        sampling |= {"top_p": None, "top_k": None}
+    end_ids = end_token_ids(model, settings)
+    if model.generation_config.pad_token_id is None:
+        sampling["pad_token_id"] = next(iter(end_ids), 0)
+    single = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+    limits: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens}
+    if settings.min_new_tokens:
+        limits["min_new_tokens"] = settings.min_new_tokens
+    if settings.stop_token_ids:
+        limits["eos_token_id"] = end_ids
+    return limits | single | sampling
+
+
+def stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
+    """Stop at strings; `generate` hands no tokenizer for them on to a decoding of one's own."""
+    stops = list(settings.stop_strings)
+    return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
+
+
+def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
+    """Tokens that end an answer."""
+    ids = model.generation_config.eos_token_id
+    own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return [*own, *settings.stop_token_ids]
+
+
+def first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
+    """Where the first stop string of a text begins; None where it has none."""
+    return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from `seed`, and leave the caller's random state as it was."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class _WatchedCache(CompressedCache):
+    """Tells how far through the layers the prompt has come, and counts forward passes."""
+
+    def __init__(
+        self, model: Any, policy: Policy, on_layer: LayerSink | None, **options: Any
+    ) -> None:
+        super().__init__(model, policy, **options)
+        self._on_layer = on_layer
+        self.passes = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.passes += layer_idx == self._first
+        if self._on_layer:
+            self._on_layer(layer_idx + 1, len(self.layers))
+            if layer_idx + 1 == len(self.layers):
+                self._on_layer = None
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class _Stopwatch(TextStreamer):
+    """Passes finished text on, up to a stop string, and notes when every token arrived."""
+
+    def __init__(
+        self, tokenizer: Any, on_text: TextSink | None, stop_strings: Sequence[str]
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+        self._stop_strings = stop_strings
+        self._text, self._passed = "", 0
+        self._start = time.perf_counter()
+        self._arrivals: list[float] = []
+        self._counts: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self._arrivals.append(time.perf_counter())
+            self._counts.append(value.numel())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._text += text
+        end = first_stop(self._text, self._stop_strings)
+        if end is None:  # what may be the beginning of a stop string waits for the rest
+            longest = max(map(len, self._stop_strings), default=1)
+            end = len(self._text) - (0 if stream_end else longest - 1)
+        if self._on_text and end > self._passed:
+            self._on_text(self._text[self._passed : end])
+            self._passed = end
+
+    @property
+    def first_token_ms(self) -> float:
+        return (self._arrivals[0] - self._start) * 1000
+
+    @property
+    def total_ms(self) -> float:
+        return (self._arrivals[-1] - self._start) * 1000
+
+    @property
+    def token_ms(self) -> float | None:
+        steps = [later - earlier for earlier, later in itertools.pairwise(self._arrivals)]
+        if not steps:
+            return None
+        if max(self._counts) == 1:
+            return median(steps) * 1000
+        return sum(steps) / sum(self._counts[1:]) * 1000
+
+
+def costs(given: Answer) -> dict[str, Any]:
+    """What an answer took."""
+    return {
+        "prompt_tokens": given.prompt_tokens,
+        "new_tokens": given.new_tokens,
+        "kept_tokens": given.kept_tokens,
+        "held_bytes": given.cache.held_bytes,
+        "full_bytes": given.cache.full_bytes,
+        "first_token_ms": given.first_token_ms,
+        "token_ms": given.token_ms,
+    }

@@ -1,0 +1,164 @@
+"""`snapkv inspect`: a page that shows what was kept of a document, and why."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from snapkv.app import text_files
+from snapkv.app.prompts import question_prompt
+from snapkv.cache.saving.writing import replace_file
+from snapkv.cli import panels
+from snapkv.cli.amounts import token_budget
+from snapkv.cli.fields import integers
+from snapkv.cli.options import MethodOptions, with_options
+from snapkv.cli.outputs import Output, WritingOptions
+from snapkv.cli.standard_output import write
+from snapkv.cli.whole_numbers import WholeNumber
+from snapkv.errors import InvalidArgumentError, OutputError
+from snapkv.validation import DEFAULT_BUDGET
+
+MOST_BUDGETS = 12
+"""Answers that the curve of quality against memory may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(MethodOptions, WritingOptions):
+    """Everything but the documents and the question."""
+
+    beside: Annotated[
+        list[str] | None,
+        panels.policy(
+            help="Another method on the same page, with parameters or a budget: streaming-llm, "
+            "snapkv:kernel_size=1, h2o@256; @128 is the same method with that budget; again for "
+            "more"
+        ),
+    ] = None
+    budgets: Annotated[
+        str,
+        panels.policy(
+            help="Also answer with these budgets, commas between them, for the page's slider of "
+            "quality against memory: 64,256,1k",
+            show_default="none",
+        ),
+    ] = ""
+    checks: Annotated[
+        int,
+        panels.answer(help="Parts of the prompt to hide from the answer, one by one; 0 for none"),
+        WholeNumber(0),
+    ] = 64
+    output: Annotated[str, panels.output("--output", "-o", help="The page to write"), Output()] = (
+        "inspection.html"
+    )
+
+
+@with_options(InspectOptions)
+def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
+    """Show on one page which tokens of documents were kept for a question, and why."""
+    if not question.strip():
+        raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
+    settings, budgets = options.settings(), _budgets(options)
+    read, warnings = text_files.read_noting(files)
+
+    from snapkv.cli.policy import build_policy  # imports torch; what is wrong above is said before
+
+    policy = build_policy(options)
+    at_budgets = [(budget, _with_budget(options, budget)) for budget in budgets]
+
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import answers_progress
+    from snapkv.cli.session import versions
+    from snapkv.inspector import as_page, inspect_prompt
+    from snapkv.policies.default import method_name
+
+    policies = [(method_name(policy.describe()), policy), *_beside(options, policy)]
+    loaded = load_model(options)
+    prompt = question_prompt(
+        loaded.tokenizer, text_files.join(read), question, answer_start=options.answer_start
+    )
+    with answers_progress("inspecting") as advance:
+        found = inspect_prompt(
+            loaded,
+            prompt,
+            policies,
+            settings,
+            checks=options.checks,
+            budgets=at_budgets,
+            documents=read,
+            on_step=advance,
+        )
+    request = {
+        "documents": [document.name for document in read],
+        "warnings": warnings or None,
+        "question": question,
+        "model": loaded.description(),
+        "settings": asdict(settings),
+        "checks": options.checks,
+        "budgets": budgets or None,
+        **versions(),
+    }
+    page, target = as_page(found, request), Path(options.output)
+    try:
+        replace_file(target, page)
+    except OutputError:  # the answers took minutes, and are not lost with their page
+        write(f"full cache: {found.full.text.strip()}\n")
+        for method in found.methods:
+            write(f"{method.label}: {method.answer.text.strip()}\n")
+        raise
+    typer.echo(f"{target}: {len(page.encode()):,} bytes, open it in a browser")
+
+
+def _budgets(options: InspectOptions) -> list[int]:
+    """The budgets of the curve, each once, the smallest first."""
+    if not options.budgets:
+        return []
+    budgets = sorted(set(integers("budgets", options.budgets)))
+    if len(budgets) > MOST_BUDGETS:
+        raise InvalidArgumentError(
+            f"budgets: expected at most {MOST_BUDGETS}, since each is an answer, got "
+            f"{len(budgets)}; leave some out"
+        )
+    return budgets
+
+
+def _with_budget(options: InspectOptions, budget: Any) -> Any:
+    """The policy of the options with another budget.
+
+    Raises:
+        InvalidArgumentError: `--set` has set one.
+    """
+    from snapkv.cli.policy import build_policy
+
+    for assignment in options.set_ or []:
+        if assignment.partition("=")[0].rpartition(".")[2] in ("budget", "keep_ratio"):
+            raise InvalidArgumentError(
+                f"set: expected none of a budget beside other budgets of the same method, got "
+                f"{assignment!r}; pass --budget"
+            )
+    return build_policy(replace(options, budget=budget, keep_ratio=None))
+
+
+def _beside(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
+    """What is shown beside the policy: a label and a policy each."""
+    from snapkv.cli.specs import named_policies, parsed, specs, takes_budget
+    from snapkv.inspector.scores import scorer_of
+    from snapkv.policies.default import method_name
+
+    own = getattr(scorer_of(policy) or policy, "budget", None)
+    usual = own if isinstance(own, int) else DEFAULT_BUDGET
+    found = []
+    for spec in specs(options.beside or []):
+        name, at, text = spec.rpartition("@")
+        if at and not name:
+            label = f"{method_name(policy.describe())}@{text}"
+            found.append((label, _with_budget(options, token_budget(text))))
+            continue
+        if at and not takes_budget(*parsed(name)):
+            raise InvalidArgumentError(
+                f"beside: expected a budget for a method that takes one and has none yet, got "
+                f"{spec!r}; leave out @{text}"
+            )
+        budget = token_budget(text) if at else usual
+        found += named_policies([], [name or spec], [budget])
+    return found

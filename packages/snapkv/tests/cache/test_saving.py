@@ -1,0 +1,548 @@
+"""Saved caches: the same tokens in another process, no damaged file accepted, no half file left."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from snapkv import (
+    H2O,
+    RKV,
+    AdaKV,
+    CacheFileError,
+    CacheMismatchError,
+    CompressedCache,
+    DuoAttention,
+    ExpectedAttention,
+    FastGen,
+    FullCache,
+    KeyDiff,
+    KVzip,
+    PageRecall,
+    PromptThenDecode,
+    Random,
+    Scissorhands,
+    ScoreThreshold,
+    SnapKV,
+    StreamingLLM,
+)
+from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
+from snapkv.kvzip import read_twice
+from tests.cache.saver import filled
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+
+PROMPT = 90
+POLICY = SnapKV(40, window_size=8)
+ROOT = Path(__file__).parents[4]
+HERE = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+
+KINDS = {
+    "dynamic": (POLICY, {}),
+    "static": (POLICY, {"storage": "static", "room_tokens": 32}),
+    "per query head": (SnapKV(40, window_size=8, group_reduce="none"), {}),
+    "ragged": (AdaKV(POLICY), {}),
+    "threshold": (ScoreThreshold(POLICY, at_least=0.016), {}),
+    "whole": (FullCache(), {}),
+    "recall": (POLICY, {"recall": "host"}),
+    "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
+    "recall, refreshed": (POLICY, {"recall": "host", "refresh_every": 3}),
+    "turns": (POLICY, {"turns": "compress"}),
+    "h2o": (H2O(40), {}),
+    "sinks": (StreamingLLM(40), {}),
+    "counts": (Scissorhands(40), {}),
+    "last queries": (RKV(40, evict_every=4), {}),
+    "heads": (DuoAttention([[0.3, 0.1], [0, 0], [1, 0.4], [0.2, 0.9]], recent_tokens=20), {}),
+    "token ids": (FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7)), {}),
+    "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
+}
+
+
+def generated(model, cache, ids, new_tokens=6):
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+
+
+def halfway(model, kind, batch=2):
+    """A cache that has read a prompt and generated a little, and the ids so far."""
+    policy, options = KINDS[kind]
+    cache = CompressedCache(model, policy, **options)
+    return cache, generated(model, cache, random_ids(batch, PROMPT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_cache_goes_on_as_the_saved_one_does(kind, tmp_path):
+    model = tiny_model("llama")
+    cache, ids = halfway(model, kind)
+    cache.save(tmp_path / "one")
+    loaded = CompressedCache.load(tmp_path / "one", model)
+    assert loaded.policy == cache.policy
+    assert json.dumps(loaded.report()) == json.dumps(cache.report())
+    for layer in cache.compressed_layers:
+        assert torch.equal(loaded.kept_positions(layer), cache.kept_positions(layer))
+    longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
+    assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
+    assert os.listdir(tmp_path) == ["one"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_come_back(family, tmp_path):
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
+    cache, ids = halfway(model, "recall")
+    cache.save(tmp_path / "one")
+    loaded = CompressedCache.load(tmp_path / "one", model)
+    longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
+    assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
+
+
+def test_a_method_that_needs_a_tokenizer_is_saved_with_its_tokens(demo, tmp_path):
+    policy = FastGen(0.9).with_tokenizer(demo.tokenizer)
+    ids = demo.tokenizer("The key, it is said, is under the stone. " * 5, return_tensors="pt")
+    cache = CompressedCache(demo.model, policy)
+    begun = generated(demo.model, cache, ids.input_ids, 3)
+    cache.save(tmp_path / "one")
+    loaded = CompressedCache.load(tmp_path / "one", demo.model)
+    assert loaded.policy == CompressedCache.load(tmp_path / "one", demo.model, policy=policy).policy
+    again = [generated(demo.model, one, begun, 3) for one in (cache, loaded)]
+    assert torch.equal(*again)
+    others = FastGen(0.9, special_ids=(*policy.special_ids[1:], 5), punctuation_ids=(9,))
+    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
+        CompressedCache.load(tmp_path / "one", demo.model, policy=others)
+    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
+        CompressedCache.load(tmp_path / "one", demo.model, policy=POLICY)
+
+
+def test_a_cache_in_the_middle_of_a_prompt_or_empty_can_be_saved(tmp_path):
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    kept = []
+    for stop in (0, 50):
+        cache = CompressedCache(model, POLICY, recall="host")
+        cache.expect_prompt(PROMPT)
+        if stop:
+            model(ids[:, :stop], past_key_values=cache)
+        cache.save(tmp_path / "one")
+        loaded = CompressedCache.load(tmp_path / "one", model)
+        model(ids[:, stop:], past_key_values=loaded)
+        kept.append(loaded.kept_positions(2))
+    assert torch.equal(*kept)
+
+
+_GO_ON = """
+import sys, torch
+from snapkv import CompressedCache
+from tests.cache.test_saving import generated
+from tests.families import tiny_model
+model = tiny_model("llama")
+for path in sys.argv[1:]:
+    cache, beside = CompressedCache.load_with(path, model)
+    print(generated(model, cache, beside["ids"]).tolist())
+"""
+
+
+def test_another_process_says_the_same_tokens(tmp_path):
+    model, paths, said = tiny_model("llama"), [], []
+    for kind in ("dynamic", "ragged", "static", "recall", "h2o"):
+        cache, ids = halfway(model, kind)
+        longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
+        paths.append(str(tmp_path / kind))
+        cache.save(paths[-1], beside={"ids": longer})
+        said.append(str(generated(model, cache, longer).tolist()))
+    done = subprocess.run(
+        [sys.executable, "-c", _GO_ON, *paths],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=HERE,
+    )
+    assert done.stdout.splitlines() == said
+
+
+# Refusals.
+
+
+def damaged_files(good, other):
+    """A hundred ways to spoil a file: flipped bits, missing ends, another file's header."""
+    draw = random.Random(5)
+    header = 8 + int.from_bytes(good[:8], "little")
+    for place in [*range(8), *(draw.randrange(8, header) for _ in range(27))]:
+        yield f"bit in the header at {place}", _flipped(good, place, draw)
+    for place in [len(good) - 1, *(draw.randrange(header, len(good)) for _ in range(24))]:
+        yield f"bit in the data at {place}", _flipped(good, place, draw)
+    for length in [
+        0,
+        1,
+        7,
+        8,
+        9,
+        header - 1,
+        header,
+        *(draw.randrange(len(good)) for _ in "1" * 13),
+    ]:
+        yield f"cut at {length}", good[:length]
+    for _ in range(10):
+        start = draw.randrange(8, len(good) - 64)
+        yield (
+            f"swapped at {start}",
+            good[:start] + good[start : start + 64][::-1] + good[start + 64 :],
+        )
+    other_header = 8 + int.from_bytes(other[:8], "little")
+    yield "header of another cache", other[:other_header] + good[header:]
+    yield "data of another cache", good[:header] + other[other_header:]
+    for extra in (b"\0", b"x" * 1000):
+        yield f"{len(extra)} more bytes", good + extra
+    for junk in (b"", b"{}", b"\x80\x04\x95pickle", os.urandom(5000), b"\xff" * 64, b"\0" * 64):
+        yield f"{len(junk)} bytes of junk", junk
+
+
+def _flipped(good, place, draw):
+    spoilt = bytearray(good)
+    spoilt[place] ^= 1 << draw.randrange(8)
+    return bytes(spoilt)
+
+
+def test_a_hundred_damaged_files_are_refused(tmp_path):
+    model = tiny_model("llama")
+    files = []
+    for tokens in (90, 80):
+        filled(model, tokens).save(tmp_path / "good")
+        files.append((tmp_path / "good").read_bytes())
+    accepted, tried = [], 0
+    for name, content in damaged_files(*files):
+        if content != files[0]:
+            (tmp_path / "spoilt").write_bytes(content)
+            accepted += [] if _is_refused(tmp_path / "spoilt", model) else [name]
+            tried += 1
+    assert not accepted
+    assert tried >= 100
+
+
+def _is_refused(path, model):
+    try:
+        CompressedCache.load(path, model)
+    except CacheFileError as error:
+        return str(error).startswith("path: expected a cache that cache.save has written")
+    return False
+
+
+def test_every_bit_of_a_small_file_matters(tmp_path):
+    """Not a sample: each byte of a whole file, header and data, with one of its bits flipped."""
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY)
+    cache.save(tmp_path / "good")
+    good, draw = (tmp_path / "good").read_bytes(), random.Random(1)
+    for place in range(len(good)):
+        (tmp_path / "spoilt").write_bytes(_flipped(good, place, draw))
+        with pytest.raises(CacheFileError):
+            read_sealed(tmp_path / "spoilt")
+
+
+def test_other_files_and_no_files_are_refused(tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(CacheFileError, match="got no file at"):
+        CompressedCache.load(tmp_path / "nothing", model)
+    with pytest.raises(CacheFileError, match="path: expected a cache that"):
+        CompressedCache.load(tmp_path, model)
+    save_file({"weights": torch.ones(3)}, tmp_path / "weights")
+    with pytest.raises(CacheFileError, match="its header is not one of a saved cache"):
+        CompressedCache.load(tmp_path / "weights", model)
+    with pytest.raises(CacheFileError, match="path: expected to write a cache"):
+        filled(model, 60).save(tmp_path / "no" / "folder")
+
+
+def headed(change):
+    """The header of a file with no metadata but a digest's place, or with notes of some kind."""
+    unsealed = {"sha256": "0" * 64}
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    if change == "no metadata":
+        return {"x": tensor | unsealed}
+    notes = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]"}[change]
+    return {"x": tensor, "__metadata__": {"format": "snapkv cache 2", "notes": notes, **unsealed}}
+
+
+@pytest.mark.parametrize("change", ["no metadata", "deep", "no JSON", "a list"])
+def test_sealed_headers_of_another_kind_are_refused(change, tmp_path):
+    header = json.dumps(headed(change), separators=(",", ":")).encode()
+    path = tmp_path / "one"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    _seal(path)
+    with pytest.raises(CacheFileError, match="path: expected a cache that cache"):
+        CompressedCache.load(path, tiny_model("llama"))
+
+
+def forged(notes, change):
+    """Notes that were changed by somebody who can seal a file."""
+    if change == "no layers":
+        del notes["layers"]
+    elif change == "a layer less":
+        notes["layers"].pop()
+    elif change == "a tensor that is not there":
+        notes["layers"][0]["store"]["keys"] = {"tensor": "elsewhere"}
+    elif change == "a record that is none":
+        notes["layers"][0]["store"]["keys"] = {"record": "Path", "parts": {}}
+    elif change == "a yes that is a number":
+        notes["layers"][0]["slots"]["is_partial"] = -3
+    elif change == "a layer without notes":
+        notes["layers"][1]["notes"] = {}
+    elif change == "values of fewer tokens":
+        notes["layers"][0]["store"]["values"] = notes["layers"][1]["slots"]["kept"]
+    elif change == "columns before the first":
+        notes["layers"][0]["slots"]["start"] = -5
+    elif change == "a kind of store that is none":
+        notes["layers"][0]["store_kind"] = "sparse"
+    elif change == "a parameter that the policy has not":
+        notes["policy"]["speed"] = 1
+    else:
+        notes["options"] = change
+    return notes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "no layers",
+        "a layer less",
+        "a tensor that is not there",
+        "a record that is none",
+        "a yes that is a number",
+        "a layer without notes",
+        "values of fewer tokens",
+        "columns before the first",
+        "a kind of store that is none",
+        "a parameter that the policy has not",
+        "options that are text",
+    ],
+)
+def test_sealed_nonsense_is_refused(tmp_path, change):
+    model = tiny_model("llama")
+    filled(model, 60).save(tmp_path / "cache")
+    tensors, notes, *_ = read_sealed(tmp_path / "cache")
+    write_sealed(tmp_path / "forged", tensors, forged(notes, change))
+    with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
+        CompressedCache.load(tmp_path / "forged", model)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        {"pages": 2},
+        {"page_tokens": 16},
+        {"pages": 0, "page_tokens": 16},
+        {"pages": 2, "page_tokens": 1.5},
+        {"pages": 2, "page_tokens": 16, "where": "host"},
+        ["pages", "page_tokens"],
+        3,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recall", [None, PageRecall(5)], ids=["saved", "given"])
+def test_a_file_that_does_not_say_how_pages_are_chosen_is_refused(tmp_path, pages, recall):
+    model = tiny_model("llama")
+    cache = CompressedCache(model, POLICY, recall=PageRecall(2))
+    cache.save(tmp_path / "cache")
+    tensors, notes, *_ = read_sealed(tmp_path / "cache")
+    assert notes["pages"] == {"pages": 2, "page_tokens": 16}
+    write_sealed(tmp_path / "forged", tensors, notes | {"pages": pages})
+    with pytest.raises(CacheFileError, match="forged', whose parts do not fit together"):
+        CompressedCache.load(tmp_path / "forged", model, recall=recall)
+
+
+@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
+@pytest.mark.parametrize(
+    ("policy", "before", "meant"),
+    [
+        (KVzip(40, window_size=8), {}, {"sink_tokens": 0}),
+        (KeyDiff(40, window_size=8), {}, {}),
+        (Random(40, window_size=8), {}, {}),
+        (
+            ExpectedAttention(40, window_size=8),
+            {"budget": 11, "sink_tokens": 4},
+            {"budget": 11, "sink_tokens": 3},
+        ),
+    ],
+    ids=["kvzip", "keydiff", "random", "expected-attention"],
+)
+def test_a_file_from_before_sinks_could_be_given_is_read_as_it_was_meant(
+    policy, before, meant, wrap, tmp_path
+):
+    """KVzip kept none then; and a budget could have room for fewer than it was told."""
+    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
+    cache = CompressedCache(model, wrap(policy))
+    if policy.reads_twice:
+        read_twice(model, ids, cache)
+    else:
+        generated(model, cache, ids)
+    cache.save(tmp_path / "now")
+    tensors, notes, *_ = read_sealed(tmp_path / "now")
+    described = notes["policy"].get("policy", notes["policy"])
+    del described["sink_tokens"]
+    described |= before
+    write_sealed(tmp_path / "then", tensors, notes)
+    loaded = CompressedCache.load(tmp_path / "then", model)
+    then = wrap(replace(policy, **meant))
+    assert loaded.policy == then
+    assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
+    assert CompressedCache.load(tmp_path / "then", model, policy=then).policy == then
+
+
+@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SnapKV(40, window_size=8),
+        SnapKV(40, window_size=8, kernel_size=(0, 6)),
+        SnapKV(40, window_size=8, pooling="fading", decay=0.8),
+    ],
+    ids=["centred", "pair", "fading"],
+)
+def test_a_file_says_how_votes_were_pooled(policy, wrap, tmp_path):
+    """Where it is from before votes faded, it says nothing of a decay."""
+    model, policy = tiny_model("llama"), wrap(policy)
+    cache = CompressedCache(model, policy)
+    generated(model, cache, random_ids(1, PROMPT))
+    cache.save(tmp_path / "now")
+    tensors, notes, *_ = read_sealed(tmp_path / "now")
+    described = notes["policy"].get("policy", notes["policy"])
+    if described["decay"] is None:
+        del described["decay"]
+    write_sealed(tmp_path / "then", tensors, notes)
+    for given in (None, policy):
+        loaded = CompressedCache.load(tmp_path / "then", model, policy=given)
+        assert loaded.policy == policy
+        assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
+    other = wrap(SnapKV(40, window_size=8, pooling="fading", decay=0.7))
+    with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was saved"):
+        CompressedCache.load(tmp_path / "then", model, policy=other)
+
+
+def test_another_model_or_dtype_is_refused(tmp_path):
+    model = tiny_model("llama")
+    filled(model, 60).save(tmp_path / "one")
+
+    def refuses(other, said):
+        with pytest.raises(CacheMismatchError, match=said):
+            CompressedCache.load(tmp_path / "one", other)
+
+    refuses(tiny_model("qwen2"), "class LlamaForCausalLM.*got class Qwen2")
+    torch.manual_seed(1)
+    refuses(AutoModelForCausalLM.from_config(tiny_config("llama")).eval(), "other weights")
+    changed = tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    same_weights = AutoModelForCausalLM.from_config(changed)
+    same_weights.load_state_dict(model.state_dict())
+    refuses(same_weights, "other settings")
+    half = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    half.load_state_dict(model.state_dict())
+    CompressedCache.load(tmp_path / "one", half)
+    refuses(half.to(torch.bfloat16), "dtype float32.*got dtype bfloat16")
+    refuses(half.to(torch.float32), "other weights")  # they have been rounded
+
+
+def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
+    model = tiny_model("llama")
+    halfway(model, "dynamic")[0].save(tmp_path / "one")
+    with pytest.raises(CacheMismatchError, match="recall: expected none"):
+        CompressedCache.load(tmp_path / "one", model, recall="host")
+    halfway(model, "recall")[0].save(tmp_path / "two")
+    loaded = CompressedCache.load(tmp_path / "two", model, recall=tmp_path / "parked")
+    assert loaded.report().host_bytes
+
+
+def test_the_file_is_plain_safetensors(tmp_path):
+    filled(tiny_model("llama"), 60).save(tmp_path / "one")
+    with safe_open(tmp_path / "one", framework="pt") as content:
+        notes = json.loads(content.metadata()["notes"])
+        assert notes["policy"]["name"] == "snapkv"
+        assert notes["seen_tokens"] == 60
+        assert content.get_tensor("layers.0.store.keys").shape == (8, 2, 40, 8)
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    filled(model, 60).save(tmp_path / "one")
+    before = (tmp_path / "one").read_bytes()
+    monkeypatch.setattr("snapkv.cache.saving.files._seal", _full_disk)
+    with pytest.raises(CacheFileError, match="No space left"):
+        filled(model, 70).save(tmp_path / "one")
+    assert (tmp_path / "one").read_bytes() == before
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_what_killed_saves_have_left_is_removed_when_it_is_old(tmp_path):
+    parts = [f".{name}.{'0123456789abcdef' * 2}.partial" for name in ("one", "one.1", "two")]
+    parts += [".one.fedcba9876543210fedcba9876543210.partial", ".one.mine.partial"]
+    for name in parts:
+        (tmp_path / name).write_bytes(b"half")
+        if "fedc" not in name:  # that one may still be written
+            os.utime(tmp_path / name, (time.time() - 7200,) * 2)
+    filled(tiny_model("llama"), 60).save(tmp_path / "one")
+    assert sorted(os.listdir(tmp_path)) == sorted([*parts[1:], "one"])
+
+
+def _full_disk(path):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("unfinished", [4, pytest.param(25, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
+    """A process of its own each time, until so many were killed while they wrote a file."""
+    model, path, draw = tiny_model("llama"), tmp_path / "one", random.Random(3)
+    found, kills = set(), 0
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.cache.saver", str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=HERE,
+    ) as saver:
+        save_seconds = float(saver.stdout.readline())
+        while len(list(tmp_path.glob(".one.*.partial"))) < unfinished:
+            assert kills < 200 * unfinished, "hardly a kill came while a file was being written"
+            print("save", file=saver.stdin, flush=True)
+            child = int(saver.stdout.readline())
+            time.sleep(draw.random() * 3 * save_seconds)
+            os.kill(child, signal.SIGKILL)
+            assert saver.stdout.readline() == "gone\n"
+            found.add(CompressedCache.load(path, model).get_seq_length())
+            kills += 1
+        saver.stdin.close()
+    assert found <= {300, 400}
+
+
+def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
+    cache, _ = halfway(tiny_model("llama"), "dynamic")
+    other = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(3)}, other)
+    short, notes = tmp_path / "short", tmp_path / "notes.txt"
+    short.write_bytes(b"hi")
+    notes.write_text('about "format":"snapkv cache 1"')
+    for path in (other, short, notes, tmp_path, Path("/dev/null")):
+        before = path.read_bytes() if path.is_file() else None
+        with pytest.raises(CacheFileError, match="which is neither and stays as it is"):
+            cache.save(path)
+        assert before is None or path.read_bytes() == before
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_saved_cache_and_an_empty_file_are_replaced(tmp_path):
+    model = tiny_model("llama")
+    cache, _ = halfway(model, "dynamic")
+    (tmp_path / "one").touch()
+    for _ in range(2):
+        cache.save(tmp_path / "one")
+        CompressedCache.load(tmp_path / "one", model)

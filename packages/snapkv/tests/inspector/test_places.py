@@ -1,0 +1,129 @@
+"""Headings and places, by hand: a document, the characters of a part, and what it is called."""
+
+import pytest
+
+from snapkv.app.text_files import TextFile
+from snapkv.inspector.places import Places, headings
+
+CONTRACT = """# Agreement
+
+## 9 Duration
+
+9.10 Renewal. It renews every year.
+9.11 Termination for convenience
+Either party may terminate with 30 days of notice.
+
+§ 10 Notices
+By letter."""
+
+
+def titles(name, text):
+    return [title for _, title in headings(name, text)]
+
+
+def test_headings_of_a_contract_begin_where_their_lines_do():
+    found = list(headings("contract.md", CONTRACT))
+    assert [title for _, title in found] == [
+        "“Agreement”",
+        "“9 Duration”",
+        "§ 9.10",
+        "§ 9.11 “Termination for convenience”",
+        "§ 10 “Notices”",
+    ]
+    for at, title in found:
+        assert CONTRACT[:at] == "" or CONTRACT[at - 1] == "\n", title
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Scope\n=====\ntext", ["“Scope”"]),
+        ("Scope\n-----\nA line\nthat goes on", ["“Scope”"]),
+        ("### 3.2 Fees ###", ["§ 3.2 “Fees”"]),
+        ("Section 4: Fees", ["Section 4 “Fees”"]),
+        ("Article 12\nThe parties agree.", ["Article 12"]),
+        ("3.1 Fees\n3.2 Terms\n", ["§ 3.1 “Fees”", "§ 3.2 “Terms”"]),
+        ("# Use\n```\n# a comment\n```\n# End", ["“Use”", "“End”"]),
+        ("it is cheaper by\n3.5 Euros a day", []),
+        ("3.5 euros a day", []),
+        ("12.10.2024 Meeting", []),
+        ("1. Buy milk", []),
+        ("#hashtag", []),
+        ("plain text", []),
+        ("4.1 " + "A long title " * 9, ["§ 4.1"]),
+    ],
+    ids=str,
+)
+def test_what_is_a_heading(text, expected):
+    assert titles("notes.txt", text) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# a" + " " * 200_000 + "b",
+        "# " + "#" * 200_000 + "b",
+        "# " * 50_000 + "x",
+        "9.11 " * 50_000,
+    ],
+    ids=["spaces", "marks", "nested", "numbers"],
+)
+def test_a_line_that_is_longer_than_a_heading_is_none(line):
+    """At once: a stranger may have written it."""
+    assert titles("x.md", line) == []
+
+
+def test_marks_within_a_heading_stay_in_it():
+    assert titles("x.md", "# C# and # ##\n## ##\n# # x") == ["“C# and #”", "“# x”"]
+
+
+def test_comments_of_source_code_are_none():
+    assert titles("gzip.py", "# Scope\n\n5.1 Fees") == []
+
+
+def place(text, name, pieces=None, wanted="X", others=()):
+    """Of the piece that is wanted, in a prompt with something before and behind the document."""
+    pieces = pieces or ["<user>\n", *text, "\n\nWhen?"]
+    documents = [TextFile(name=name, text=text), *others]
+    at = pieces.index(wanted)
+    return Places(pieces, documents).of(at, at + 1)
+
+
+def test_the_last_heading_before_it():
+    assert place("# One\n\ntext\n\n# Two\n\nan X here", "a.md") == "“Two”"
+
+
+def test_a_line_and_how_far_in_where_there_is_no_heading():
+    assert place("ab\n" * 5 + "X\n" + "ab\n" * 4, "a.py") == "line 6, 52% into a.py"
+    assert place("abcX", "a.txt") == "75% into a.txt"
+    assert place("ab X\n\n# Two\n", "a.md") == "line 1, 25% into a.md"
+
+
+def test_several_documents_are_named():
+    first, second = "# One\n\ntext", "# Two\n\nX"
+    pieces = ["===== a.md =====\n", first, "\n\n===== b.md =====\n", *second, "\n\nWhen?"]
+    documents = [TextFile(name="a.md", text=first), TextFile(name="b.md", text=second)]
+    at = pieces.index("X")
+    assert Places(pieces, documents).of(at, at + 1) == "“Two” of b.md"
+
+
+def test_before_and_behind_the_document():
+    pieces = ["<user>\n", "text", "\n\nWhen?"]
+    places = Places(pieces, [TextFile(name="a.txt", text="text")])
+    assert [places.of(i, i + 1) for i in range(3)] == [
+        "the beginning of the prompt",
+        "50% into a.txt",
+        "the question",
+    ]
+
+
+def test_a_part_lies_where_its_middle_does():
+    pieces = ["# One\n\nabc\n\n", "# Two\n\nabcdefghijklmnop"]
+    places = Places(pieces, [TextFile(name="a.md", text="".join(pieces))])
+    assert places.of(0, 2) == "“Two”"
+    assert places.of(0, 1) == "“One”"
+
+
+@pytest.mark.parametrize("documents", [[], [TextFile(name="a.txt", text="rewritten")]])
+def test_a_share_of_the_prompt_where_documents_are_not_found(documents):
+    assert Places(["aaaa", "bbbb"], documents).of(1, 2) == "the text 75% into the prompt"

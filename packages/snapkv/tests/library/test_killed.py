@@ -1,0 +1,160 @@
+"""Whoever is killed while adding leaves whole documents only, and those that were there before."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from snapkv import FullCache, Library, LibraryError
+from snapkv.app.models import load
+from tests.lab.evaluate.tiny import save_tiny
+from tests.library.conftest import TEXTS
+
+DOCUMENTS = 12
+
+ADDERS = """
+import os, sys, torch
+torch.set_num_threads(1)
+from snapkv import Library
+from snapkv.app.models import load
+from tests.library.test_killed import texts
+loaded = load(sys.argv[1], device="cpu")
+print("ready", flush=True)
+for line in sys.stdin:
+    number, folder = line.split(maxsplit=1)
+    if (child := os.fork()) == 0:
+        Library(folder.strip()).add(loaded.model, loaded.tokenizer, texts(int(number)))
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+"""For every line on standard input, a round and a folder, a process that adds the round's texts."""
+
+
+def texts(number):
+    """Every round a third of the documents has another text."""
+    last = {place: number - (number - place) % 3 for place in range(DOCUMENTS)}
+    return [(f"d{place}", f"Text {place} of round {last[place]}.") for place in range(DOCUMENTS)]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory, demo):
+    folder = save_tiny(tmp_path_factory.mktemp("model"), demo.tokenizer)
+    return load(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def forker(loaded):
+    """The process whose children add."""
+    root = Path(__file__).parents[4]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(root)]))
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", ADDERS, loaded.name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        yield parent
+        parent.stdin.close()
+
+
+@pytest.fixture
+def adders(tmp_path, forker):
+    """What starts a process that adds, and gives its id; and what waits for its end."""
+
+    def start(number):
+        forker.stdin.write(f"{number} {tmp_path / 'library'}\n")
+        forker.stdin.flush()
+        return int(forker.stdout.readline())
+
+    return start, lambda: int(forker.stdout.readline())
+
+
+def named(library):
+    return {record.name: record.text for record in library.documents}
+
+
+def require_whole(library, number, before):
+    """Every document is whole, old or new, and none that was there is gone."""
+    assert library.verify() == []
+    now, new = named(library), dict(texts(number))
+    assert before.keys() <= now.keys()
+    assert all(text in (new[name], before.get(name)) for name, text in now.items())
+    return now
+
+
+def require_clean(library, number):
+    assert named(library) == dict(texts(number))
+    assert library.verify() == []
+    files = {path.name for path in library.path.rglob("*") if path.is_file()}
+    own = {record.cache for record in library.documents}
+    own |= {f"{record.key}.json" for record in library.documents}
+    assert files == own | {"library.json", "library.lock"}
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_killed_adder_loses_nothing_and_the_next_one_goes_on(tmp_path, loaded, adders, kills):
+    start, ended = adders
+    start(0)
+    began = time.perf_counter()
+    assert ended() == 0
+    whole_seconds = time.perf_counter() - began
+    library = Library(tmp_path / "library", on_notice=pytest.fail)
+    now, draw, cut = named(library), random.Random(kills), 0
+    for number in range(1, kills + 1):
+        child = start(number)
+        time.sleep(draw.random() * whole_seconds / 3)
+        with contextlib.suppress(ProcessLookupError):  # it was faster
+            os.kill(child, signal.SIGKILL)
+        cut += ended() == signal.SIGKILL
+        now = require_whole(library, number, now)
+    assert cut > kills / 4
+    start(kills + 1)
+    assert ended() == 0
+    require_clean(library, kills + 1)
+
+
+def test_others_ask_while_one_adds(tmp_path, loaded, adders):
+    start, ended = adders
+    start(0)
+    assert ended() == 0
+    library = Library(tmp_path / "library", on_notice=pytest.fail)
+    for number in range(1, 4):
+        start(number)
+        for _ in range(4):
+            hits = library.search("round text", 3)
+            inputs = library.inputs(
+                loaded.model, loaded.tokenizer, "Which?", hits, policy=FullCache(), recompute=0
+            )
+            assert inputs["input_ids"].shape[1] > inputs["past_key_values"].get_seq_length()
+            assert loaded.tokenizer.decode(inputs["input_ids"][0]).count("of round") == 3
+        assert ended() == 0
+    require_clean(library, 3)
+
+
+def test_a_second_adder_is_refused_and_told_of_the_first(library, tiny):
+    with (
+        library._folder.changing(),
+        pytest.raises(LibraryError, match=f"got process {os.getpid()}, which changes it now"),
+    ):
+        Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
+    assert Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
+
+
+def test_a_damaged_file_is_not_mended_while_another_process_adds(library, tiny, notices):
+    hits = library.search("rent", 1)
+    record = next(record for record in library.documents if record.name == "lease")
+    file = library.path / "caches" / record.cache
+    file.write_bytes(file.read_bytes()[:-1])
+    with library._folder.changing():
+        library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits)
+    assert "is not mended" in notices[1]
+    assert len(library.verify()) == 1

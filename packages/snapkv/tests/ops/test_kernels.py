@@ -1,0 +1,38 @@
+"""The Triton kernels without a GPU: run in triton's interpreter, and compiled for devices.
+
+Each in a process of its own, since triton decides at its import for whom it compiles.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops.compile_cases import DEVICES
+
+pytestmark = pytest.mark.triton
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("cases", ["vote_cases", "ragged_cases"])
+def test_in_the_interpreter_they_err_no_more_than_the_reference(cases):
+    run(f"tests.ops.{cases}", "triton", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("capability", DEVICES)
+def test_compiled_for_a_device_they_fit_into_its_registers_and_shared_memory(capability, tmp_path):
+    run("tests.ops.compile_cases", str(capability), TRITON_CACHE_DIR=str(tmp_path))
+
+
+def run(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,285 @@
+"""The planner's arithmetic against what models really hold, and against the published numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+from snapkv import CompressedCache, FullCache, SnapKV
+from snapkv.app.models import load_outline
+from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.plan import Plan, Request, footprint_of, shapes, verdict
+from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
+
+ROOT = Path(__file__).parents[4]
+GIB = 2**30
+
+
+def planned(outline, **request):
+    return Plan(model="m", footprint=footprint_of(outline), request=Request(**request))
+
+
+def shaped(shape, **request):
+    return planned(shapes.outline(shape, dtype=torch.bfloat16), **request)
+
+
+@pytest.fixture(scope="module")
+def demo_outline():
+    return load_outline("demo")
+
+
+def held_bytes(model, ids, policy):
+    cache = CompressedCache(model, policy)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+    return cache.report()["held_bytes"]
+
+
+@pytest.mark.parametrize("tokens", [90, 700])
+def test_the_demo_model_holds_what_was_planned(demo, demo_outline, tokens):
+    plan = planned(demo_outline, context_tokens=tokens, budget=256)
+    ids = torch.arange(1000, 1000 + tokens)[None]
+    weights = sum(parameter.nbytes for parameter in demo.model.parameters())
+    assert plan.footprint.weights_bytes == pytest.approx(weights, rel=0.03)
+    full, kept = (held_bytes(demo.model, ids, p) for p in (FullCache(), SnapKV(256)))
+    assert plan.full.cache_bytes == pytest.approx(full, rel=0.03)
+    assert plan.compressed.cache_bytes == pytest.approx(kept, rel=0.03)
+
+
+def test_the_peak_of_reading_is_the_one_that_was_measured(demo_outline):
+    """Rows of `python -m snapkv_lab.experiments.speed`, measured on the process."""
+    lines = (ROOT / "docs/results/speed.jsonl").read_text().splitlines()
+    rows = {
+        row["cache"]: row for row in map(json.loads, lines) if row["benchmark"] == "peak memory"
+    }
+    row = rows["snapkv"]
+    plan = planned(demo_outline, context_tokens=row["prompt_tokens"], budget=row["budget"])
+    for needs, name in ((plan.full, "transformers"), (plan.compressed, "snapkv")):
+        measured = rows[name]["peak_growth_bytes"]
+        assert needs.prefill_peak_bytes == pytest.approx(measured, rel=0.03), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_holds_what_was_planned(family):
+    """Grouped heads, sliding windows, latent attention, mixtures."""
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
+    with torch.device("meta"):
+        outline = type(model)(tiny_config(family)).float()
+    plan = planned(outline, context_tokens=100, batch=2, budget=40, window_size=8)
+    ids = random_ids(2, 100)
+    assert plan.footprint.weights_bytes == sum(p.nbytes for p in model.parameters())
+    assert plan.full.cache_bytes == held_bytes(model, ids, FullCache())
+    assert plan.compressed.cache_bytes == held_bytes(model, ids, SnapKV(40, window_size=8))
+
+
+def in_memory(cache):
+    """Bytes of the memory behind keys and values, whatever of it they show."""
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def answered(model, cache, new_tokens):
+    ids = random_ids(1, 100 + new_tokens)
+    with torch.inference_mode():
+        model(ids[:, :100], past_key_values=cache, logits_to_keep=1)
+        after_prompt = in_memory(cache)
+        for place in range(100, 100 + new_tokens):
+            model(ids[:, place : place + 1], past_key_values=cache)
+    return after_prompt, in_memory(cache)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 65, 66, 140])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_memory_is_what_was_planned_with_its_room_and_its_windows(family, new_tokens):
+    """Reading in one pass and answering, on the memory of the tensors."""
+    model = tiny_model(family, "eager")
+    with torch.device("meta"):
+        outline = type(model)(tiny_config(family)).float()
+    plan = planned(outline, context_tokens=100, budget=40, window_size=8, new_tokens=new_tokens)
+    compressed = CompressedCache(model, SnapKV(40, window_size=8))
+    read, answered_ = answered(model, compressed, new_tokens)
+    assert read == plan.compressed.cache_bytes
+    assert answered_ == plan._answering(100, compressed=True)
+    read, answered_ = answered(model, DynamicCache(config=model.config), new_tokens)
+    assert answered_ == plan._answering(100, compressed=False)
+    activations = max(plan.footprint.mlp_token_bytes, plan.footprint.attention_token_bytes) * 100
+    assert plan.full.prefill_peak_bytes == read + activations
+
+
+def test_a_layer_that_slides_lets_go_of_a_long_prompt():
+    model = tiny_model("gemma3_text")
+    whole = 2 * 2 * 16 * 4  # keys and values, heads, head_dim, float32
+    compressed = CompressedCache(model, SnapKV(40, window_size=8))
+    ids = random_ids(1, 400)
+    with torch.inference_mode():
+        logits = model(ids, past_key_values=compressed).logits
+        expected = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    assert torch.equal(logits, expected)
+    sliding = [layer for layer in compressed.layers if type(layer) is DynamicSlidingWindowLayer]
+    assert len(sliding) == 2
+    for layer in sliding:
+        held = layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+        assert held == 23 * whole
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "memory"),
+    [("smollm2-135m", 8192, 4), ("gemma-2-9b", 8192, 24), ("gemma-3-12b", 131072, 80)],
+)
+@pytest.mark.parametrize("spare", [0, 500])
+def test_positions_are_not_taken_for_memory(shape, tokens, memory, spare):
+    """A prompt that needs more positions than there are may fit the memory all the same."""
+    plan = shaped(shape, context_tokens=tokens - spare, memory_bytes=memory * 10**9)
+    sentences = " ".join(verdict(plan))
+    assert "do not fit" not in sentences
+    assert "does not fit" not in sentences
+    assert ("it will be refused. Shorten the prompt to" in sentences) == (spare < 128)
+    assert plan.compressed.fits_in_one_pass
+
+
+@pytest.mark.parametrize("memory", [16, 20, 24, 40, 80])
+def test_what_the_verdict_says_of_passes_is_what_the_numbers_say(memory):
+    plan = shaped("llama-3.1-8b", context_tokens=120_000, memory_bytes=memory * 10**9 + 10**9)
+    sentences = " ".join(verdict(plan))
+    in_one = plan._total(120_000, 1, True, in_pieces=False) <= memory * 10**9
+    in_pieces = plan._total(120_000, 1, True, in_pieces=True) <= memory * 10**9
+    assert ("read them in pieces" in sentences) == (in_pieces and not in_one)
+    assert ("does not fit the memory" in sentences) == (not in_pieces and not in_one)
+    assert (plan.compressed.longest_prompt_tokens >= 120_000) == in_one
+    assert (plan.compressed.largest_batch >= 1) == in_pieces
+
+
+def test_more_prompts_can_be_answered_together_than_read_together():
+    plan = shaped("qwen3-8b", context_tokens=32768, memory_bytes=80 * 10**9)
+    room, one = 79 * 10**9, plan._answering(32768, compressed=True)
+    batch = plan.compressed.largest_decoding_batch
+    assert plan.footprint.weights_bytes + batch * one <= room
+    assert plan.footprint.weights_bytes + (batch + 1) * one > room
+    assert batch > plan.compressed.largest_batch
+
+
+def test_weights_that_are_quantized_in_another_way_are_said_to_be():
+    outline = load_outline("qwen3-0.6b")
+    outline.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    plan = planned(outline, context_tokens=4096)
+    assert plan.footprint.weights_bytes == 2 * 596_049_920
+    assert any("quantized (gptq); they are counted in bfloat16" in s for s in verdict(plan))
+
+
+@pytest.mark.parametrize(
+    ("thousands", "gib"), [(16, 7.8), (32, 15.6), (64, 31.3), (128, 62.5), (380, 185.5)]
+)
+def test_published_arithmetic_for_a_7b_model_with_a_key_per_head(thousands, gib):
+    """Thousands are decimal there, gigabytes binary, keys and values of 16 bits."""
+    plan = shaped("lwm-7b", context_tokens=1000 * thousands)
+    assert plan.full.cache_bytes / GIB == pytest.approx(gib, abs=0.06)
+    assert plan.compressed.cache_bytes / GIB == 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions", "bytes_per_token"),
+    [
+        ("lwm-7b", 6.74, 2 * 32 * 32 * 128 * 2),
+        ("longchat-7b", 6.74, 2 * 32 * 32 * 128 * 2),
+        ("mistral-7b", 7.24, 2 * 32 * 8 * 128 * 2),
+        ("mixtral-8x7b", 46.7, 2 * 32 * 8 * 128 * 2),
+        ("command-r-35b", 35.0, 2 * 40 * 64 * 128 * 2),
+    ],
+)
+def test_the_papers_models_have_their_published_sizes(shape, billions, bytes_per_token):
+    footprint = footprint_of(shapes.outline(shape, dtype=torch.bfloat16))
+    assert footprint.weights_bytes / 2e9 == pytest.approx(billions, rel=0.01)
+    assert footprint.token_bytes == bytes_per_token
+
+
+def test_a_batch_visits_more_experts_than_a_token():
+    footprint = footprint_of(shapes.outline("mixtral-8x7b", dtype=torch.bfloat16))
+    assert footprint.read_bytes(1) / 2e9 == pytest.approx(12.9 - 0.13, rel=0.01)
+    whole = footprint.weights_bytes - footprint.embedding_bytes
+    assert footprint.read_bytes(1) < footprint.read_bytes(4) < whole
+    assert footprint.read_bytes(100) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_longest_prompt_fits_and_one_token_more_does_not(compressed, batch):
+    memory, reserve = 40 * 10**9, 10**9  # less than what all positions take
+    for in_pieces in (False, True):
+        plan = shaped("lwm-7b", context_tokens=1, batch=batch, memory_bytes=memory)
+        needs = plan.compressed if compressed else plan.full
+        names = ("longest_prompt_tokens", "longest_prompt_in_pieces_tokens")
+        longest = getattr(needs, names[in_pieces])
+        room = memory - reserve
+        assert plan._total(longest, batch, compressed, in_pieces=in_pieces) <= room
+        assert plan._total(longest + 1, batch, compressed, in_pieces=in_pieces) > room
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    plan = shaped("lwm-7b", context_tokens=32768, memory_bytes=80 * 10**9)
+    for compressed, needs in ((False, plan.full), (True, plan.compressed)):
+        batch = needs.largest_batch
+        assert plan._total(32768, batch, compressed, in_pieces=True) <= 79 * 10**9
+        assert plan._total(32768, batch + 1, compressed, in_pieces=True) > 79 * 10**9
+
+
+def test_a_ratio_keeps_what_the_policy_would_keep(demo, demo_outline):
+    plan = planned(demo_outline, context_tokens=333, keep_ratio=0.4, window_size=16)
+    policy = SnapKV(keep_ratio=0.4, window_size=16)
+    measured = held_bytes(demo.model, torch.arange(333)[None], policy)
+    assert plan.compressed.cache_bytes == measured
+
+
+def test_speed_is_that_of_the_bytes_that_are_read():
+    """W + B * full over W + B * kept; the embedding is not read."""
+    plan = shaped("lwm-7b", context_tokens=8192, batch=4, new_tokens=8, bandwidth_bytes=1e12)
+    weights = plan.footprint.weights_bytes - 32000 * 4096 * 2
+    full, kept = (weights + 4 * 524288 * tokens for tokens in (8200, 1032))
+    assert plan.decode_speedup == pytest.approx(full / kept)
+    assert plan.compressed.step_ms == pytest.approx(kept / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "request_", "said"),
+    [
+        ("lwm-7b", {"context_tokens": 900}, "nothing is dropped"),
+        ("qwen2.5-7b", {"context_tokens": 2048}, "will hardly help"),
+        ("lwm-7b", {"context_tokens": 65536, "new_tokens": 2048}, "Compression helps"),
+        ("lwm-7b", {"context_tokens": 32768, "new_tokens": 8}, "stays as it is, takes about"),
+        ("lwm-7b", {"context_tokens": 131072, "memory_bytes": 80 * 10**9}, "what makes this fit"),
+        ("lwm-7b", {"context_tokens": 800_000, "memory_bytes": 80 * 10**9}, "layer_by_layer"),
+        ("lwm-7b", {"context_tokens": 900, "memory_bytes": 10**10}, "nothing is dropped"),
+        ("lwm-7b", {"context_tokens": 9000, "memory_bytes": 10**10}, "does not fit the memory"),
+        ("lwm-7b", {"context_tokens": 2**21}, "it will be refused"),
+        ("mixtral-8x7b", {"context_tokens": 65536}, "2 of 8 experts"),
+    ],
+)
+def test_the_verdict_says_it_plainly(shape, request_, said):
+    sentences = verdict(shaped(shape, **request_))
+    assert any(said in sentence for sentence in sentences), sentences
+    assert said in sentences[0] or said[0].islower() or said[0].isdigit()
+
+
+def test_the_verdict_names_sliding_layers():
+    kind = type(tiny_model("gemma3_text"))
+    with torch.device("meta"):
+        outline = kind(tiny_config("gemma3_text"))
+    said = verdict(planned(outline, context_tokens=300, budget=64))
+    assert any("2 of 4 layers slide" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        ({"context_tokens": 0}, InvalidArgumentError, "context_tokens: expected at least 1"),
+        ({"context_tokens": 9.5}, InvalidTypeError, "context_tokens: expected an integer"),
+        ({"context_tokens": 9, "batch": 0}, InvalidArgumentError, "batch"),
+        ({"context_tokens": 9, "budget": 32}, InvalidArgumentError, "budget"),
+        ({"context_tokens": 9, "budget": 64, "keep_ratio": 0.5}, InvalidArgumentError, "one of"),
+        ({"context_tokens": 9, "memory_bytes": 10**9}, InvalidArgumentError, "gpu_memory"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(request_, error, message):
+    with pytest.raises(error, match=message):
+        Request(**request_)

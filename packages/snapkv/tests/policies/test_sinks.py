@@ -1,0 +1,284 @@
+"""Sinks: a row's first tokens stay in every head, within the budget, wherever a method is used."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snapkv import CompressedCache, InvalidArgumentError
+from snapkv.inspector.scores import kept_mask, rating
+from snapkv.kvzip import read_context
+from snapkv.ops import ScoreOptions
+from snapkv.policies import (
+    POLICIES,
+    AdaKV,
+    Compactor,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    KVzip,
+    LagKV,
+    PrefixPolicy,
+    PromptLayer,
+    PromptThenDecode,
+    Random,
+    SnapKV,
+)
+from snapkv.policies.pyramidkv import PyramidKV, exact_budgets
+from snapkv.prefill import chunked
+from tests.families import random_ids, tiny_model
+from tests.ops.states import pad_left, random_layer
+
+WITH_SINKS = [
+    policy
+    for policy in POLICIES.values()
+    if issubclass(policy, PrefixPolicy)
+    and any(field.name == "sink_tokens" for field in dataclasses.fields(policy))
+]
+
+
+class Falling(KVzip):
+    """KVzip with budgets that fall with depth."""
+
+    def kept_prefix_tokens(self, layer):
+        means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
+        return [
+            exact_budgets(mean, tokens, layer.num_layers, 20)[layer.depth]
+            for mean, tokens in zip(means, prefixes, strict=True)
+        ]
+
+
+MAKERS = {policy.name: policy for policy in WITH_SINKS} | {"falling budgets": Falling}
+WRAPPERS = {
+    "itself": lambda policy: policy,
+    "adakv": lambda policy: AdaKV(policy, safeguard=0.01),
+    "criticalkv": CriticalKV,
+    "criticalkv, by values": lambda policy: CriticalKV(policy, first_share=1e-9),
+    "adakv of criticalkv": lambda policy: AdaKV(CriticalKV(policy), safeguard=0.01),
+}
+wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+methods = pytest.mark.parametrize("method", WITH_SINKS, ids=lambda method: method.name)
+
+
+def test_methods_that_rate_without_a_question_have_sinks():
+    defaults = {policy: policy().sink_tokens for policy in WITH_SINKS}
+    none = {SnapKV: 0, PyramidKV: 0, KeyDiff: 0, Random: 0}
+    assert defaults == {ExpectedAttention: 4, KVzip: 4, LagKV: 4, Compactor: 8, **none}
+    assert SnapKV(pooling="fading").sink_tokens == 4
+
+
+def rated(*heads, pads=None):
+    """A layer of these ratings by a second reading, and the window behind them."""
+    received = torch.tensor(heads)
+    received = received if received.dim() == 3 else received[None]
+    states = torch.ones(*received.shape, 1)
+    return PromptLayer(
+        queries=states[:, :, :0],
+        keys=states,
+        values=states,
+        score_options=ScoreOptions(scaling=1.0),
+        layer_idx=0,
+        received=received,
+        pad_tokens=None if pads is None else torch.tensor(pads),
+        output_weight=torch.ones(1, received.shape[1]),
+    )
+
+
+def kept(policy, layer):
+    return policy.select(layer).keep_indices.tolist()
+
+
+def test_by_hand():
+    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0], [0.5, 0.0, 0.1, 0.9, 0.8, 0.0])
+    assert kept(KVzip(3, window_size=1, sink_tokens=0), layer) == [[[2, 4, 5], [3, 4, 5]]]
+    assert kept(KVzip(3, window_size=1, sink_tokens=1), layer) == [[[0, 2, 5], [0, 3, 5]]]
+    assert kept(KVzip(4, window_size=1, sink_tokens=2), layer) == [[[0, 1, 2, 5], [0, 1, 3, 5]]]
+    assert kept(KVzip(5, window_size=1), layer) == [[[0, 1, 2, 3, 5]] * 2]
+
+
+def test_the_first_real_tokens_of_a_padded_row_by_hand():
+    """Row 1 begins at 2; of row 2, which begins at 4, only one token stands before the window."""
+    row = [0.0, 0.1, 0.9, 0.2, 0.8, 0.0]
+    layer = rated([row], [row], [row], pads=[0, 2, 4])
+    policy = KVzip(3, window_size=1, sink_tokens=1)
+    assert kept(policy, layer) == [[[0, 2, 5]], [[2, 4, 5]], [[-1, 4, 5]]]
+
+
+def test_where_there_is_less_room_the_first_of_them_by_hand():
+    """0.4 of five tokens are two."""
+    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0])
+    assert kept(KVzip(keep_ratio=0.4, window_size=1), layer) == [[[0, 1, 5]]]
+    assert KVzip(keep_ratio=0.1, window_size=1).select(layer).keep_indices.tolist() == [[[5]]]
+
+
+def test_heads_share_out_what_the_sinks_leave_by_hand():
+    """Of four places a sink takes two; behind it one head has all winners, and a tenth is sure."""
+    layer = rated([0.0, 0.1, 0.9, 0.3, 0.8, 0.0], [0.0, 0.2, 0.1, 0.1, 0.0, 0.0])
+    selection = AdaKV(KVzip(3, window_size=1, sink_tokens=1), safeguard=0.1).select(layer)
+    assert selection.keep_indices.tolist() == [[[0, 2, 4, 5], [-1, -1, 0, 5]]]
+    assert selection.head_tokens.tolist() == [[4, 2]]
+
+
+@wrapped
+@pytest.mark.parametrize("method", MAKERS.values(), ids=MAKERS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    extra=st.integers(0, 4),
+    sinks=st.integers(0, 6),
+    window_size=st.integers(1, 5),
+    limit=st.one_of(st.integers(0, 9), st.floats(0.01, 1.0)),
+    seed=st.integers(0, 10_000),
+)
+def test_every_head_keeps_them_within_the_budget(
+    method, wrap, lengths, extra, sinks, window_size, limit, seed
+):
+    beside = limit if isinstance(limit, int) else 0
+    limits = (
+        {"budget": window_size + max(1, sinks) + beside}
+        if isinstance(limit, int)
+        else {"keep_ratio": limit}
+    )
+    base = method(**limits, window_size=window_size, sink_tokens=sinks)
+    policy, queries = wrap(base), min(base.query_tokens, 40)
+    rows = [
+        random_layer(seed + i, prompt_tokens=tokens, query_tokens=queries)
+        for i, tokens in enumerate(lengths)
+    ]
+    layer = pad_left(rows, query_tokens=queries, extra=extra) if len(rows) + extra > 1 else rows[0]
+    layer = dataclasses.replace(layer, depth=seed % 4, num_layers=4)
+    selection = policy.select(layer)
+    if selection is None:
+        return
+    places = base.kept_prefix_tokens(layer)
+    for row, tokens in enumerate(layer.row_lengths):
+        pads = layer.keys.shape[2] - tokens
+        heads = [
+            [slot - pads for slot in head if slot >= pads]
+            for head in selection.keep_indices[row].tolist()
+        ]
+        own = places[row] + min(tokens, window_size)
+        assert sum(map(len, heads)) == own * len(heads)
+        for head in heads:
+            assert head == sorted(set(head))
+            assert head[: min(sinks, places[row])] == list(range(min(sinks, places[row])))
+
+
+@methods
+def test_a_budget_without_room_for_them_is_refused_in_one_line(method):
+    assert method(12, window_size=8, sink_tokens=4).budget == 12
+    for wrap in (lambda policy: policy, lambda policy: AdaKV(policy), CriticalKV):
+        with pytest.raises(InvalidArgumentError) as caught:
+            wrap(method(11, window_size=8, sink_tokens=4))
+        assert str(caught.value) == (
+            "budget: expected at least window_size=8 + sink_tokens=4, since both are part of the "
+            "budget, got 11; raise budget or lower one of them"
+        )
+
+
+def test_a_method_of_ones_own_has_them_by_declaring_them():
+    @dataclasses.dataclass(frozen=True)
+    class Latest(PrefixPolicy):
+        name = "latest"
+        sink_tokens: int = dataclasses.field(default=2, kw_only=True)
+
+        @property
+        def query_tokens(self):
+            return 0
+
+        def score(self, layer):
+            return layer.received[..., : -self.window_size]
+
+    layer = rated([0.0, 0.1, 0.2, 0.3, 0.4, 0.0])
+    assert kept(Latest(4, window_size=1), layer) == [[[0, 1, 4, 5]]]
+    with pytest.raises(InvalidArgumentError, match="sink_tokens: expected at least 0"):
+        Latest(4, window_size=1, sink_tokens=-1)
+
+
+def begins_with(cache, sinks, row=0):
+    """Whether every head of every layer keeps a row's first tokens."""
+    return all(
+        head[head >= 0][:sinks].tolist() == list(range(sinks))
+        for layer in cache.compressed_layers
+        for head in cache.kept_positions(layer)[row]
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 32])
+@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
+def test_a_text_that_is_read_twice_keeps_them(chunk_tokens, wrap):
+    model, ids = tiny_model("llama"), random_ids(2, 70)
+    policy = KVzip(20, window_size=4, chunk_tokens=chunk_tokens)
+    bare = dataclasses.replace(policy, sink_tokens=0)
+    assert begins_with(read_context(model, ids, wrap(policy)), 4)
+    assert not begins_with(read_context(model, ids, wrap(bare)), 4), "or nothing is shown here"
+
+
+def read(model, ids, policy, mask=None, **options):
+    cache = CompressedCache(model, policy, **options)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        past_key_values=cache,
+        max_new_tokens=3,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return cache
+
+
+ONE_READING = [
+    KeyDiff(24, window_size=8, sink_tokens=4),
+    Random(24, window_size=8, sink_tokens=4),
+    ExpectedAttention(24, window_size=8),
+    LagKV(24, window_size=8, lag_size=7),
+    Compactor(24, window_size=8),
+    AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
+    CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
+]
+
+
+@pytest.mark.parametrize("policy", ONE_READING, ids=lambda policy: str(policy)[:24])
+def test_left_padded_rows_keep_their_own(policy):
+    model, lengths = tiny_model("llama"), (60, 33)
+    ids, mask = torch.zeros(2, len(lengths), 60, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = random_ids(1, length, seed=row)[0], 1
+    cache = read(model, ids, policy, mask)
+    assert begins_with(cache, 4, row=0)
+    assert begins_with(cache, 4, row=1)
+
+
+@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
+def test_they_stay_while_a_prompt_is_read_in_pieces(wrap):
+    model, ids = tiny_model("llama"), random_ids(1, 150)
+    policy = wrap(KeyDiff(24, window_size=8, sink_tokens=4))
+    with chunked(model, cap_tokens=40, chunk_tokens=24):
+        assert begins_with(read(model, ids, policy), 4)
+
+
+def test_they_stay_from_turn_to_turn():
+    model, ids = tiny_model("llama"), random_ids(1, 90)
+    policy = KeyDiff(24, window_size=8, sink_tokens=4)
+    for options in ({"turns": "compress"}, {"recall": "host"}):
+        cache = read(model, ids, policy, **options)
+        read_on = torch.cat([ids, random_ids(1, 40, seed=3)], dim=1)
+        model.generate(read_on, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
+        assert begins_with(cache, 4)
+
+
+def test_a_prompt_s_method_keeps_its_own_beside_one_that_evicts():
+    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0])
+    both = PromptThenDecode(prompt=KVzip(3, window_size=1, sink_tokens=2))
+    layer = dataclasses.replace(layer, queries=layer.keys[:, :, -1:])
+    assert kept(both, layer) == [[[0, 1, 5]]]
+
+
+def test_the_lowest_kept_score_that_is_shown_is_of_what_won_its_place():
+    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0], [0.5, 0.0, 0.1, 0.9, 0.8, 0.0])
+    policy = KVzip(4, window_size=1, sink_tokens=2)
+    selection = policy.select(layer)
+    shown = rating(policy, layer, selection, kept_mask(selection, layer))
+    assert shown.cuts.tolist() == pytest.approx([0.9, 0.9])

@@ -1,1 +1,0 @@
-"""The laboratory: what measures, compares and draws. The product does not import it."""
