@@ -36,7 +36,7 @@ test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(INSTALLED) ## The tests that take minutes each
-	$(BIN)/python -m pytest -m 'slow and not vllm'
+	$(BIN)/python -m pytest -m 'slow and not (vllm or triton)'
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
@@ -46,7 +46,7 @@ test-devices: $(INSTALLED) ## Everything on a device that is not there, so that 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
-	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m triton $(CORE)/ops
+	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'triton and not slow' $(CORE)/ops
 
 test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
