@@ -154,7 +154,7 @@ def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     if layer.observer is not None:
         prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
         layer.observer(replace(prompt, queries=call.query))
-    layer.store.rest()
+    layer.store.finalize_step()
     if not reading.is_piecewise:
         layer.set_aside()
     return output
@@ -240,7 +240,7 @@ def _end_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.slots.pads))
     else:
         look_back(layer, read.query)
-        layer.store.rest()
+        layer.store.finalize_step()
     if not drafts:
         return output, weights
     verified, _ = attend_stored(_drafts_of(call, selection, own), layer, rebuild_mask=True)
@@ -269,7 +269,7 @@ def _attend_behind(
     else:
         evict(call, layer, None if turn is None else turn.turn_tokens + turn.drafts)
     _follow(call, layer)
-    layer.store.rest()
+    layer.store.finalize_step()
     return output
 
 

@@ -140,7 +140,7 @@ class CompressedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
-        if not layer.store.hands_over and not layer.recall_due:
+        if layer.store.is_static and not layer.recall_due:
             if layer_idx == self._first and not torch.compiler.is_compiling():
                 layer.store.room_for(new_tokens)
             return layer.update(key_states, value_states)
@@ -303,7 +303,7 @@ class CompressedCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Where the next query stands; a tensor where static storage counts on the device."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer) and not layer.store.hands_over:
+        if isinstance(layer, CompressedLayer) and layer.store.is_static:
             return layer.store.slot_count + layer.slots.dropped
         return super().get_query_offset(layer_idx)
 
