@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         name="a prompt's last token counts as decoding",
-        file="snapkv/hf/phases.py",
+        file="snapkv/hf/forward_context.py",
         old="seen_tokens - new_tokens >= prompt_end",
         new="seen_tokens - new_tokens >= prompt_end - 1",
         tests=("packages/snapkv/tests/hf",),

@@ -22,6 +22,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.forward_context import Hook, hooked
 from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
 from snapkv.policies.criticalkv import projected_norms
@@ -109,8 +110,8 @@ def repeat_context(
     observers = [_Observer(tokens, entering[i] if entering else None) for i in range(layers)]
     before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
     before = before.expand(input_ids.shape[0], -1)
-    _observe(cache, observers)
     with contextlib.ExitStack() as hooks:
+        hooks.enter_context(hooked(_Repetition(observers)))
         for states in entering:
             hooks.enter_context(states)
         for piece in torch.split(input_ids, chunk, dim=1):
@@ -118,7 +119,6 @@ def repeat_context(
             model(repeated, past_key_values=cache, logits_to_keep=1)
             for layer in cache.layers:
                 layer.crop(-repeated.shape[1])
-    _observe(cache, [None] * len(cache.layers))
     cache.reading.prompt_end = tokens
     return [observer.prompt() for observer in observers]
 
@@ -161,11 +161,6 @@ def _require_scorer(policy: Policy) -> KVzip:
     return scorer
 
 
-def _observe(cache: CompressedCache, observers: Sequence[Any]) -> None:
-    for layer, observer in zip(cache.layers, observers, strict=True):
-        layer.observer = observer
-
-
 def _entering_states(model: PreTrainedModel, layers: int) -> "list[_EnteringStates]":
     """What enters the attention of every layer."""
     found: dict[int, list[Any]] = {index: [] for index in range(layers)}
@@ -204,6 +199,16 @@ class _EnteringStates:
         if threading.get_ident() == self._thread:
             states = named["hidden_states"] if "hidden_states" in named else inputs[0]
             self.norms = torch.linalg.vector_norm(states.float(), dim=-1)
+
+
+class _Repetition(Hook):
+    """Shows the queries of every piece to the observer of their layer."""
+
+    def __init__(self, observers: "Sequence[_Observer]") -> None:
+        self._observers = observers
+
+    def on_prompt(self, prompt: PromptLayer) -> None:
+        self._observers[prompt.layer_idx](prompt)
 
 
 class _Observer:

@@ -19,7 +19,7 @@ from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_ve
 from snapkv.decoding.tree import CandidateTree
 from snapkv.decoding.tree_cache import keep_path
 from snapkv.errors import InvalidTypeError
-from snapkv.hf.candidates import verifying
+from snapkv.hf.forward_context import reading_candidates
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
 """Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
@@ -140,7 +140,7 @@ class _Candidates(Drafting):
         device = tokens.device
         branches: Any = contextlib.nullcontext()
         if not tree.is_chain:
-            branches = verifying(tree.visible.to(device))
+            branches = reading_candidates(tree.visible.to(device))
         with branches:
             output = self.request.model(
                 tokens[None],
