@@ -202,14 +202,14 @@ FAULTS = (
     ),
     Fault(
         name="drafts are judged by the token behind them",
-        file="snapkv/decoding/acceptance.py",
+        file="snapkv/decoding/tree.py",
         old="tokens[paths[:, 1:]] == chosen[paths[:, :-1]]",
         new="tokens[paths[:, 1:]] == chosen[paths[:, 1:]]",
         tests=("packages/snapkv/tests/decoding/test_acceptance.py",),
     ),
     Fault(
         name="a rejected draft may be drawn again",
-        file="snapkv/decoding/acceptance.py",
+        file="snapkv/decoding/tree.py",
         old="above = (rest - draft_probabilities[accepted]).clamp(min=0)",
         new="above = rest",
         tests=("packages/snapkv/tests/decoding/test_acceptance.py",),
