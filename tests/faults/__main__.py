@@ -20,13 +20,12 @@ from pathlib import Path
 
 from tests.faults.faults import FAULTS, Fault
 
-PACKAGE = Path("src/snapkv")
 MOST_SECONDS = 900
 
 
-def seed(fault: Fault, source: Path) -> None:
-    """Write the fault into a copy of the package."""
-    path = source / fault.file
+def seed(fault: Fault, folder: Path) -> None:
+    """Write the fault into the copy of its package in a folder."""
+    path = folder / fault.file
     text = path.read_text(encoding="utf-8")
     assert text.count(fault.old) == 1, (
         f"{fault.file}: {fault.old!r} stands {text.count(fault.old)}x"
@@ -37,9 +36,10 @@ def seed(fault: Fault, source: Path) -> None:
 def is_noticed(fault: Fault, *, suite: bool) -> bool:
     """Whether a test fails with the fault in the source."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / PACKAGE.name
-        shutil.copytree(PACKAGE, source)
-        seed(fault, source)
+        package = Path(fault.file).parts[0]
+        (source,) = Path("packages").glob(f"*/src/{package}")
+        shutil.copytree(source, Path(folder) / package)
+        seed(fault, Path(folder))
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         marked = ("-m", "vllm and not slow") if fault.vllm else ()
         ran = subprocess.run(

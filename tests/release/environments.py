@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("snapkv", "snapkv-lab", "snapkv-vllm")
 MOST_WHEEL_BYTES = 2_500_000
 EXTRAS = tomllib.loads((ROOT / "packages/snapkv/pyproject.toml").read_text("utf-8"))["project"][
     "optional-dependencies"
@@ -21,23 +22,32 @@ class NotReleasableError(Exception):
     """What would be released does not do what it is to do."""
 
 
-def build(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the sdist, built into a folder.
+def build(package: str, folder: Path) -> tuple[Path, Path]:
+    """Wheel and sdist of a package, built from its folder alone.
 
     Raises:
-        NotReleasableError: the wheel is too large, or a file that it must have is missing.
+        NotReleasableError: the wheel is too large, or has other files than the source.
     """
-    run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], ROOT)
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    size = wheel.stat().st_size
-    if size > MOST_WHEEL_BYTES:
+    home, module = ROOT / "packages" / package, package.replace("-", "_")
+    run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], home)
+    (wheel,), (sdist,) = folder.glob(f"{module}-*.whl"), folder.glob(f"{module}-*.tar.gz")
+    if (size := wheel.stat().st_size) > MOST_WHEEL_BYTES:
         raise NotReleasableError(
-            f"wheel: expected at most {MOST_WHEEL_BYTES:,} bytes, got {size:,}"
+            f"{wheel.name}: expected at most {MOST_WHEEL_BYTES:,} bytes, got {size:,}"
         )
     names = zipfile.ZipFile(wheel).namelist()
-    for wanted in ("snapkv/py.typed", "licenses/LICENSE", "METADATA"):
+    files = {
+        path.relative_to(home / "src").as_posix()
+        for path in (home / "src").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    if other := files ^ {name for name in names if name.startswith(f"{module}/")}:
+        raise NotReleasableError(
+            f"{wheel.name}: expected the files of the source, differs in {sorted(other)}"
+        )
+    for wanted in ("py.typed", "licenses/LICENSE", "METADATA"):
         if not any(name.endswith(wanted) for name in names):
-            raise NotReleasableError(f"wheel: expected a file {wanted}, got none")
+            raise NotReleasableError(f"{wheel.name}: expected a file {wanted}, got none")
     return wheel, sdist
 
 
@@ -47,12 +57,15 @@ class Environment:
     Args:
         python: the Python that makes it.
         folder: where it will be.
+        wheels: a folder that pip finds our packages in.
         transformers: the release to hold pip to; that of `constraints.txt` by default.
     """
 
-    def __init__(self, python: str, folder: Path, transformers: str | None = None) -> None:
+    def __init__(
+        self, python: str, folder: Path, wheels: Path, transformers: str | None = None
+    ) -> None:
         run([python, "-m", "venv", str(folder)], folder.parent)
-        self.python, self.folder = folder / "bin" / "python", folder
+        self.python, self.folder, self._wheels = folder / "bin" / "python", folder, wheels
         self._constraints = folder / "constraints.txt"
         pins = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
         if transformers is not None:
@@ -63,17 +76,19 @@ class Environment:
     def install(self, *what: str) -> None:
         """Install by pip, with the releases that the tests know."""
         pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        run([*pip, "--no-compile", "-c", str(self._constraints), *what], self.folder)
+        ours = ["--find-links", str(self._wheels), "-c", str(self._constraints)]
+        run([*pip, "--no-compile", *ours, *what], self.folder)
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, status: int = 0, typed: str = "") -> str:
         """What a command of the environment prints; models are converted into the environment."""
         program, *arguments = command
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         own = {"SNAPKV_CACHE_DIR": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
-        return run([str(self.folder / "bin" / program), *arguments], self.folder, kept | own)
+        full = [str(self.folder / "bin" / program), *arguments]
+        return run(full, self.folder, kept | own, status, typed)
 
     def versions(self) -> dict[str, Any]:
-        """Of the software that a result depends on, as the package says it there."""
+        """Of the software that a result depends on, as the laboratory says it there."""
         code = (
             "import json; from snapkv_lab.measure.environment import versions; "
             "print(json.dumps(versions()))"
@@ -82,14 +97,22 @@ class Environment:
         return found
 
 
-def run(command: Sequence[str], folder: Path, environment: dict[str, str] | None = None) -> str:
+def run(
+    command: Sequence[str],
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    status: int = 0,
+    typed: str = "",
+) -> str:
     """What a command prints.
 
     Raises:
-        NotReleasableError: it fails; with the end of what it said.
+        NotReleasableError: it ends with another status; with the end of what it said.
     """
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
-    if done.returncode:
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=environment, input=typed
+    )
+    if done.returncode != status:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
         raise NotReleasableError(f"{' '.join(command)}: status {done.returncode}\n{said}")
-    return done.stdout
+    return done.stdout + (done.stderr if status else "")

@@ -18,6 +18,7 @@ Each message names the argument, what was expected, what was given and what to d
 package is missing, the command that brings it, as the installed package itself says.
 """
 
+import contextlib
 import importlib.metadata
 import re
 
@@ -99,11 +100,11 @@ def install_command(*packages: str) -> str:
 
 
 def _asked_for() -> dict[str, str]:
-    """Requirements by the names of their packages; none where only the source tree is there."""
-    try:
-        lines = importlib.metadata.requires("snapkv") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
+    """Requirements by the names of their packages, of what is installed of this repository."""
+    lines: list[str] = []
+    for part in ("snapkv", "snapkv-lab", "snapkv-vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            lines += importlib.metadata.requires(part) or []
     asked = [line.partition(";")[0].strip() for line in reversed(lines)]  # the first one counts
     return {_normal(re.split(r"[^\w.-]", each)[0]): each for each in asked}
 

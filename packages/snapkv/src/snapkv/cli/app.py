@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -33,7 +34,8 @@ _GROUPS = ("library",)
 """Commands that have commands: the `app` of the module of that name."""
 
 _ELSEWHERE = dict.fromkeys(("eval", "bench", "study", "medusa", "leaderboard"), "snapkv-lab")
-"""Commands that other packages bring, and which."""
+_ELSEWHERE["serve"] = "snapkv-vllm"
+"""Commands that need another package, and which."""
 
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Of a command that takes options of another program."""
@@ -118,7 +120,8 @@ def _run(arguments: list[str]) -> int:
         get_command(program()).main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
     brought = _brought()
     known = arguments[:1] if {*arguments[:1]} <= {*_COMMANDS, *_GROUPS, *brought} else []
-    if arguments and not known and (package := _ELSEWHERE.get(arguments[0])):
+    package = _ELSEWHERE.get(arguments[0]) if arguments else None
+    if package and not find_spec(package.replace("-", "_")):
         raise InvalidArgumentError(
             f"{arguments[0]}: expected the package {package}, which brings this command, got an "
             f"environment without it; pip install {package}"

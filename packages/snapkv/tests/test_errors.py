@@ -1,0 +1,28 @@
+"""A missing package is named by the command that brings it, in a checkout and from a wheel."""
+
+import importlib.metadata
+
+import pytest
+
+from snapkv.errors import install_command, missing_package
+
+
+@pytest.mark.parametrize("package", ["pypdf", "PyStemmer"])
+def test_packages_come_in_the_releases_that_are_asked_for(monkeypatch, package):
+    lines = [f"{package}>=3; extra == 'some'", "torch>=2.8"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: lines)
+    assert install_command(package) == f"pip install '{package}>=3'"
+
+
+def test_without_metadata_packages_are_named_all_the_same(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", absent)
+    assert install_command("gguf", "accelerate") == "pip install 'gguf' 'accelerate'"
+
+
+def test_the_error_says_what_for():
+    said = str(missing_package("plot: drawing figures", "matplotlib"))
+    assert said.startswith("plot: drawing figures needs the package matplotlib, which is not ins")
+    assert "; run pip install 'matplotlib" in said
