@@ -13,8 +13,7 @@ from snapkv.cli.specs import named_policies
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache
 from snapkv.validation import DEFAULT, require_choice
-from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.conversing import LATER, Later, LaterWord
+from snapkv_lab.evaluate.asking import LATER, Later, LaterWord, Method
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:

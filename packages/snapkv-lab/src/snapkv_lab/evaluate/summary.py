@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from snapkv_lab.evaluate.differences import cell_differences, conversations_of
-from snapkv_lab.evaluate.intervals import Conversations, Interval, mean_interval
+from snapkv_lab.evaluate.intervals import (
+    Cell,
+    Interval,
+    cell_differences,
+    conversations_of,
+    interval_of,
+    mean_interval,
+)
 from snapkv_lab.evaluate.store import Key, Record, key
 from snapkv_lab.evaluate.task import Task
 
@@ -88,6 +94,37 @@ def _row(records: list[Record], task: Task) -> Record:
     }
 
 
+class Scale(NamedTuple):
+    """How numbers of a table are written: times what, and with how many digits."""
+
+    times: int
+    digits: int
+
+    def text(self, number: float, sign: str = "") -> str:
+        """A number, with its sign where that is "+"."""
+        return f"{self.times * number:{sign}z.{self.digits}f}"
+
+
+IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
+"""How scores are written, and losses."""
+
+
+def shown_interval(interval: Sequence[float] | None, scale: Scale = IN_PERCENT) -> str:
+    """An interval as text, or why there is none, or none that says anything."""
+    if interval is None:
+        return ONE_SAMPLE
+    if interval[0] == interval[1]:
+        return NO_SPREAD
+    return f"{scale.text(interval[0])} to {scale.text(interval[1])}"
+
+
+ONE_SAMPLE = "one sample"
+"""What stands where a score has no interval."""
+
+NO_SPREAD = "no spread"
+"""What stands where the samples of every cell are alike, so that the interval has no width."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
     """A method in a table: its scores by column, and what it cost.
@@ -144,37 +181,6 @@ def shown_loss(loss: float | None) -> str:
     return "-" if loss is None else IN_NATS.text(loss)
 
 
-class Scale(NamedTuple):
-    """How numbers of a table are written: times what, and with how many digits."""
-
-    times: int
-    digits: int
-
-    def text(self, number: float, sign: str = "") -> str:
-        """A number, with its sign where that is "+"."""
-        return f"{self.times * number:{sign}z.{self.digits}f}"
-
-
-IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
-"""How scores are written, and losses."""
-
-
-def shown_interval(interval: Sequence[float] | None, scale: Scale = IN_PERCENT) -> str:
-    """An interval as text, or why there is none, or none that says anything."""
-    if interval is None:
-        return ONE_SAMPLE
-    if interval[0] == interval[1]:
-        return NO_SPREAD
-    return f"{scale.text(interval[0])} to {scale.text(interval[1])}"
-
-
-ONE_SAMPLE = "one sample"
-"""What stands where a score has no interval."""
-
-NO_SPREAD = "no spread"
-"""What stands where the samples of every cell are alike, so that the interval has no width."""
-
-
 def score_lines(rows: Sequence[Record], axis: str) -> list[ScoreLine]:
     """A line per method and question, in the order of the rows; columns are the axis' values."""
     lines: dict[tuple[str, str], list[Record]] = {}
@@ -203,34 +209,23 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
         method=rows[0]["method"],
         question=rows[0]["question"],
         scores={value: mean for value, mean in means.items() if mean is not None},
-        intervals={value: _interval([cells]) for value, cells in answered.items()},
-        interval=_interval(answered.values()),
+        intervals={value: interval_of([cells]) for value, cells in answered.items()},
+        interval=interval_of(answered.values()),
         reasons={value: columns[value][0]["status"] for value in means if means[value] is None},
         held_bytes=mean_of(rows, "held_bytes"),
         token_ms=mean_of(rows, "token_ms"),
         loss=fmean(fmean(fmean(cell) for cell, _ in cells) for cells in lost) if lost else None,
-        loss_interval=_interval(lost),
+        loss_interval=interval_of(lost),
     )
 
 
-_Cells = list[tuple[list[float], Conversations]]
-"""Of every cell what its samples have, and the conversations they are turns of."""
-
-
-def _by_cell(rows: Iterable[Record], name: str) -> _Cells:
+def _by_cell(rows: Iterable[Record], name: str) -> list[Cell]:
     """Scores or losses of the rows that have any."""
     return [
         (list(row[name].values()), conversations_of(row, row[name]))
         for row in rows
         if row.get(name)
     ]
-
-
-def _interval(columns: Iterable[_Cells]) -> Interval | None:
-    """Of the mean over columns."""
-    columns = list(columns)
-    numbers = [[of_cell for of_cell, _ in cells] for cells in columns]
-    return mean_interval(numbers, [[spoken for _, spoken in cells] for cells in columns])
 
 
 def mean_of(rows: Sequence[Record], name: str, mean: Any = fmean) -> float | None:

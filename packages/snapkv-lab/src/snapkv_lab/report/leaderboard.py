@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from snapkv.cache.saving.writing import naming, replace_file
 from snapkv_lab import drawing
-from snapkv_lab.evaluate.differences import Difference, line_differences
-from snapkv_lab.evaluate.intervals import METHOD
+from snapkv_lab.evaluate.intervals import METHOD, Difference, line_differences
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import (
     ONE_SAMPLE,

@@ -11,7 +11,7 @@ from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import missing_package
 from snapkv.validation import format_bytes
 from snapkv_lab.drawing import encoded, require_drawable
-from snapkv_lab.evaluate.differences import Difference
+from snapkv_lab.evaluate.intervals import Difference
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.summary import (
     IN_NATS,

@@ -10,13 +10,13 @@ from typing import Any
 
 from snapkv.policies import FullCache
 from snapkv.validation import format_bytes
-from snapkv_lab.evaluate.differences import (
+from snapkv_lab.evaluate.intervals import (
+    METHOD,
     Difference,
     Measure,
     line_differences,
     relative_differences,
 )
-from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import (

@@ -43,7 +43,6 @@ class CompressedLayer(DynamicLayer):
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: how later prompts choose again; None where they are stored whole.
         spans: what must stay whatever the scores, and what shares the budget.
-        observer: is shown every pass before the prompt ends, or None.
     """
 
     supports_early_init = False
@@ -57,7 +56,6 @@ class CompressedLayer(DynamicLayer):
         self.offloaded: OffloadedTokens | None = None
         self.turns: TurnRule | None = None
         self.spans = SpanRule()
-        self.observer: Callable[[PromptLayer], None] | None = None
 
     # What transformers asks of a layer.
 
@@ -279,7 +277,7 @@ class CompressedLayer(DynamicLayer):
             if selection is not None:
                 self._keep(selection, at)
             kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
-            self.settle(kept_tokens)
+            self.finalize(kept_tokens)
 
     @contextlib.contextmanager
     def altogether(self) -> Iterator[None]:
@@ -292,13 +290,13 @@ class CompressedLayer(DynamicLayer):
             self.__dict__.update(before)
             raise
 
-    def settle(self, kept_tokens: int) -> None:
+    def finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
 
         Where tokens were dropped, all of them have been.
         """
         whole = self.store
-        self.store = self.storage.settle(whole, kept_tokens, self.policy.name)
+        self.store = self.storage.finalize(whole, kept_tokens, self.policy.name)
         if self.slots.kept is None and not self.store.is_exact:
             self._offload(whole, kept_tokens)
 
@@ -377,7 +375,7 @@ class CompressedLayer(DynamicLayer):
     @property
     def holds_all(self) -> bool:
         """Whether all that was seen is at hand as it came."""
-        return self.slots.kept is None and self.store.hands_over and self.store.is_exact
+        return self.slots.kept is None and not self.store.is_static and self.store.is_exact
 
     def _offload(self, whole: TokenStore, tokens: int) -> None:
         """Put those of the first tokens off the device that are not yet."""
@@ -425,7 +423,7 @@ class CompressedLayer(DynamicLayer):
             return
         self.notes = replace(self.notes, pages=None)
         tail = self.store.tail(self.seen_tokens - self.offloaded.tokens)
-        if not self.store.hands_over:
+        if self.store.is_static:
             self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by
         keys, values = self.offloaded.with_tail(*tail)
         whole = {"keys": keys, "values": values, "num_kv_heads": self.store.num_kv_heads}

@@ -64,7 +64,7 @@ class Reading:
     @property
     def is_open(self) -> bool:
         """Whether the end of the prompt has yet to be read."""
-        if not self.layers[0].store.hands_over:
+        if self.layers[0].store.is_static:
             return False
         return self.prompt_end is None or self.seen_tokens < self.prompt_end
 

@@ -83,7 +83,7 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end
         )
         with layer.altogether():
             layer.apply_eviction(eviction)
-            layer.settle(chosen_slots)
+            layer.finalize(chosen_slots)
         layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
         layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
 

@@ -87,7 +87,7 @@ def _read_layer(
     require_by_token(args, kwargs, tokens)
     watch.note(cache, tokens)
     layer = cache.layers[layer_idx]
-    grows = layer.store.hands_over or layer.recall_due  # or every slot of a buffer has a column
+    grows = not layer.store.is_static or layer.recall_due  # or every slot of a buffer has a column
     if not grows:
         layer.store.room_for(tokens)
     with cache.reading.in_pieces(layer, tokens):

@@ -25,7 +25,7 @@ class TokenStore(ABC):
         num_kv_heads: heads of what is appended. H is more where a policy keeps one set per query
             head.
         kind: name of this kind of store, as saved files have it.
-        hands_over: whether attention to it comes through the seam once the prompt has ended.
+        is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
         is_exact: whether keys and values are held as they were appended.
     """
 
@@ -33,7 +33,7 @@ class TokenStore(ABC):
     values: Any
     num_kv_heads: int
     kind: ClassVar[str]
-    hands_over: ClassVar[bool] = True
+    is_static: ClassVar[bool] = False
     is_exact: ClassVar[bool] = True
 
     @property
@@ -101,7 +101,7 @@ class TokenStore(ABC):
         repeats = self.keys.shape[1] // states.shape[1]
         return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
-    def rest(self) -> None:
+    def finalize_step(self) -> None:
         """Called behind every step: go back to what is held between steps."""
         return
 
@@ -150,7 +150,7 @@ class Storage(Protocol):
     def empty(self) -> TokenStore:
         """A store without tokens."""
 
-    def settle(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+    def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
         """The store behind a prompt, of which a policy of that name has kept the first slots."""
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:

@@ -81,7 +81,7 @@ class Dynamic:
         """A store without tokens."""
         return DenseStore(in_place=self.in_place)
 
-    def settle(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+    def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
         """The store as it is."""
         del kept_tokens, policy
         return store

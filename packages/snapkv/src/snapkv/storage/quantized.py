@@ -73,7 +73,7 @@ class QuantizedStore(TokenStore):
         self.keys, self.values = change(self.keys), change(self.values)
         return self
 
-    def rest(self) -> None:
+    def finalize_step(self) -> None:
         """Hold the prompt's tokens as codes again, after a step."""
         if self.is_spread:
             tokens = self.coded_tokens
@@ -116,7 +116,7 @@ class Quantized:
         """A store without tokens; every step begins with other tensors, so it has no buffer."""
         return DenseStore(in_place=False)
 
-    def settle(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+    def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
         """The first tokens in few bits.
 
         Raises:

@@ -24,7 +24,7 @@ class StaticStore(TokenStore):
     """
 
     kind = "static"
-    hands_over = False
+    is_static = True
 
     def __init__(self, storage: "Static", store: TokenStore) -> None:
         self.storage, self.num_kv_heads = storage, store.num_kv_heads
@@ -118,7 +118,7 @@ class Static:
         """A store that grows."""
         return DenseStore()
 
-    def settle(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
+    def finalize(self, store: TokenStore, kept_tokens: int, policy: str) -> TokenStore:
         """What is stored, in the buffers.
 
         Raises:
@@ -144,7 +144,7 @@ class Static:
         if kind not in (StaticStore.kind, DenseStore.kind):
             raise ValueError(f"a {kind} store in static storage")
         store = self.empty().fill(**state)
-        return self.settle(store, 0, "") if kind == StaticStore.kind else store
+        return self.finalize(store, 0, "") if kind == StaticStore.kind else store
 
     def require_room(self, stored_tokens: int) -> None:
         """Refuse more tokens than the buffers have slots.
