@@ -224,7 +224,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     from snapkv.cli.grid import give
     from snapkv.cli.loading import load_model
     from snapkv_lab import drawing
-    from snapkv_lab.cli.caches import compared_caches
+    from snapkv_lab.cli.methods import compared_caches
     from snapkv_lab.cli.tables import bench_table
     from snapkv_lab.measure.environment import describe
     from snapkv_lab.report.figures import draw_bench
