@@ -68,7 +68,6 @@ class LeaderboardOptions(WorkerOptions):
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Check the shares before torch is waited for."""
         _ = self.shares
 
     @property

@@ -25,8 +25,7 @@ class WorkerOptions(ModelOptions):
         panels.sweep(help="A worker on each of these, with commas: cuda:0,cuda:1 or cpu,cpu"),
     ] = None
     ray: Annotated[
-        str | None,
-        panels.sweep(help="Workers on Ray: local, auto or the address of a cluster"),
+        str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
     ] = None
     workers: Annotated[
         int | None,

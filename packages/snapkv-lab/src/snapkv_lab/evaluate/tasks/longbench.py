@@ -222,14 +222,7 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """The best score over the right answers, 0 to 1.
-
-        Args:
-            prediction: what was generated.
-            references: right answers.
-            classes: that there are; only classification needs them.
-            code_similarity: see `metrics.code_similarity`.
-        """
+        """The best score over the right answers, 0 to 1."""
         said = metrics.first_line(prediction) if self.first_line else prediction
         measures: dict[str, metrics.Metric] = {
             "F1": metrics.qa_f1,
@@ -317,8 +310,7 @@ _ALL = (
         prompt_sha256="39b96b7fa52bdd2aa2bde34ea199158505201b9a0a2c3ce94e80249293f60431",
     ),
     _code(
-        name="lcc",
-        prompt_sha256="6a1f24cf0bb83cd90f1fca8f0dd24801626c2aaea29db834ddc83b950e71190e",
+        name="lcc", prompt_sha256="6a1f24cf0bb83cd90f1fca8f0dd24801626c2aaea29db834ddc83b950e71190e"
     ),
     _code(
         name="repobench-p",
