@@ -202,14 +202,14 @@ FAULTS = (
     ),
     Fault(
         name="drafts are judged by the token behind them",
-        file="snapkv/decoding/acceptance.py",
+        file="snapkv/decoding/tree.py",
         old="tokens[paths[:, 1:]] == chosen[paths[:, :-1]]",
         new="tokens[paths[:, 1:]] == chosen[paths[:, 1:]]",
         tests=("packages/snapkv/tests/decoding/test_acceptance.py",),
     ),
     Fault(
         name="a rejected draft may be drawn again",
-        file="snapkv/decoding/acceptance.py",
+        file="snapkv/decoding/tree.py",
         old="above = (rest - draft_probabilities[accepted]).clamp(min=0)",
         new="above = rest",
         tests=("packages/snapkv/tests/decoding/test_acceptance.py",),
@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         name="a prompt's last token counts as decoding",
-        file="snapkv/hf/phases.py",
+        file="snapkv/hf/forward_context.py",
         old="seen_tokens - new_tokens >= prompt_end",
         new="seen_tokens - new_tokens >= prompt_end - 1",
         tests=("packages/snapkv/tests/hf",),

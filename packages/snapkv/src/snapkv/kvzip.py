@@ -6,7 +6,6 @@ policy chooses, and the cache is as after any compressed prompt.
 """
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,8 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.forward_context import Hook, hooked
+from snapkv.hf.model_parts import attention_modules, noting_inputs
 from snapkv.plan import max_positions
 from snapkv.policies import EvictingPolicy, KVzip, Policy, PromptLayer, Selection
 from snapkv.policies.criticalkv import projected_norms
@@ -70,9 +71,10 @@ def read_twice(
 ) -> None:
     """Fill an empty cache with a context; arguments and errors as in `read_context`."""
     prompts = repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
-    for layer, prompt in zip(cache.layers, prompts, strict=True):
-        chosen = cache.policy.select(prompt)  # once: what follows is not read twice
-        layer.end_prompt(Selection.whole(prompt) if chosen is None else chosen, prompt)
+    with cache.reading.attending():
+        for layer, prompt in zip(cache.layers, prompts, strict=True):
+            chosen = cache.policy.select(prompt)  # once: what follows is not read twice
+            layer.end_prompt(Selection.whole(prompt) if chosen is None else chosen, prompt)
 
 
 @torch.no_grad()
@@ -105,20 +107,19 @@ def repeat_context(
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
     model(input_ids, past_key_values=cache, logits_to_keep=1)
     layers = len(cache.layers)
-    entering = _entering_states(model, layers) if scorer.plus else []
-    observers = [_Observer(tokens, entering[i] if entering else None) for i in range(layers)]
+    observers = [_Observer(tokens, plus=scorer.plus) for _ in range(layers)]
+    modules = _attention_of_layers(model, layers) if scorer.plus else []
     before = torch.tensor([list(instruction_ids)], dtype=torch.int64, device=input_ids.device)
     before = before.expand(input_ids.shape[0], -1)
-    _observe(cache, observers)
     with contextlib.ExitStack() as hooks:
-        for states in entering:
-            hooks.enter_context(states)
+        hooks.enter_context(hooked(_Repetition(observers)))
+        for module, observer in zip(modules, observers, strict=False):
+            hooks.enter_context(noting_inputs(module, observer.enter))
         for piece in torch.split(input_ids, chunk, dim=1):
             repeated = torch.cat([before, piece], dim=1)
             model(repeated, past_key_values=cache, logits_to_keep=1)
             for layer in cache.layers:
                 layer.crop(-repeated.shape[1])
-    _observe(cache, [None] * len(cache.layers))
     cache.reading.prompt_end = tokens
     return [observer.prompt() for observer in observers]
 
@@ -161,49 +162,26 @@ def _require_scorer(policy: Policy) -> KVzip:
     return scorer
 
 
-def _observe(cache: CompressedCache, observers: Sequence[Any]) -> None:
-    for layer, observer in zip(cache.layers, observers, strict=True):
-        layer.observer = observer
-
-
-def _entering_states(model: PreTrainedModel, layers: int) -> "list[_EnteringStates]":
-    """What enters the attention of every layer."""
-    found: dict[int, list[Any]] = {index: [] for index in range(layers)}
-    for module in model.get_decoder().modules():
-        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
-            found[module.layer_idx].append(module)
+def _attention_of_layers(model: PreTrainedModel, layers: int) -> list[Any]:
+    """The attention module of every layer."""
+    found = attention_modules(model, range(layers))
     for index, modules in found.items():
         if len(modules) != 1:
             raise UnsupportedModelError(
                 f"model: expected one attention module a layer for KVzip(plus=True), got "
                 f"{len(modules)} in layer {index} of {type(model).__name__}; leave plus out"
             )
-    return [_EnteringStates(found[index][0]) for index in range(layers)]
+    return [found[index][0] for index in range(layers)]
 
 
-class _EnteringStates:
-    """Within its block, notes how long the states are that an attention module reads.
+class _Repetition(Hook):
+    """Shows the queries of every piece to the observer of their layer."""
 
-    Attributes:
-        norms: (B, N) float32, of the tokens of this thread's last pass.
-    """
+    def __init__(self, observers: "Sequence[_Observer]") -> None:
+        self._observers = observers
 
-    norms: Tensor
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        self._hook = self._module.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-    def _note(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:
-            states = named["hidden_states"] if "hidden_states" in named else inputs[0]
-            self.norms = torch.linalg.vector_norm(states.float(), dim=-1)
+    def on_prompt(self, prompt: PromptLayer) -> None:
+        self._observers[prompt.layer_idx].see(prompt)
 
 
 class _Observer:
@@ -211,26 +189,29 @@ class _Observer:
 
     Args:
         tokens: T, the length of the context.
-        entering: the states the queries are made of, where attention counts by what it adds.
+        plus: whether attention counts by what it adds.
     """
 
-    def __init__(self, tokens: int, entering: _EnteringStates | None = None) -> None:
-        self._tokens, self._entering = tokens, entering
+    def __init__(self, tokens: int, *, plus: bool) -> None:
+        self._tokens, self._plus = tokens, plus
+        self._query_norms: Tensor | None = None
         self._value_norms: Tensor | None = None
         self._received: Tensor | None = None
         self._seen: PromptLayer | None = None
 
-    def __call__(self, seen: PromptLayer) -> None:
-        self._seen = seen
-        most = most_attention(seen, self._tokens, **self._weights(seen))
-        self._received = most if self._received is None else self._received.maximum(most)
+    def enter(self, states: Tensor) -> None:
+        """Note how long the states are that a piece's queries are made of."""
+        self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
-    def _weights(self, seen: PromptLayer) -> dict[str, Tensor]:
-        if self._entering is None:
-            return {}
-        if self._value_norms is None:
-            self._value_norms = projected_norms(seen, self._tokens, _length)
-        return {"query_norms": self._entering.norms, "value_norms": self._value_norms}
+    def see(self, seen: PromptLayer) -> None:
+        self._seen = seen
+        norms: dict[str, Any] = {}
+        if self._plus:
+            if self._value_norms is None:
+                self._value_norms = projected_norms(seen, self._tokens, _length)
+            norms = {"query_norms": self._query_norms, "value_norms": self._value_norms}
+        most = most_attention(seen, self._tokens, **norms)
+        self._received = most if self._received is None else self._received.maximum(most)
 
     def prompt(self) -> PromptLayer:
         """The layer as a policy sees it, with what was noted."""

@@ -6,7 +6,7 @@ from torch.nn import Linear, Module, ModuleList
 
 from snapkv import CompressedCache, FullCache
 from snapkv.decoding import Medusa
-from snapkv.decoding.few_rows import MOST_ROWS, fast_few_rows
+from snapkv.decoding.speculation import MOST_ROWS, fast_few_rows
 from tests.decoding.heads import random_heads
 from tests.families import random_ids, tiny_model
 

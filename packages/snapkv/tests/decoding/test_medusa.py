@@ -18,7 +18,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.decoding import CandidateTree, Medusa
-from snapkv.hf.candidates import current_candidates
+from snapkv.hf import forward_context
 from snapkv.hf.masks import tree_mask
 from tests.decoding.heads import KnowingHeads, random_heads
 from tests.families import CASES, SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
@@ -308,7 +308,7 @@ def test_a_chain_is_read_as_plain_text():
     medusa = Medusa(KnowingHeads.of(model, cache, text), CandidateTree.chain(3))
     seen = []
     hook = model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append(current_candidates())
+        lambda *_: seen.append(forward_context.candidates())
     )
     with hook:
         assert torch.equal(generate(model, ids, cache, custom_generate=medusa), text)

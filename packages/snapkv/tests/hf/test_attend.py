@@ -8,7 +8,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from snapkv.hf.attend import FEW_QUERIES, AttentionCall
-from snapkv.hf.candidates import Candidates
+from snapkv.hf.forward_context import Candidates
 
 B, HKV, G, S, D = 2, 2, 3, 90, 8
 PAST = torch.ones(S, S, dtype=torch.bool).tril()

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from snapkv.hf.attention import _PHASES
-from snapkv.hf.phases import Phase, phase_of
+from snapkv.hf.forward_context import Phase, phase_of
 
 
 @pytest.mark.parametrize(

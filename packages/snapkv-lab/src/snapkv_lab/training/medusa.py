@@ -19,9 +19,13 @@ from torch import Tensor
 from snapkv.app.models import LoadedModel
 from snapkv.app.settings import MedusaTraining
 from snapkv.cache.saving.writing import naming, replace_file
-from snapkv.decoding.heads import MedusaHeads
-from snapkv.decoding.heads_files import save_heads, write_tensors
-from snapkv.decoding.hidden import last_states, output_projection
+from snapkv.decoding.heads import (
+    MedusaHeads,
+    last_states,
+    output_projection,
+    save_heads,
+    write_tensors,
+)
 from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.training.answers import AnswerWriter, Exchange, Progress

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from snapkv.app.models import LoadedModel
-from snapkv.decoding.heads_files import load_heads
+from snapkv.decoding.heads import load_heads
 from snapkv.decoding.medusa import Medusa
 from snapkv.decoding.self_speculation import SelfSpeculation
 from snapkv.decoding.speculation import Speculation

@@ -90,7 +90,6 @@ class CompressedLayer(DynamicLayer):
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: how later prompts choose again; None where they are stored whole.
         spans: what must stay whatever the scores, and what shares the budget.
-        observer: is shown every pass before the prompt ends, or None.
     """
 
     supports_early_init = False
@@ -104,7 +103,6 @@ class CompressedLayer(DynamicLayer):
         self.offloaded: OffloadedTokens | None = None
         self.turns: TurnRule | None = None
         self.spans = SpanRule()
-        self.observer: Callable[[PromptLayer], None] | None = None
 
     # What transformers asks of a layer.
 

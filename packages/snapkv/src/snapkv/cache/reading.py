@@ -32,7 +32,7 @@ class Narrowing:
     chosen: Selection | None = None
     pads: Tensor | None = None
 
-    def look(self, prompt: PromptLayer) -> None:
+    def on_prompt(self, prompt: PromptLayer) -> None:
         """Choose, where a prompt has been read by the last layer that all tokens reach.
 
         Args:

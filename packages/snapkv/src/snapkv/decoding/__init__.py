@@ -1,12 +1,10 @@
 """Several tokens per forward pass: Medusa heads, and drafts by the compressed cache itself."""
 
-from snapkv.decoding.acceptance import accept_greedily, accept_sampled, accept_typically
-from snapkv.decoding.heads import MedusaHeads
-from snapkv.decoding.heads_files import load_heads, save_heads
+from snapkv.decoding.heads import MedusaHeads, load_heads, save_heads
 from snapkv.decoding.medusa import Medusa
 from snapkv.decoding.self_speculation import SelfSpeculation
 from snapkv.decoding.speculation import Speculation, Tally
-from snapkv.decoding.tree import CandidateTree
+from snapkv.decoding.tree import CandidateTree, accept_greedily, accept_sampled, accept_typically
 
 __all__ = [
     "CandidateTree",

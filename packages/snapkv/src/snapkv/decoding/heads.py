@@ -1,18 +1,42 @@
-"""Medusa heads: small layers that guess the tokens behind the next one.
+"""Medusa heads: small layers that guess the tokens behind the next one, and their files.
 
 Medusa (Cai et al., 2024), section 2.1.1. From the state h that the model's output projection sees,
 head k guesses the token k + 1 places ahead: ``lm_head_k(r_n(... r_1(h)))`` with
 ``r(x) = x + SiLU(W x + b)``.
+
+Files come in both published layouts. With a vocabulary matrix of their own (FasterDecoding):
+``{k}.{i}.linear.weight`` and ``.bias`` of layer i, then ``{k}.{layers}.weight``. With the model's
+own lm_head (text-generation-inference): the same without the last. Beside them lies a
+``config.json``; pickles are read as plain tensors or not at all.
 """
 
+import contextlib
+import itertools
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from snapkv.decoding.hidden import output_projection
+from snapkv.cache.saving.writing import replace_file, replacing
 from snapkv.decoding.tree import HEAD_RANKS
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv.hf.model_parts import noting_inputs
+from snapkv.validation import first_line
+
+FILE = "medusa_lm_head.safetensors"
+PICKLE = "medusa_lm_head.pt"
+CONFIG = "config.json"
+_ACCURACIES = "medusa_accuracies"
+
+DEMO = "demo"
+"""The name of the heads of the demo model, which come with this package."""
 
 ACCURACIES = (
     (0.42, 0.13, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01),
@@ -89,3 +113,214 @@ class MedusaHeads(nn.Module):
         """(..., heads, `HEAD_RANKS`) int64: each head's likeliest tokens behind states (..., d)."""
         best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best
+
+
+class LastStates:
+    """The last input of a model's output projection, (B, N, d) for the N tokens with logits."""
+
+    value: Tensor
+
+
+@contextlib.contextmanager
+def last_states(model: Any) -> Iterator[LastStates]:
+    """Within this block, notes what the output projection sees in this thread's forward passes.
+
+    It is behind the last norm, whatever the family does to the logits, and only of the tokens
+    whose logits were asked for, so that a long prompt costs nothing.
+
+    Raises:
+        UnsupportedModelError: the model has no output projection of its own.
+    """
+    found = LastStates()
+    with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):
+        yield found
+
+
+def output_projection(model: Any) -> Any:
+    """The module that turns states into logits.
+
+    Raises:
+        UnsupportedModelError: the model has none.
+    """
+    projection = model.get_output_embeddings()
+    if projection is None:
+        raise UnsupportedModelError(
+            f"model: expected one with an output projection (lm_head), got {type(model).__name__} "
+            "without; Medusa heads need it"
+        )
+    return projection
+
+
+def load_heads(source: str, model: Any) -> MedusaHeads:
+    """Read heads for a model; they are put on its device, in its dtype.
+
+    Args:
+        source: a folder with ``config.json`` and ``medusa_lm_head.safetensors`` or ``.pt``, a hub
+            id of one, or "demo" for the heads of the demo model.
+        model: the model they were trained for.
+
+    Raises:
+        InvalidArgumentError: no such folder, a file that is damaged or holds more than tensors,
+            keys that are missing or unknown, or heads of another model's shape.
+    """
+    folder = _folder(source)
+    config = _config(folder)
+    tensors, path = _tensors(folder)
+    heads = _count(config, "medusa_num_heads", folder)
+    layers = _count(config | {"medusa_num_layers": 1} | config, "medusa_num_layers", folder)
+    own = f"0.{layers}.weight" in tensors
+    _require_tensors(tensors, heads, layers, own, model, path)
+    weights, biases = (
+        torch.stack(
+            [
+                torch.stack([tensors[f"{head}.{layer}.linear.{kind}"] for layer in range(layers)])
+                for head in range(heads)
+            ]
+        )
+        for kind in ("weight", "bias")
+    )
+    projections = None
+    if own:
+        projections = torch.stack([tensors[f"{head}.{layers}.weight"] for head in range(heads)])
+    accuracies = tuple(map(tuple, config.get(_ACCURACIES) or ())) or None
+    shared = output_projection(model).weight
+    made = MedusaHeads(weights, biases, projections, model, accuracies)
+    return made.to(device=shared.device, dtype=shared.dtype)
+
+
+def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
+    """Write heads that share the model's output projection, whole or not at all.
+
+    Args:
+        heads: what `load_heads` will give back, in bfloat16.
+        folder: where to; made if it is not there.
+        base_model: the model they belong to.
+        notes: what else ``config.json`` says, such as how they were trained.
+    """
+    tensors = {
+        f"{head}.{layer}.linear.{kind}": states[head, layer].to(torch.bfloat16).cpu().contiguous()
+        for kind, states in (("weight", heads.weights), ("bias", heads.biases))
+        for head in range(heads.num_heads)
+        for layer in range(states.shape[1])
+    }
+    config = {
+        "version": "2",
+        "medusa_num_heads": heads.num_heads,
+        "medusa_num_layers": heads.weights.shape[1],
+        "base_model_name_or_path": base_model,
+        _ACCURACIES: heads.accuracies,
+        **notes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(tensors, folder / FILE)
+    replace_file(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def write_tensors(
+    tensors: dict[str, Tensor], path: Path, notes: dict[str, str] | None = None
+) -> None:
+    """Put a safetensors file in place of the one before it, if any.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with replacing(path) as partial:
+        try:
+            save_file(tensors, partial, metadata={"format": "pt"} | (notes or {}))
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        partial.chmod(0o644)  # as any other file; safetensors lets nobody else read it
+
+
+def _folder(source: str) -> Path:
+    if source == DEMO:
+        return Path(__file__).parent / "demo_heads"
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    reason = "pass the folder that `snapkv medusa train` wrote"
+    if not folder.exists() and source.count("/") == 1 and not source.startswith((".", "~")):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(source, allow_patterns=[CONFIG, FILE, PICKLE]))
+        except (OSError, ValueError) as error:
+            reason = first_line(error)
+    raise InvalidArgumentError(
+        f"medusa: expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one, "
+        f"got {source!r}: {reason}"
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{type(config).__name__}, no object")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"medusa: expected a {CONFIG} that says medusa_num_heads in {folder}, got "
+            f"{type(error).__name__}: {error}; fetch the heads again"
+        ) from error
+    return config
+
+
+def _count(config: dict[str, Any], name: str, folder: Path) -> int:
+    count = config.get(name)
+    if type(count) is not int or count < 1:
+        raise InvalidArgumentError(
+            f"{name}: expected a positive integer in {folder / CONFIG}, got {count!r}; correct it "
+            "or fetch the heads again"
+        )
+    return count
+
+
+def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
+    """The tensors of the folder's file, and its name."""
+    path, pickled = folder / FILE, folder / PICKLE
+    expected, remedy = f"{FILE} or {PICKLE}", "pass the folder with the heads"
+    try:
+        if path.is_file():
+            expected, remedy = f"a complete safetensors file {path}", "fetch it again"
+            return load_file(path), path
+        if pickled.is_file():
+            expected = f"nothing but tensors in {pickled}, which is damaged or would run code"
+            remedy = f"convert it to {FILE} where you trust it, or fetch it again"
+            return torch.load(pickled, map_location="cpu", weights_only=True), pickled
+        raise EOFError("neither")
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise InvalidArgumentError(
+            f"medusa: expected {expected} in {folder}, got {first_line(error)}; {remedy}"
+        ) from error
+
+
+def _require_tensors(
+    tensors: Any, heads: int, layers: int, own: bool, model: Any, path: Path
+) -> None:
+    """Refuse what would leave heads random, or silently out."""
+    V, d = output_projection(model).weight.shape
+    linear = {"weight": (d, d), "bias": (d,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{head}.{layer}.linear.{kind}": shape
+        for head, layer in itertools.product(range(heads), range(layers))
+        for kind, shape in linear.items()
+    }
+    if own:
+        shapes |= {f"{head}.{layers}.weight": (V, d) for head in range(heads)}
+    found = set(tensors) if isinstance(tensors, dict) else set()
+    for kind, names in (("missing", shapes.keys() - found), ("unknown", found - shapes.keys())):
+        if names:
+            shown = ", ".join(map(str, sorted(names, key=str)[:3]))
+            raise InvalidArgumentError(
+                f"medusa: expected the {len(shapes)} tensors that {CONFIG} announces in {path}, "
+                f"got {len(names)} {kind}: {shown}; correct medusa_num_heads and "
+                "medusa_num_layers, or fetch the heads again"
+            )
+    for key, tensor in tensors.items():
+        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        if got != shapes[key]:
+            raise InvalidArgumentError(
+                f"medusa: expected heads for {type(model).__name__} with {d} hidden units and "
+                f"{V:,} tokens, so {key} of shape {shapes[key]}, got {got} in {path}; pass the "
+                "heads of this model"
+            )

@@ -11,15 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from snapkv.decoding.acceptance import DELTA, EPSILON, accept_greedily, accept_typically
-from snapkv.decoding.heads import MedusaHeads
-from snapkv.decoding.hidden import LastStates, last_states
+from snapkv.cache.layer import CompressedLayer
+from snapkv.decoding.heads import LastStates, MedusaHeads, last_states
 from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_verifying
-from snapkv.decoding.tree import CandidateTree
-from snapkv.decoding.tree_cache import keep_path
+from snapkv.decoding.tree import (
+    DELTA,
+    EPSILON,
+    CandidateTree,
+    accept_greedily,
+    accept_typically,
+)
 from snapkv.errors import InvalidTypeError
-from snapkv.hf.candidates import verifying
+from snapkv.hf.forward_context import reading_candidates
 
 FLOAT32_NODES_ON_CPU, NODES_ON_CPU, NODES_ON_GPU = 3, 6, 63
 """Candidates per step: a CPU pays for each of them, a GPU hardly notices."""
@@ -140,7 +145,7 @@ class _Candidates(Drafting):
         device = tokens.device
         branches: Any = contextlib.nullcontext()
         if not tree.is_chain:
-            branches = verifying(tree.visible.to(device))
+            branches = reading_candidates(tree.visible.to(device))
         with branches:
             output = self.request.model(
                 tokens[None],
@@ -160,3 +165,29 @@ class _Candidates(Drafting):
             path = tokens[seen.nonzero()[1:, 0].to(tokens.device)]
             rows.append(self.request.processed(torch.cat([text, path]), logits[node]))
         return torch.stack(rows)
+
+
+def keep_path(cache: Cache, path: Tensor, read_tokens: int) -> None:
+    """Keep one path of the candidates that were read last, in every layer, and forget the others.
+
+    Args:
+        cache: any that can be cropped; `activate_past_recording` was called before the pass.
+        path: (N,) int64 on the CPU, ascending places of the tokens to keep among those read.
+        read_tokens: Q, how many tokens that pass read.
+    """
+    if not torch.equal(path, torch.arange(len(path))):
+        for layer in cache.layers:
+            if getattr(layer, "keys", None) is not None:
+                _gather(layer, path, read_tokens)
+    cache.crop(len(path) - read_tokens)
+
+
+def _gather(layer: Any, path: Tensor, read_tokens: int) -> None:
+    """Move the path's keys and values to the front of the tokens read."""
+    end = layer.keys.shape[-2]
+    if isinstance(layer, CompressedLayer):  # static storage has empty slots behind them
+        end = min(end, layer.store.slots)
+    start = end - read_tokens
+    for states in (layer.keys, layer.values):
+        kept = states[..., start:end, :].index_select(-2, path.to(states.device))
+        states[..., start : start + len(path), :] = kept

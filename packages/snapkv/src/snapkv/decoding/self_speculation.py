@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.report import tensor_bytes
-from snapkv.decoding.acceptance import accept_sampled
 from snapkv.decoding.speculation import Drafting, Request, Speculation, begin_verifying
+from snapkv.decoding.tree import accept_sampled
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.validation import require_int

@@ -6,6 +6,7 @@ verified, is a subclass's business.
 """
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Linear, Module, Parameter
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TextStreamer
 from transformers.cache_utils import Cache
 
-from snapkv.decoding.few_rows import fast_few_rows
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
+
+MOST_ROWS = 5
+"""Beyond so many rows torch's own float32 product is the faster one."""
 
 
 @dataclass(kw_only=True)
@@ -219,26 +223,30 @@ def _until_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tupl
 
 
 def _require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
-    if ids.shape[0] != 1 or (config.num_beams or 1) > 1:
-        raise InvalidArgumentError(
+    padded = mask is not None and not bool(mask.all())
+    for is_refused, refusal in (
+        (
+            ids.shape[0] != 1 or (config.num_beams or 1) > 1,
             f"input_ids: expected one sequence without beams where drafts are verified, got "
-            f"{ids.shape[0]} with num_beams={config.num_beams}; generate them one by one"
-        )
-    if not ids.shape[1]:
-        raise InvalidArgumentError(
-            "input_ids: expected the prompt as token ids where drafts are verified, got none; "
-            "pass input_ids, not embeddings"
-        )
-    if mask is not None and not bool(mask.all()):
-        raise InvalidArgumentError(
+            f"{ids.shape[0]} with num_beams={config.num_beams}; generate them one by one",
+        ),
+        (
+            not ids.shape[1],
+            "input_ids: expected the prompt as token ids, got none; pass input_ids, not embeddings",
+        ),
+        (
+            padded,
             "attention_mask: expected no padding where drafts are verified, got a masked position; "
-            "pass the one sequence without pads"
-        )
-    if config.return_dict_in_generate:
-        raise InvalidArgumentError(
+            "pass the one sequence without pads",
+        ),
+        (
+            config.return_dict_in_generate,
             "return_dict_in_generate: expected False where drafts are verified, got True; leave it "
-            "out"
-        )
+            "out",
+        ),
+    ):
+        if is_refused:
+            raise InvalidArgumentError(refusal)
 
 
 def begin_verifying(cache: Cache) -> None:
@@ -254,3 +262,41 @@ def begin_verifying(cache: Cache) -> None:
             "generate without drafts"
         )
     cache.activate_past_recording()
+
+
+@contextlib.contextmanager
+def fast_few_rows(model: Module) -> Iterator[None]:
+    """Within this block the model's linear layers read few rows at about the price of one, on CPUs.
+
+    For two to five rows torch's float32 kernel takes about twice as long as for one, which is what
+    drafts are meant to save; the same product turned around, weights first, does not.
+    """
+    slow = [
+        module
+        for module in model.modules()
+        if type(module) is Linear and _is_slow(module.weight) and "forward" not in vars(module)
+    ]
+    for module in slow:
+        vars(module)["forward"] = functools.partial(_forward, module)
+    try:
+        yield
+    finally:
+        for module in slow:
+            vars(module).pop("forward", None)
+
+
+def _is_slow(weight: Tensor) -> bool:
+    plain = type(weight) is Parameter and type(weight.data) is Tensor
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32
+
+
+def _forward(module: Linear, states: Tensor) -> Tensor:
+    """(..., N): states (..., K) through a weight (N, K), as `Linear.forward` does."""
+    rows = states.numel() // module.in_features
+    usual = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    if usual or not 1 < rows <= MOST_ROWS or states.dtype != module.weight.dtype:
+        return Linear.forward(module, states)
+    product = torch.mm(module.weight, states.reshape(rows, -1).T).T
+    if module.bias is not None:
+        product = product + module.bias
+    return product.contiguous().view(*states.shape[:-1], module.out_features)

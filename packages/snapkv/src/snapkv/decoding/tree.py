@@ -1,6 +1,6 @@
-"""Trees of candidates: which drafts are tried together, and how one forward pass reads them.
+"""Trees of candidates: which drafts are tried together, and which of them are accepted.
 
-Medusa (Cai et al., 2024), sections 2.1.2 and 2.3.3. Head k drafts the token k + 1 places ahead; a
+Medusa (Cai et al., 2024), sections 2.1.2 and 2.3. Head k drafts the token k + 1 places ahead; a
 path of the tree takes one of the likeliest tokens of each head. Node 0 is the root, the token the
 model itself has chosen.
 """
@@ -20,6 +20,12 @@ HEAD_RANKS = 10
 
 NO_NODE = -1
 """Fills up the paths that are shorter than the longest."""
+
+EPSILON = 0.09
+"""Typical acceptance: a token this likely is always accepted (Medusa's `posterior_threshold`)."""
+
+DELTA = 0.3
+"""Typical acceptance: how much less will do where the model is unsure (`posterior_alpha`)."""
 
 Path = tuple[int, ...]
 
@@ -141,3 +147,89 @@ class CandidateTree:
         """The node above each; the root's own for the root."""
         node_of = {(): 0} | {path: node for node, path in enumerate(self.choices, start=1)}
         return [0, *(node_of[path[:-1]] for path in self.choices)]
+
+
+def accept_greedily(paths: Tensor, tokens: Tensor, chosen: Tensor) -> list[int]:
+    """The longest path of candidates that the model would have chosen itself.
+
+    Args:
+        paths: (leaves, 1 + depth) int64, nodes from the root to every leaf, then -1.
+        tokens: (nodes,) int64, the candidate in every node.
+        chosen: (nodes,) int64, the token the model takes behind every node.
+
+    Returns:
+        The accepted nodes, root first; of paths of equal length, those of the first.
+    """
+    lengths = _accepted(paths, tokens[paths[:, 1:]] == chosen[paths[:, :-1]])
+    return _nodes(paths, lengths, int(lengths.argmax()))
+
+
+def accept_typically(
+    paths: Tensor,
+    tokens: Tensor,
+    probabilities: Tensor,
+    *,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+) -> list[int]:
+    """The longest path of candidates that are plausible: p > min(epsilon, delta * exp(-entropy)).
+
+    Medusa, section 2.3.1. What is generated is no sample of the model's distribution.
+
+    Args:
+        paths: as for `accept_greedily`.
+        tokens: as for `accept_greedily`.
+        probabilities: (nodes, V), the model's behind every node, temperature included.
+        epsilon: a token this likely is accepted whatever the entropy.
+        delta: factor on the bound where the model is unsure.
+
+    Returns:
+        The accepted nodes, root first; of paths of equal length, those of the likeliest.
+    """
+    above, below = paths[:, :-1], paths[:, 1:]
+    entropy = torch.special.entr(probabilities).sum(dim=-1)
+    bound = (delta * (-entropy).exp()).clamp(max=epsilon)
+    of_tokens = probabilities[above, tokens[below]]
+    lengths = _accepted(paths, of_tokens > bound[above])
+    logs = of_tokens.clamp(min=torch.finfo(of_tokens.dtype).tiny).log()
+    taken = torch.arange(logs.shape[1], device=logs.device) < lengths[:, None]
+    likelihood = (logs * taken).sum(dim=-1)
+    likelihood = likelihood.masked_fill(lengths < lengths.amax(), -torch.inf)
+    return _nodes(paths, lengths, int(likelihood.argmax()))
+
+
+def accept_sampled(
+    drafts: Tensor, draft_probabilities: Tensor, probabilities: Tensor
+) -> tuple[int, int]:
+    """Accept drafts so that the text is a sample of the model's own distribution.
+
+    Leviathan et al. (2023), algorithm 1: a draft stays with probability min(1, p / q); the first
+    that does not is replaced by a draw from the part of p above q.
+
+    Args:
+        drafts: (N,) int64, drawn one behind the other.
+        draft_probabilities: (N, V), q, which they were drawn from.
+        probabilities: (N + 1, V), p, the model's before every draft and behind the last.
+
+    Returns:
+        How many drafts are accepted, and the token behind them.
+    """
+    places = torch.arange(len(drafts), device=drafts.device)
+    ratio = probabilities[places, drafts] / draft_probabilities[places, drafts]
+    stays = torch.rand(len(drafts), device=drafts.device) < ratio
+    accepted = int(stays.long().cumprod(dim=0).sum())
+    rest = probabilities[accepted]
+    if accepted < len(drafts):
+        above = (rest - draft_probabilities[accepted]).clamp(min=0)
+        rest = above if bool(above.any()) else rest  # equal but for rounding
+    return accepted, int(torch.multinomial(rest, 1))
+
+
+def _accepted(paths: Tensor, fits: Tensor) -> Tensor:
+    """(leaves,) int64: how many candidates of every path fit, up to the first that does not."""
+    return (fits & (paths[:, 1:] != NO_NODE)).long().cumprod(dim=-1).sum(dim=-1)
+
+
+def _nodes(paths: Tensor, lengths: Tensor, row: int) -> list[int]:
+    nodes: list[int] = paths[row, : 1 + int(lengths[row])].tolist()
+    return nodes

@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import PageTable
-from snapkv.hf.candidates import Candidates
+from snapkv.hf.forward_context import Candidates
 from snapkv.hf.masks import stored_mask, tree_mask
 from snapkv.storage.ragged import RaggedStates
 

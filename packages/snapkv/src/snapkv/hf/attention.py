@@ -19,11 +19,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
-from snapkv.hf import handoff, recording
+from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
-from snapkv.hf.candidates import current_candidates
+from snapkv.hf.forward_context import ForwardContext, Phase
 from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
-from snapkv.hf.phases import Phase, phase_of
 from snapkv.hf.selection import (
     choose_for_whole_rows,
     evict,
@@ -88,7 +87,7 @@ def _make_mask(
 
     With its answer at hand transformers need not ask the tensor whether it hides anything.
     """
-    watch = handoff.take_asking()
+    watch = forward_context.take_padding()
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
     if is_known_to_hide and "allow_is_causal_skip" in options:
@@ -115,41 +114,32 @@ def _attention(
         value=value,
         mask=attention_mask,
         options=options,
-        candidates=current_candidates(),
+        candidates=forward_context.candidates(),
     )
-    return recording.note(call, attend(call))
+    attended = attend(call)
+    forward_context.hook().on_attention(call, attended)
+    return attended
 
 
 def attend(call: AttentionCall) -> Attended:
     """What the call returns, once the layer that was left for it has stored and kept its part."""
-    handed = _take_handoff(call)
-    if handed is None:
+    context = _take_context(call)
+    if context is None:
         return call.attend()
-    with handed.reading.attending():
-        return _PHASES[_phase(handed)](call, handed)
+    with context.reading.attending():
+        return _PHASES[context.phase](call, context)
 
 
-def _phase(handed: handoff.Handoff) -> Phase:
-    layer = handed.layer
-    return phase_of(
-        layer.seen_tokens,
-        handed.new_tokens,
-        handed.prompt_end,
-        is_compressed=layer.slots.is_compressed,
-        turns_vote=layer.turns is not None,
-    )
-
-
-def _read_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Attend to the prompt as far as it has been read, and hold what its end will need."""
-    layer, reading = handed.layer, handed.reading
+    layer, reading = context.layer, context.reading
     call = fitting(call, layer)
     output = _attend_prompt(call, layer)
     keep_to_cap(call, layer, reading.cap_tokens)
     layer.remember_queries(call.query, reading.ahead_tokens)
-    if layer.observer is not None:
+    if type(hook := forward_context.hook()) is not forward_context.Hook:
         prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
-        layer.observer(replace(prompt, queries=call.query))
+        hook.on_prompt(replace(prompt, queries=call.query))
     layer.store.finalize_step()
     if not reading.is_piecewise:
         layer.set_aside()
@@ -162,23 +152,23 @@ def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
     return attend_stored(call, layer) if holds_less else call.attend()
 
 
-def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
 
     Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
     tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
     """
-    layer, drafts = handed.layer, handed.drafts
+    layer, drafts = context.layer, context.drafts
     call = fitting(call, layer)
     own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     prompt = prompt_layer(call, layer, own, slots, pads)
-    if handed.reading.narrowing is not None:
-        handed.reading.narrowing.look(replace(prompt, queries=call.query))
+    if context.reading.narrowing is not None:
+        context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
     selection = select(layer, prompt)
     if selection is None or not drafts:
         output, weights = _attend_prompt(call, layer)
-        _check_votes(call, handed, prompt, output[:, own - 1])
+        _check_votes(call, context, prompt, output[:, own - 1])
         whole_pads = layer.slots.pads if layer.slots.is_partial else pads
         layer.end_prompt(selection, replace(prompt, pad_tokens=whole_pads))
         return output, weights
@@ -190,7 +180,7 @@ def _end_prompt(call: AttentionCall, handed: handoff.Handoff) -> Attended:
         mask=prompt_mask(call.implementation, call.mask, call.query[:, :, :own], slots, pads),
     )
     output, _ = read.attend()
-    _check_votes(call, handed, prompt, output[:, -1])
+    _check_votes(call, context, prompt, output[:, -1])
     layer.end_prompt(selection, prompt)
     behind = _drafts_of(call, selection, own)
     if selection.head_tokens is not None:  # the tail alone; the rest is with the heads
@@ -216,12 +206,12 @@ def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> At
     )
 
 
-def _end_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
 
     Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
     """
-    layer, drafts = handed.layer, handed.drafts
+    layer, drafts = context.layer, context.drafts
     slots, own = call.key.shape[2] - drafts, call.query.shape[2] - drafts
     read = replace(
         call,
@@ -243,18 +233,18 @@ def _end_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
     return torch.cat([output, verified], dim=1), None
 
 
-def _read_turn(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """A later prompt is read over what was kept; rows that fitted until now choose at its end."""
-    return _attend_behind(call, handed.layer, handed)
+    return _attend_behind(call, context.layer, context)
 
 
-def _decode(call: AttentionCall, handed: handoff.Handoff) -> Attended:
+def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
     """Tokens behind the prompt attend to what is stored, and may make a method evict."""
-    return _attend_behind(call, handed.layer, None)
+    return _attend_behind(call, context.layer, None)
 
 
 def _attend_behind(
-    call: AttentionCall, layer: CompressedLayer, turn: handoff.Handoff | None
+    call: AttentionCall, layer: CompressedLayer, turn: ForwardContext | None
 ) -> Attended:
     """Attend to what is stored; `turn` where the tokens belong to a later prompt."""
     output = attend_stored(call, layer)
@@ -293,62 +283,62 @@ _PHASES: dict[Phase, Callable[..., Attended]] = {
 
 
 def _check_votes(
-    call: AttentionCall, handed: handoff.Handoff, prompt: PromptLayer, last_output: Tensor
+    call: AttentionCall, context: ForwardContext, prompt: PromptLayer, last_output: Tensor
 ) -> None:
     """Where a policy scores by attention, it must be the model's."""
-    if not handed.layer.policy.query_tokens:
+    if not context.layer.policy.query_tokens:
         return
     eager = call.implementation == "eager"
-    handed.check.judge(prompt, last_output, call.module, rounds_scores=eager)
+    context.check.judge(prompt, last_output, call.module, rounds_scores=eager)
 
 
-def _take_handoff(call: AttentionCall) -> handoff.Handoff | None:
+def _take_context(call: AttentionCall) -> ForwardContext | None:
     """The layer whose update preceded this call, or None for a cache that is not ours."""
-    handed = handoff.take()
-    store = None if handed is None else handed.layer.store
-    if handed is None or store is None or call.key.shape[2] != store.keys.shape[2]:
+    context = forward_context.take()
+    store = None if context is None else context.layer.store
+    if context is None or store is None or call.key.shape[2] != store.keys.shape[2]:
         return None
-    if call.module not in handed.modules:
-        handed.take_back()
+    if call.module not in context.modules:
+        context.take_back()
         raise CacheMismatchError(
             f"past_key_values: expected the model the cache was made for, got another "
             f"{type(call.module).__name__}; make a CompressedCache for this model"
         )
     unchanged = _same(call.key, store.keys) and _same(call.value, store.values)
     if not unchanged and store.keys.shape[1] > 1:
-        handed.take_back()
+        context.take_back()
         raise UnsupportedModelError(
             f"model: expected attention to the keys and values as they are stored, got "
             f"{type(call.module).__name__}, which rearranges them after the cache; heads that keep "
             "different tokens would be mixed, so it cannot be compressed"
         )
     if not unchanged:
-        _require_own_keys_unasked(call, handed)
-    if handed.layer.turns is not None and handed.layer.turns.pages is not None:
-        _require_pages_fit(call, handed)
-    return handed
+        _require_own_keys_unasked(call, context)
+    if context.layer.turns is not None and context.layer.turns.pages is not None:
+        _require_pages_fit(call, context)
+    return context
 
 
-def _require_own_keys_unasked(call: AttentionCall, handed: handoff.Handoff) -> None:
+def _require_own_keys_unasked(call: AttentionCall, context: ForwardContext) -> None:
     """Refuse what needs keys of every head, where all heads share one stored latent."""
-    turns, policy = handed.layer.turns, handed.layer.policy
+    turns, policy = context.layer.turns, context.layer.policy
     for option, is_asked, remedy in (
         ("group_reduce", policy.parts_groups, "leave it at 'mean'"),
         ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
         ("recall", turns is not None and turns.pages is not None, "pass recall='host'"),
     ):
         if is_asked:
-            handed.take_back()
+            context.take_back()
             raise UnsupportedModelError(
                 f"{option}: expected attention to the keys as they are stored, got the latent "
                 f"attention of {type(call.module).__name__}, whose heads share one; {remedy}"
             )
 
 
-def _require_pages_fit(call: AttentionCall, handed: handoff.Handoff) -> None:
+def _require_pages_fit(call: AttentionCall, context: ForwardContext) -> None:
     """Refuse what attention to pages, which are no columns of the model's mask, would get wrong."""
-    if handed.has_own_mask and handed.drafts > 0 and getattr(call.mask, "ndim", 0) == 4:
-        handed.take_back()
+    if context.has_own_mask and context.drafts > 0 and getattr(call.mask, "ndim", 0) == 4:
+        context.take_back()
         raise UnsupportedModelError(
             "attention_mask: expected a 2-D mask behind a prompt with recall=PageRecall(...), "
             "whose pages have no columns in a 4-D one, got a 4-D one; pass (batch, tokens) zeros "

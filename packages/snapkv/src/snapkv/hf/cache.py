@@ -19,7 +19,7 @@ from snapkv.cache.slots import require_removable
 from snapkv.cache.spans import Fair, Protect, apply, described, span_rule
 from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
-from snapkv.hf import handoff, saved
+from snapkv.hf import forward_context, saved
 from snapkv.hf.build import layers_for, storage_for
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.hf.install import use
@@ -152,8 +152,8 @@ class CompressedCache(Cache):
             self.reading.narrowing.note(layer)
         if self.reading.coming_ids is not None:
             layer.remember_ids(self.reading.coming_ids[1].to(key_states.device))
-        handoff.offer(
-            handoff.Handoff(
+        forward_context.enter(
+            forward_context.ForwardContext(
                 layer=layer,
                 new_tokens=new_tokens,
                 reading=self.reading,
@@ -180,7 +180,7 @@ class CompressedCache(Cache):
         uneven = not (self.reading.is_piecewise or layer is first) and (
             layer.seen_tokens + new_tokens != first.seen_tokens
         )
-        if handoff.withdraw(self.reading) or uneven:
+        if forward_context.leave(self.reading) or uneven:
             raise _interrupted()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -246,7 +246,7 @@ class CompressedCache(Cache):
         """Empty the cache for another prompt, of any length and batch size."""
         for layer in self.layers:
             uncompressed.reset(layer)
-        handoff.withdraw(self.reading)
+        forward_context.leave(self.reading)
         self._check.doubts.clear()
         self.reading.forget()
 
@@ -292,7 +292,7 @@ class CompressedCache(Cache):
         """(columns, offset) of a mask, which this thread will make next."""
         compressed = isinstance(self.layers[layer_idx], CompressedLayer)
         if compressed and not torch.compiler.is_compiling():
-            handoff.ask_for_padding(self._padding)
+            forward_context.enter_padding(self._padding)
         columns, offset = super().get_mask_sizes(query_length, layer_idx)
         return columns, offset
 

@@ -7,8 +7,10 @@ Alone in its cache it attends to itself only, so its key in each layer may diffe
 and by nothing else; the way of applying it that turns one key into the other is the layer's.
 """
 
+import contextlib
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -183,6 +185,31 @@ def _candidates(
             yield rotation
 
 
+def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:
+    """The modules of the decoder that are called attention, for each of these layers."""
+    found: dict[int, list[Any]] = {index: [] for index in layers}
+    for module in model.get_decoder().modules():
+        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
+            found[module.layer_idx].append(module)
+    return found
+
+
+@contextlib.contextmanager
+def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within this block `note` is given the states that enter a module in this thread."""
+    thread = threading.get_ident()
+
+    def pass_on(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            note(named["hidden_states"] if "hidden_states" in named else inputs[0])
+
+    hook = module.register_forward_pre_hook(pass_on, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Any]:
     """The module that maps the heads' outputs to the model's width, for each of these layers.
 
@@ -190,12 +217,15 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
         UnsupportedModelError: a layer has none under a name that is known, or none whose weight
             is a plain matrix (quantised ones are not).
     """
-    found: dict[int, list[Any]] = {index: [] for index in layers}
-    for module in model.get_decoder().modules():
-        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
-            found[module.layer_idx] += [
-                part for name in _PROJECTIONS if (part := getattr(module, name, None)) is not None
-            ]
+    found = {
+        index: [
+            part
+            for module in modules
+            for name in _PROJECTIONS
+            if (part := getattr(module, name, None)) is not None
+        ]
+        for index, modules in attention_modules(model, layers).items()
+    }
     for index, parts in found.items():
         if len(parts) != 1 or not _is_plain(parts[0]):
             raise UnsupportedModelError(

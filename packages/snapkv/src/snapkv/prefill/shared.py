@@ -22,7 +22,7 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import Attended, AttentionCall
 from snapkv.hf.attention import attend
 from snapkv.hf.cache import CompressedCache
-from snapkv.hf.recording import noting_calls
+from snapkv.hf.forward_context import Hook, hooked
 from snapkv.policies import FullCache
 from snapkv.prefill.decoder import standing_in
 
@@ -92,7 +92,7 @@ class SharedReading:
         leader = _NotingCache(model, FullCache())
         begin = time.perf_counter()
         unwrapped = standing_in({model: model.forward})  # refuses now what `given` would refuse
-        with torch.inference_mode(), noting_calls(leader.note_call), unwrapped:
+        with torch.inference_mode(), hooked(leader), unwrapped:
             output = model(input_ids, past_key_values=leader, logits_to_keep=1)
         if input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)
@@ -133,7 +133,7 @@ class SharedReading:
             yield
 
 
-class _NotingCache(CompressedCache):
+class _NotingCache(CompressedCache, Hook):
     """Keeps everything, and notes what was appended layer by layer."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -150,7 +150,7 @@ class _NotingCache(CompressedCache):
         self.steps.append(step)
         return keys, values
 
-    def note_call(self, call: AttentionCall, attended: Attended) -> None:
+    def on_attention(self, call: AttentionCall, attended: Attended) -> None:
         """Note the attention of the layer that has just appended; of no other."""
         if self.steps and self.steps[-1].call is None:
             self.steps[-1].note(call, attended)
