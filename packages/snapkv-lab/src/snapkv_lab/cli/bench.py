@@ -224,10 +224,10 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     from snapkv.cli.grid import give
     from snapkv.cli.loading import load_model
     from snapkv_lab import drawing
-    from snapkv_lab.cli.caches import compared_caches
+    from snapkv_lab.cli.methods import compared_caches
     from snapkv_lab.cli.tables import bench_table
     from snapkv_lab.measure.environment import describe
-    from snapkv_lab.report.bench import draw
+    from snapkv_lab.report.figures import draw_bench
 
     alone = os.environ.get(_ALONE)  # the process that asked for this one stores and draws
     output, plot = (None, None) if alone else (options.output, options.plot)
@@ -255,7 +255,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     if unwritten is not None:
         raise unwritten
     if plot is not None:
-        drawing.save(draw(rows), Path(plot))
+        drawing.save(draw_bench(rows), Path(plot))
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:

@@ -10,7 +10,7 @@ from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.report import leaderboard
-from snapkv_lab.report.score_tables import method_table
+from snapkv_lab.report.page import method_table
 from snapkv_lab.study.base import Table
 
 

@@ -54,7 +54,7 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
     """
     from snapkv.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer
-    from snapkv_lab.evaluate.workers.serial import Serial
+    from snapkv_lab.evaluate.workers.base import Serial
 
     _require_one(options)
     if options.is_here:
@@ -68,7 +68,7 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
 
 def _workers(options: WorkerOptions) -> "Executor":
     from snapkv.cli.loading import load_arguments
-    from snapkv_lab.evaluate.workers.equipment import Equipment
+    from snapkv_lab.evaluate.workers.base import Equipment
 
     load = load_arguments(options)
     load.pop("device", None)

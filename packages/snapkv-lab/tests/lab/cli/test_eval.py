@@ -11,7 +11,7 @@ from snapkv.cli.amounts import token_budgets
 from snapkv.cli.fields import documented_arguments, integers
 from snapkv.cli.specs import specs
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.cli.sweep import methods
+from snapkv_lab.cli.methods import methods
 from snapkv_lab.evaluate.tasks import TASKS, Needle
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")

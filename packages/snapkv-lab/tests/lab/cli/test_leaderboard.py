@@ -11,7 +11,7 @@ from snapkv.app.prompt_reader import PromptReader
 from snapkv.cli.amounts import shares
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import POLICIES, SnapKV
-from snapkv_lab.cli.contenders import contenders, contending
+from snapkv_lab.cli.methods import contenders, contending
 from snapkv_lab.evaluate.leaderboard import prompt_tokens, task_of_one_length
 from snapkv_lab.evaluate.tasks import Instructions, Lines, Needle
 from snapkv_lab.report.leaderboard import FILES, as_markdown, as_page

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from snapkv_lab.cli.tables import results_table
-from snapkv_lab.evaluate.differences import (
+from snapkv_lab.evaluate.intervals import (
     Difference,
     cell_differences,
     line_differences,

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from snapkv.app.settings import GenerationSettings
-from snapkv_lab.evaluate.fitting import fitted, needed_tokens, percents
 from snapkv_lab.evaluate.sample import Sample
+from snapkv_lab.evaluate.task import fitted, needed_tokens, percents
 
 NEW_TOKENS = 7
 

@@ -9,11 +9,10 @@ import pytest
 from snapkv import FullCache, PageRecall, SnapKV
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.described_functions import _files, drawn
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.tasks import Functions
-from snapkv_lab.evaluate.tasks.functions import written_function
+from snapkv_lab.evaluate.tasks.conversations import _files, drawn_functions, written_function
 from tests.lab.evaluate.tiny import tiny_loaded
 
 SMALL = {"package": "toolbox", "lengths": (500,), "questions": 3, "samples_each": 4}
@@ -111,7 +110,7 @@ def toolbox(tmp_path, monkeypatch):
 
 
 def test_functions_are_those_that_a_docstring_describes_without_it_and_comments(toolbox):
-    found = {one.name: one for one in drawn("toolbox", random.Random(0))}
+    found = {one.name: one for one in drawn_functions("toolbox", random.Random(0))}
     rest = {name for name in found if "_" not in name}
     assert rest == {"shorten", "volume", "outer"}
     assert found["shorten"].description == "Cut a long line where a word ends."
@@ -131,14 +130,16 @@ def test_functions_are_those_that_a_docstring_describes_without_it_and_comments(
 
 def test_a_description_that_says_the_name_is_none(toolbox):
     (toolbox / "many.py").write_text(MANY.replace("of the shelf", "turn_hammer lift_drill"))
-    names = {one.name for one in drawn("toolbox", random.Random(0))}
+    names = {one.name for one in drawn_functions("toolbox", random.Random(0))}
     assert "turn_drill" in names
     assert not {"turn_hammer", "lift_drill", "named"} & names
 
 
 def test_files_are_drawn_whole_and_no_function_comes_twice(toolbox):
     (toolbox / "again.py").write_text(FIRST + MANY)
-    orders = {tuple(one.file for one in drawn("toolbox", random.Random(n))) for n in range(8)}
+    orders = {
+        tuple(one.file for one in drawn_functions("toolbox", random.Random(n))) for n in range(8)
+    }
     assert len(orders) > 1
     for order in orders:
         assert [file for place, file in enumerate(order) if file not in order[:place]] == [
@@ -153,7 +154,7 @@ def test_every_question_is_about_a_function_of_the_text(demo, toolbox, cloze):
     samples = list(task.samples(demo.tokenizer))
     assert samples == list(task.samples(demo.tokenizer))
     assert len({sample.context for sample in samples}) > 1
-    known = {one.code: one for one in drawn("toolbox", random.Random(0))}
+    known = {one.code: one for one in drawn_functions("toolbox", random.Random(0))}
     for sample in samples:
         there = {code for code in known if code in sample.context}
         assert 3 <= len(there) < 15
@@ -270,16 +271,16 @@ def test_a_run_asks_all_turns_by_every_way(demo, toolbox, tmp_path):
 
 def test_a_module_without_a_file_is_no_package():
     with pytest.raises(InvalidArgumentError, match=r"package: expected stdlib, .* got '__main__'"):
-        list(drawn("__main__", random.Random(0)))
+        list(drawn_functions("__main__", random.Random(0)))
 
 
 def test_files_that_cannot_be_read_are_left_out(toolbox):
-    before = list(drawn("toolbox", random.Random(0)))
+    before = list(drawn_functions("toolbox", random.Random(0)))
     (toolbox / ".#boxes.py").symlink_to("nowhere")
     (toolbox / "folder.py").mkdir()
     (toolbox / "deep.py").write_text("x = " + "-" * 20_000 + "1")
     _files.cache_clear()
-    assert sorted(one.name for one in drawn("toolbox", random.Random(0))) == sorted(
+    assert sorted(one.name for one in drawn_functions("toolbox", random.Random(0))) == sorted(
         one.name for one in before
     )
 

@@ -7,8 +7,9 @@ import pytest
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import FullCache, SnapKV
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.fitting import needed_tokens
 from snapkv_lab.evaluate.runner import Run
+from snapkv_lab.evaluate.task import needed_tokens
+from snapkv_lab.evaluate.tasks import lines
 from snapkv_lab.evaluate.tasks.lines import Lines
 
 LINE = re.compile(r"line (\S.*): REGISTER_CONTENT is <(\d{5})>")
@@ -49,7 +50,7 @@ def test_a_record_is_worded_as_published(demo):
 def test_names_are_never_repeated(demo, monkeypatch):
     few = ["red-hat", "red-hat", "odd-cow", "red-hat", "low-sun", "odd-cow", "big-jar"]
     draws = iter(few * 100)
-    monkeypatch.setattr(Lines, "_fitted", lambda self, *_: (self._record(400, 50, 0, 4), 4))
+    monkeypatch.setattr(lines, "fitted", lambda build, *_, **__: (build(4), 4))
     monkeypatch.setattr("snapkv_lab.evaluate.tasks.lines.word_key", lambda _: next(draws))
     (sample,) = samples(demo, positions=1)
     assert [name for name, _ in record(sample.context)] == [

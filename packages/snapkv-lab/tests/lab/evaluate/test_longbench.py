@@ -7,13 +7,16 @@ import zipfile
 import pytest
 
 from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
-from snapkv_lab.evaluate.longbench import rows as rows_module
-from snapkv_lab.evaluate.longbench.prompts import prompt_format
-from snapkv_lab.evaluate.longbench.published import max_prompt_tokens
-from snapkv_lab.evaluate.longbench.rows import read_rows
-from snapkv_lab.evaluate.longbench.sets import SETS, chosen_sets
-from snapkv_lab.evaluate.longbench.truncation import truncated
 from snapkv_lab.evaluate.tasks import LongBench
+from snapkv_lab.evaluate.tasks.longbench import (
+    HUB,
+    SETS,
+    chosen_sets,
+    max_prompt_tokens,
+    prompt_format,
+    read_rows,
+    truncated,
+)
 
 TEXT = "The gate opens at nine. The key is under the blue stone. A cat sleeps on the wall. "
 
@@ -66,8 +69,7 @@ def samples(tokenizer, **settings):
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_prompt_has_the_hash_of_the_published_one(name):
-    shape = prompt_format(SETS[name])
-    text = f"{shape.before}{{context}}{shape.behind}"
+    text = "{context}".join(prompt_format(SETS[name]))
     assert hashlib.sha256(text.encode()).hexdigest() == SETS[name].prompt_sha256
 
 
@@ -87,7 +89,7 @@ def test_a_prompt_has_the_hash_of_the_published_one(name):
 )
 def test_what_stands_behind_the_text_ends_as_published(name, end):
     """Six of these ends are another in lm-eval 0.4.13."""
-    assert prompt_format(SETS[name]).question("?").endswith(end)
+    assert prompt_format(SETS[name])[1].replace("{input}", "?").endswith(end)
 
 
 def test_another_prompt_than_the_published_one_is_not_used(monkeypatch, tmp_path):
@@ -95,7 +97,7 @@ def test_another_prompt_than_the_published_one_is_not_used(monkeypatch, tmp_path
     changed.write_text(
         'doc_to_text: "Which type?\\n{{context}}\\n{{question}}"\nf: !function a.b\n'
     )
-    monkeypatch.setattr("snapkv_lab.evaluate.longbench.prompts.package_file", lambda *_: changed)
+    monkeypatch.setattr("snapkv_lab.evaluate.tasks.longbench.package_file", lambda *_: changed)
     with pytest.raises(MissingDependencyError, match=r"prompt of trec .* --no-deps lm-eval=="):
         prompt_format(SETS["trec"])
 
@@ -141,7 +143,7 @@ def test_only_few_shot_and_code_prompts_get_no_chat_template():
         ({"datasets": ("musique",), "extended": True}, "sets of LongBench-E, got 'musique'"),
         ({"max_prompt_tokens": 8}, "max_prompt_tokens: expected at least 64, got 8"),
         ({"min_new_tokens": -1}, "min_new_tokens: expected at least 0"),
-        ({"code_similarity": "jaro"}, "expected difflib or levenshtein"),
+        ({"code_similarity": "jaro"}, "code_similarity: expected one of difflib, levenshtein"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -154,10 +156,10 @@ def test_every_sample_is_the_whole_prompt_parted_behind_the_text(demo, data):
     assert [one.name for one in found] == [f"{name}/{n}" for name in SETS for n in (1, 2)]
     for one in found:
         name = one.cell["dataset"]
-        shape = prompt_format(SETS[name])
-        assert one.context.startswith(shape.before)
+        before, behind = prompt_format(SETS[name])
+        assert one.context.startswith(before)
         assert one.context.endswith(TEXT)
-        assert one.question == shape.question(INPUTS.get(name, "Where is the key?"))
+        assert one.question == behind.replace("{input}", INPUTS.get(name, "Where is the key?"))
         hidden = one.prompt(demo.tokenizer, "none", "hidden")
         assert hidden.text == one.context + one.question
         assert hidden.text[hidden.context_characters :].strip() == one.question.strip()
@@ -328,7 +330,7 @@ def test_without_a_network_the_command_that_brings_the_data_is_named(demo, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DocumentError) as failure:
         samples(demo.tokenizer)
-    assert rows_module.HUB in str(failure.value)
+    assert HUB in str(failure.value)
     assert "hf download zai-org/LongBench data.zip --repo-type dataset" in str(failure.value)
     assert "\n" not in str(failure.value)
 

@@ -11,7 +11,7 @@ from rouge import Rouge
 
 from snapkv.packages import package_file
 from snapkv_lab.evaluate import metrics
-from snapkv_lab.evaluate.rouge import rouge_l
+from snapkv_lab.evaluate.metrics import rouge_l
 from tests.lab.evaluate import longbench_oracle as oracle
 
 DATA = ("data", "synthetic", "json")

@@ -187,7 +187,7 @@ def test_scores():
         ({"permutations": 0}, "permutations: expected at least 1"),
         ({"digits": 0}, "digits: expected at least 1"),
         ({"buffer_tokens": -1}, "buffer_tokens: expected at least 0"),
-        ({"variant": "fork"}, "variant: expected magic-number or sandwich, got 'fork'"),
+        ({"variant": "fork"}, "variant: expected one of magic-number, sandwich, got 'fork'"),
         ({"haystack": "no/such"}, "no/such"),
     ],
 )

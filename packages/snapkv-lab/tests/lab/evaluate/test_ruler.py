@@ -13,13 +13,11 @@ from snapkv.errors import InvalidArgumentError
 from snapkv.packages import package_file
 from snapkv.policies import FullCache, SnapKV
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.fitting import needed_tokens
+from snapkv_lab.evaluate.haystack import words
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.tasks.ruler import GENERATORS, Ruler
-from snapkv_lab.evaluate.tasks.ruler.needle import NOISE, sentences
-from snapkv_lab.evaluate.tasks.ruler.puzzle import Wanted
-from snapkv_lab.evaluate.words import words
+from snapkv_lab.evaluate.task import needed_tokens
+from snapkv_lab.evaluate.tasks.ruler import GENERATORS, NOISE, Ruler, Wanted, sentences
 
 ESSAY = tuple(" ".join(f"This is sentence {i}." for i in range(200)).split())
 KINDS = {

@@ -329,7 +329,7 @@ def test_a_limit_is_of_every_cell(tiny, tmp_path):
             "policy: expected every method once, got full, full",
         ),
         ({"methods": (TWICE,)}, "read a text twice, .* pass --setting hidden"),
-        ({"limit": 0}, "limit: expected at least 1 sample, got 0"),
+        ({"limit": 0}, "limit: expected at least 1, got 0"),
         ({"task": Keys(sentences=())}, "samples: expected at least one, got none"),
         ({"task": Keys(sentences=(8, 8))}, "samples: expected every sample once, got 8/0 2 times"),
     ],

@@ -3,10 +3,10 @@
 import pytest
 
 from snapkv_lab.evaluate.summary import (
+    IN_PERCENT,
     axis_values,
     score_lines,
     shown_interval,
-    shown_score,
     summarise,
 )
 from tests.lab.evaluate.tiny import Keys
@@ -138,7 +138,7 @@ def test_a_method_without_any_score_has_no_mean():
     records = [record("a", "full", None, status="too long")]
     (line,) = score_lines(summarise(records, keys(records), Keys()), "length")
     assert (line.mean, line.held_bytes, line.token_ms) == (None, None, None)
-    assert (shown_score(line.mean), line.shown_interval) == ("-", "-")
+    assert (IN_PERCENT.text(line.mean), line.shown_interval) == ("-", "-")
 
 
 def test_a_row_is_compared_with_the_full_caches_sample_by_sample():

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from snapkv import H2O, AdaKV, FullCache, KVzip, PageRecall, SnapKV, StreamingLLM
-from snapkv.app.prefills import Chunked, Exact
+from snapkv.app.prefills import Chunked
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv_lab.evaluate import conversing
-from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.conversing import LATER, converse
+from snapkv_lab.evaluate import asking
+from snapkv_lab.evaluate.asking import LATER, Method, converse
 from snapkv_lab.evaluate.runner import Run
-from snapkv_lab.evaluate.sample import Conversation, later_turn
+from snapkv_lab.evaluate.sample import Conversation
 from snapkv_lab.evaluate.tasks import Needle, Turns
 from tests.lab.evaluate.tiny import tiny_loaded, untimed
 
@@ -64,14 +63,14 @@ def test_a_later_turn_is_the_question_and_the_answers_beginning(demo):
         for cloze in (False, True)
     )
     name = cloze.answer_start.removesuffix(":")
-    assert later_turn(cloze, demo.tokenizer, "none") == (
+    assert cloze.later_turn(demo.tokenizer, "none") == (
         f"\n\nThe number of one of the names:\n\n{name}:"
     )
     name = free.question.split()[5].removesuffix("?")
-    assert later_turn(free, demo.tokenizer, "none") == (
+    assert free.later_turn(demo.tokenizer, "none") == (
         f"\n\nQuestion: What is the number of {name}?\nAnswer:"
     )
-    chat = later_turn(free, demo.tokenizer, "tokenizer")
+    chat = free.later_turn(demo.tokenizer, "tokenizer")
     assert f"What is the number of {name}? Answer with the number." in chat
     assert chat.startswith("<|im_end|>")
     assert chat.endswith("assistant\n")
@@ -97,7 +96,7 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
                 ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
             else:
                 ended = ids[-1] == end
-                text = later_turn(turn, tiny.tokenizer, template)
+                text = turn.later_turn(tiny.tokenizer, template)
                 ids = ids[:-1] if ended else ids
                 own = tiny.tokenizer.decode([end])
                 text = (
@@ -158,14 +157,14 @@ def test_with_pages_for_everything_every_turn_is_answered_as_from_the_full_cache
 def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
     tiny, tmp_path, monkeypatch
 ):
-    real, kept = conversing.answer_ids, []
+    real, kept = asking.answer_ids, []
 
     def answer_ids(loaded, ids, cache, *args, **options):
         given = real(loaded, ids, cache, *args, **options)
         kept.append(cache.kept_positions(0)[0])
         return given
 
-    monkeypatch.setattr(conversing, "answer_ids", answer_ids)
+    monkeypatch.setattr(asking, "answer_ids", answer_ids)
     for way in ("append", "compress", "recall"):
         kept.clear()
         methods = [Method(label=way, policy=SnapKV(48), later=way)]
@@ -203,11 +202,11 @@ def test_the_token_that_ends_an_answer_stays_in_a_chat_and_in_no_plain_text(demo
     sample = next(iter(Turns(**SMALL).samples(demo.tokenizer)))
     prompt = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
     answers = converse(
-        loaded, sample, FullCache(), template, "visible", prefill=Exact(), later="append"
+        loaded, sample, Method(label="full", policy=FullCache()), template, "visible"
     )
     first, second, _ = answers
     assert first.token_ids == second.token_ids == (end,)
-    text = later_turn(sample.turns[1], demo.tokenizer, template)
+    text = sample.turns[1].later_turn(demo.tokenizer, template)
     new = demo.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert (end in new) == (template == "tokenizer")
     assert second.prompt_tokens == prompt.shape[1] + len(new)
@@ -236,12 +235,12 @@ def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny
 def test_a_conversation_that_is_all_there_is_not_held_again(tiny, tmp_path, monkeypatch):
     methods = [Method(label="full", policy=FullCache())]
     run_of(tiny, methods).into(tmp_path / "out")
-    monkeypatch.setattr(conversing, "answer_ids", None)
+    monkeypatch.setattr(asking, "answer_ids", None)
     assert len(run_of(tiny, methods).into(tmp_path / "out").rows) == 3
 
 
 def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_path, monkeypatch):
-    real, calls = conversing.answer_ids, []
+    real, calls = asking.answer_ids, []
 
     def answer_ids(*args, **options):
         calls.append(args)
@@ -249,7 +248,7 @@ def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_p
             raise OutOfMemoryError("full")
         return real(*args, **options)
 
-    monkeypatch.setattr(conversing, "answer_ids", answer_ids)
+    monkeypatch.setattr(asking, "answer_ids", answer_ids)
     methods = [Method(label="full", policy=FullCache())]
     run_of(tiny, methods, limit=1).into(tmp_path / "out")
     status = [record["status"] for record in lines(tmp_path / "out")]

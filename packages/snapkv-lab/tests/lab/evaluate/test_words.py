@@ -7,8 +7,7 @@ import uuid
 import pytest
 
 from snapkv.errors import MissingDependencyError
-from snapkv_lab.evaluate import words as module
-from snapkv_lab.evaluate.words import distinct, identifier, number, word_key, words
+from snapkv_lab.evaluate.haystack import distinct, identifier, number, word_key, words
 
 
 def test_the_lists_are_whole_sorted_and_without_repetition():
@@ -47,6 +46,6 @@ def test_what_was_made_before_or_is_excluded_is_drawn_again():
 
 def test_without_the_package_the_command_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    module.words.cache_clear()
+    words.cache_clear()
     with pytest.raises(MissingDependencyError, match=r"wonderwords.*pip install 'wonderwords"):
         words("noun")

@@ -15,12 +15,12 @@ from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST, key
 from snapkv_lab.evaluate.workers.base import (
     MOST_TRIES,
+    Equipment,
     Worker,
     WorkerEndedError,
     WorkerNotLoadedError,
     WorkerPool,
 )
-from snapkv_lab.evaluate.workers.equipment import Equipment
 from snapkv_lab.evaluate.workers.processes import Processes, one_device
 from tests.lab.evaluate.test_runner import records
 from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed

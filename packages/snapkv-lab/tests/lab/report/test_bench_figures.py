@@ -4,7 +4,7 @@ import pytest
 
 from snapkv import InvalidArgumentError
 from snapkv_lab.drawing import save
-from snapkv_lab.report.bench import draw
+from snapkv_lab.report.figures import draw_bench as draw
 
 
 def cell(bench, cache, length, batch=1, **values):

@@ -8,8 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from snapkv_lab.report.page import as_page, write_report
-from snapkv_lab.report.score_tables import as_csv, as_markdown, cell_table, method_table
+from snapkv_lab.report.page import (
+    as_csv,
+    as_markdown,
+    as_page,
+    cell_table,
+    method_table,
+    write_report,
+)
 from tests.lab.report.runs import grid, results, row, sets
 
 pytest.importorskip("matplotlib")

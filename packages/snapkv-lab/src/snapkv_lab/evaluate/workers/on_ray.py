@@ -11,12 +11,12 @@ from snapkv.validation import first_line
 from snapkv_lab.evaluate.asking import Asked
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.workers.base import (
+    Equipment,
     Worker,
     WorkerEndedError,
     WorkerNotLoadedError,
     WorkerPool,
 )
-from snapkv_lab.evaluate.workers.equipment import Equipment
 
 LOCAL, AUTO = "local", "auto"
 
