@@ -35,6 +35,27 @@ def require_drawable(path: str | None = None) -> None:
         raise missing_package("plot: drawing figures", "matplotlib") from error
 
 
+def figure(width: float, height: float) -> Any:
+    """An empty figure, in inches; no window is opened for it."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def panels(figure: Any, down: int, across: int, count: int, **shared: bool) -> list[Any]:
+    """The first `count` panels of a grid; the others are left blank."""
+    found = list(figure.subplots(down, across, squeeze=False, **shared).flat)
+    for panel in found[count:]:
+        panel.set_axis_off()
+    return found[:count]
+
+
+def grid(panel: Any, axis: str) -> None:
+    """Grey lines across an axis, behind what is drawn."""
+    panel.grid(axis=axis, color="#dddddd")
+    panel.set_axisbelow(True)
+
+
 def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> bytes:
     """A figure as a file of that suffix; the same rows give the same bytes."""
     from matplotlib import rc_context

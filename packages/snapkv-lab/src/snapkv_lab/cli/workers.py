@@ -25,8 +25,7 @@ class WorkerOptions(ModelOptions):
         panels.sweep(help="A worker on each of these, with commas: cuda:0,cuda:1 or cpu,cpu"),
     ] = None
     ray: Annotated[
-        str | None,
-        panels.sweep(help="Workers on Ray: local, auto or the address of a cluster"),
+        str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
     ] = None
     workers: Annotated[
         int | None,
@@ -54,7 +53,7 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
     """
     from snapkv.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer
-    from snapkv_lab.evaluate.workers.serial import Serial
+    from snapkv_lab.evaluate.workers.base import Serial
 
     _require_one(options)
     if options.is_here:
@@ -68,7 +67,7 @@ def answering(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Executor
 
 def _workers(options: WorkerOptions) -> "Executor":
     from snapkv.cli.loading import load_arguments
-    from snapkv_lab.evaluate.workers.equipment import Equipment
+    from snapkv_lab.evaluate.workers.base import Equipment
 
     load = load_arguments(options)
     load.pop("device", None)

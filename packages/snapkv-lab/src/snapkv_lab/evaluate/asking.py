@@ -3,23 +3,38 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Literal, Self
 
 import torch
 
-from snapkv.app.answering import Answer, costs
+from snapkv.app.answering import Answer, answer_ids, costs, prompt_ids, require_positions
+from snapkv.app.conversation import behind
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
 from snapkv.app.reference import References
+from snapkv.cache.paging import PageRecall
 from snapkv.errors import OutOfMemoryError, PromptTooLongError
+from snapkv.hf.cache import CompressedCache
 from snapkv.policies import Policy
-from snapkv_lab.evaluate.conversing import Later, converse, described
-from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template, later_turn
+from snapkv_lab.evaluate.sample import Conversation, Sample, Setting, Template
 from snapkv_lab.evaluate.store import LOST, Key, Record, Store
 from snapkv_lab.evaluate.task import Task
+
+LaterWord = Literal["append", "compress", "recall"]
+
+Later = LaterWord | PageRecall
+"""What a later question does: it is stored behind what was kept, votes on what was kept, or votes
+on all that was read; with pages, every step of all answers also attends to some of the rest."""
+
+LATER: dict[LaterWord, dict[str, Any]] = {
+    "append": {},
+    "compress": {"turns": "compress"},
+    "recall": {"recall": "host"},
+}
+"""Those that have a word, as options of `CompressedCache`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +49,18 @@ class Method:
     def describe(self) -> Record:
         """The policy's name and parameters, and how it reads where that is not as usual."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
-        later = {} if self.later == "append" else {"turns": described(self.later)}
+        later = {} if self.later == "append" else {"turns": self.described_later}
         return self.policy.describe() | reading | later
+
+    @property
+    def described_later(self) -> str | dict[str, int]:
+        """What later questions do, ready for JSON."""
+        return self.later.describe() if isinstance(self.later, PageRecall) else self.later
+
+    @property
+    def cache_options(self) -> dict[str, Any]:
+        """Options of `CompressedCache` for what later questions do."""
+        return {"recall": self.later} if isinstance(self.later, PageRecall) else LATER[self.later]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +140,8 @@ class Answerer:
         """An answer of every method to every turn, or why there is none."""
         prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
         wanted = self._references(asked, prompt) if asked.reference_loss else {}
-        reader = PromptReader(
-            self.loaded,
-            prompt,
-            asked.sample.settings,
-            [method.prefill for method in asked.methods],
-        )
+        ways = [method.prefill for method in asked.methods]
+        reader = PromptReader(self.loaded, prompt, asked.sample.settings, ways)
         for method in asked.methods:
             left, status = list(asked.sample.turns), ""
             ends: list[PromptEnd] | None = [] if asked.reference_loss else None
@@ -129,8 +150,10 @@ class Answerer:
                     turn = left[0]
                     loss = {} if ends is None else {"loss": self._loss(wanted[turn.name], ends)}
                     del left[0]
-                    scored = _scored(asked.task, turn, given) | loss | costs(given)
-                    yield asked.record(turn, method) | {"status": "ok"} | scored
+                    prediction = given.text.removeprefix(turn.answer_start)
+                    score = asked.task.score(turn, prediction)
+                    scored = {"status": "ok", "prediction": prediction, "score": score}
+                    yield asked.record(turn, method) | scored | loss | costs(given)
             except PromptTooLongError:
                 status = "too long"
             except OutOfMemoryError:
@@ -144,26 +167,18 @@ class Answerer:
     ) -> Iterator[Answer]:
         """The answer to a sample, or to every turn of a conversation; `ends` gets its prompt's."""
         sample = asked.sample
-        if not isinstance(sample, Conversation):
+        if isinstance(sample, Conversation):
+            yield from converse(
+                self.loaded, sample, method, asked.template, asked.question, ends=ends
+            )
+        else:
             yield reader.answer(method.policy, method.prefill, sample.protection, ends)
-            return
-        yield from converse(
-            self.loaded,
-            sample,
-            method.policy,
-            asked.template,
-            asked.question,
-            prefill=method.prefill,
-            later=method.later,
-            ends=ends,
-        )
 
     def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
-        """What answers every turn, by its name."""
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:
-                text = later_turn(turn, self.loaded.tokenizer, asked.template)
+                text = turn.later_turn(self.loaded.tokenizer, asked.template)
                 prompt = Prompt(text=text, has_special_tokens=True)
             found[turn.name] = References.behind(prompt, turn.references, self.loaded)
         return found
@@ -175,6 +190,52 @@ class Answerer:
         return references.loss(self.loaded, end)
 
 
-def _scored(task: Task, sample: Sample, given: Answer) -> Record:
-    prediction = given.text.removeprefix(sample.answer_start)
-    return {"prediction": prediction, "score": task.score(sample, prediction)}
+def converse(
+    loaded: LoadedModel,
+    conversation: Conversation,
+    method: Method,
+    template: Template,
+    setting: Setting,
+    *,
+    ends: list[PromptEnd] | None = None,
+) -> Iterator[Answer]:
+    """Read a text once, and answer every question behind the one before it and its answer.
+
+    An answer is the model's own, and what is wrong in it stays in the conversation.
+
+    Args:
+        loaded: model and tokenizer.
+        conversation: the text and its questions.
+        method: what the cache keeps of the text, how turns are read, what later ones do.
+        template: as in `Sample.prompt`.
+        setting: whether the first question votes on the text; the later ones do as `method` says.
+        ends: gets the end of every question, as it was answered; None for none.
+
+    Raises:
+        PromptTooLongError: the model has no positions left for a question and its answer.
+        OutOfMemoryError: the device or the host is full.
+    """
+    tokenizer, policy = loaded.tokenizer, loaded.completed(method.policy)
+    prompt = conversation.prompt(tokenizer, template, setting)
+    spans = conversation.protection.spans(prompt, policy, tokenizer)
+    cache = CompressedCache(loaded.model, policy, protect=spans, **method.cache_options)
+    said: torch.Tensor | None = None
+    for turn in conversation.turns:
+        if said is None:
+            ids = prompt_ids(loaded, prompt, turn.settings)
+            context_tokens = prompt.context_tokens(tokenizer)
+        else:
+            text, is_chat = turn.later_turn(tokenizer, template), turn.is_chat(tokenizer, template)
+            ids, context_tokens = behind(loaded, said, text, turn.settings, is_chat=is_chat), None
+            require_positions(loaded, ids.shape[1], turn.settings)
+        found, said = answer_ids(
+            loaded,
+            ids,
+            cache,
+            turn.settings,
+            answer_start=turn.answer_start,
+            context_tokens=context_tokens,
+            prefill=method.prefill,
+            on_prompt_end=None if ends is None else ends.append,
+        )
+        yield found

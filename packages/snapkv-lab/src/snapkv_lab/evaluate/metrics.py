@@ -1,7 +1,7 @@
 """How right an answer is, by the definitions that LongBench published (Bai et al., 2023).
 
 Every metric takes an answer and one right answer and gives 0 to 1. Their quirks are kept, since
-scores are compared with published ones. `snapkv_lab.evaluate.rouge` has ROUGE-L.
+scores are compared with published ones.
 """
 
 import re
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
 from typing import Literal
 
-from snapkv_lab.evaluate.rouge import common_subsequence
-
 Metric = Callable[[str, str], float]
 
 CodeSimilarity = Literal["difflib", "levenshtein"]
 """What compares lines of code, see `code_similarity`."""
+
+PARAGRAPH = r"Paragraph (\d+)"
+"""What a right answer of a retrieval looks like."""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -27,10 +28,7 @@ def best(metric: Metric, prediction: str, references: Iterable[str]) -> float:
 
 
 def first_line(prediction: str) -> str:
-    """The answer's first line that is not empty.
-
-    Models go on with another example after the answer of a few-shot prompt.
-    """
+    """The first line that is not empty; behind it a model goes on with another example."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
@@ -43,7 +41,7 @@ def normalised(text: str) -> str:
 def qa_f1(prediction: str, reference: str) -> float:
     """F1 of the words of both answers, each as often as it occurs."""
     said, wanted = (normalised(text).split() for text in (prediction, reference))
-    same = sum((Counter(said) & Counter(wanted)).values())
+    same = (Counter(said) & Counter(wanted)).total()
     if same == 0:
         return 0.0
     precision, recall = same / len(said), same / len(wanted)
@@ -71,18 +69,9 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """How many of the numbers in the answer are the right paragraph's.
-
-    Args:
-        prediction: the answer.
-        reference: such as "Paragraph 12".
-    """
+    """How many of the numbers in the answer are those of a reference such as "Paragraph 12"."""
     paragraph = re.search(PARAGRAPH, reference)
     return count(prediction, paragraph[1]) if paragraph else 0.0
-
-
-PARAGRAPH = r"Paragraph (\d+)"
-"""What a right answer of a retrieval looks like."""
 
 
 def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "difflib") -> float:
@@ -99,20 +88,71 @@ def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "
         return 1.0
     if not line or not reference:
         return 0.0
-    ratio = _RATIOS[backend](line, reference)
+    if backend == "difflib":
+        ratio = SequenceMatcher(None, line, reference).ratio()
+    else:
+        ratio = 2 * len(common_subsequence(line, reference)) / (len(line) + len(reference))
     return round(100 * ratio) / 100
 
 
-def _difflib_ratio(first: str, second: str) -> float:
-    return SequenceMatcher(None, first, second).ratio()
+def rouge_l(prediction: str, reference: str) -> float:
+    """Summary-level ROUGE-L as `rouge` 1.0.1 counts it, which published scores were made with.
+
+    A text is cut into sentences at every full stop, a sentence into words at white space. Every
+    pair of sentences has a longest common subsequence; the words of all of them make up one set,
+    and precision and recall are its size over the number of different words of either text. Other
+    packages (`rouge-score`) count otherwise and give other numbers. `rouge` itself fails on
+    sentences of about a thousand words, which LongBench counts as 0; here such a pair gets the
+    score that the definition gives it. 0 where a text has no sentence.
+    """
+    said, wanted = _sentences(prediction), _sentences(reference)
+    if not said or not wanted:
+        return 0.0
+    common: set[str] = set()
+    for reference_words in wanted:
+        for words in said:
+            common.update(common_subsequence(reference_words, words))
+    precision = len(common) / len(set().union(*said))
+    recall = len(common) / len(set().union(*wanted))
+    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
-def _subsequence_ratio(first: str, second: str) -> float:
-    """Of the characters of both, the fraction in a longest common subsequence."""
-    return 2 * len(common_subsequence(first, second)) / (len(first) + len(second))
+def _sentences(text: str) -> list[list[str]]:
+    """The words of every sentence; a sentence of white space alone has one word, the empty one."""
+    return [part.split() or [""] for part in text.split(".") if part]
 
 
-_RATIOS: dict[CodeSimilarity, Callable[[str, str], float]] = {
-    "difflib": _difflib_ratio,
-    "levenshtein": _subsequence_ratio,
-}
+def common_subsequence(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """A longest common subsequence, last item first.
+
+    Of several that are equally long, the one that `rouge` finds: from the ends, an item of `first`
+    is left out only where that loses nothing that leaving out one of `second` would keep.
+    """
+    lengths = [[0] * (len(second) + 1)]  # of every pair of prefixes
+    for item in first:
+        above, row = lengths[-1], [0]
+        for j, other in enumerate(second):
+            row.append(above[j] + 1 if item == other else max(above[j + 1], row[j]))
+        lengths.append(row)
+    found = []
+    i, j = len(first), len(second)
+    while i and j:
+        if first[i - 1] == second[j - 1]:
+            i, j = i - 1, j - 1
+            found.append(first[i])
+        elif lengths[i - 1][j] > lengths[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+def bleu(said: str, wanted: str) -> float:
+    """BLEU of the words between white space, not smoothed (Papineni et al., 2002).
+
+    Without a run of four words in common it is 0.
+    """
+    from sacrebleu.metrics import BLEU  # takes its time, for one task alone
+
+    counted = BLEU(tokenize="none", smooth_method="none", force=True)
+    return float(counted.corpus_score([said], [[wanted]]).score) / 100

@@ -12,16 +12,16 @@ from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.kvzip import require_one_reading
+from snapkv.validation import require_at_least
 from snapkv_lab.evaluate.asking import Answerer, Asked, Method
-from snapkv_lab.evaluate.conversing import cache_options, described
-from snapkv_lab.evaluate.sample import Sample, Setting, Template
+from snapkv_lab.evaluate.sample import Sample, Setting, Template, around_turn
 from snapkv_lab.evaluate.store import Key, Progress, Record, Store, key, short_hash
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task, data_hash
-from snapkv_lab.evaluate.turns import around_turn
-from snapkv_lab.evaluate.workers.base import Executor
-from snapkv_lab.evaluate.workers.serial import Serial
+from snapkv_lab.evaluate.workers.base import Executor, Serial
 from snapkv_lab.measure.environment import versions
+
+_MOST_TIMES_POSITIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +52,17 @@ class Run:
     reference_loss: bool = False
 
     def __post_init__(self) -> None:
-        """Check that every method can run before any sample is answered, and fit the task."""
         task = self.task.for_model(self.loaded.name, self.loaded.max_tokens)
         object.__setattr__(self, "task", task)
-        _require_lengths(task, self.loaded.max_tokens)
+        self._require_lengths()
         if self.template == "longbench":
             around_turn(self.loaded.tokenizer)
         object.__setattr__(self, "methods", fitting_methods(self.loaded, self.methods))
         for method in self.methods if "visible" in self.questions else ():
             require_one_reading(method.policy, "pass --setting hidden")
-        _require_turns(task, self.methods)
-        if self.limit is not None and self.limit < 1:
-            raise InvalidArgumentError(
-                f"limit: expected at least 1 sample, got {self.limit}; leave it out for all"
-            )
+        self._require_turns()
+        if self.limit is not None:
+            require_at_least("limit", self.limit, 1)
 
     def fingerprint(self) -> str:
         """A short name for everything that a run's results depend on, its methods left out."""
@@ -82,11 +79,6 @@ class Run:
 
         What was lost to memory before is asked once more.
 
-        Args:
-            folder: of the answers.
-            on_progress: told of every answer.
-            executor: who answers; this process by default. The folder is the same.
-
         Raises:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
                 policy under the same label; the settings give no sample, or one of them twice.
@@ -94,12 +86,14 @@ class Run:
             OutputError: an answer cannot be written; those before it are in the folder.
         """
         samples = self._samples()
-        block, whole = self._block(samples), self._asked(samples)
+        whole = self._asked(samples)
+        block = self._settings() | {"samples": len(samples), "data": data_hash(samples)}
         wanted = [one for asked in whole for one in asked.keys]
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
             work = [missing for asked in whole if (missing := asked.without(store)).methods]
-            done, tell = sum(one in store for one in wanted), on_progress or _untold
+            done = sum(one in store for one in wanted)
+            tell = on_progress or (lambda *_: None)
             tell("", done, len(wanted))
             for record in (executor or Serial(Answerer(loaded=self.loaded))).answers(work):
                 if key(record) not in store:  # a conversation is held again from its beginning
@@ -118,7 +112,6 @@ class Run:
         return samples
 
     def _asked(self, samples: Sequence[Sample]) -> list[Asked]:
-        """Every sample in every setting, asked of all methods."""
         return [
             Asked(
                 sample=sample,
@@ -131,10 +124,6 @@ class Run:
             for sample, question in itertools.product(samples, self.questions)
         ]
 
-    def _block(self, samples: Sequence[Sample]) -> Record:
-        """What a result must say so that it can be made again."""
-        return self._settings() | {"samples": len(samples), "data": data_hash(samples)}
-
     def _settings(self) -> Record:
         return {
             "task": self.task.describe(),
@@ -144,6 +133,31 @@ class Run:
             **({"reference_loss": True} if self.reference_loss else {}),
             **versions(),
         }
+
+    def _require_turns(self) -> None:
+        """Raise where a method says of later questions what has no effect, or cannot be."""
+        for method in self.methods:
+            if method.later != "append" and not self.task.has_turns:
+                raise InvalidArgumentError(
+                    f"turns: expected it with a task of several questions about one text, such as "
+                    f"turns, got {method.described_later} with {self.task.name}; leave it out"
+                )
+            if "recall" in method.cache_options and not method.prefill.holds_all:
+                raise InvalidArgumentError(
+                    f"turns: expected a prefill that gives every layer every token for recall, got "
+                    f"{method.prefill.name}; use append or compress, or the prefill exact"
+                )
+
+    def _require_lengths(self) -> None:
+        """Raise where prompts would be made only to be found far too long; a few are shown so."""
+        longest = max(getattr(self.task, "lengths", ()), default=0)
+        positions = self.loaded.max_tokens
+        if positions is not None and longest > _MOST_TIMES_POSITIONS * positions:
+            raise InvalidArgumentError(
+                f"lengths: expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
+                f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, got "
+                f"{longest:,}; pass a smaller number, or choose a model with more positions"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,10 +179,6 @@ class Results:
     unwritten: OutputError | None = None
 
 
-def _untold(description: str, done: int, total: int) -> None:
-    """Nobody is told how far the run is."""
-
-
 def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
     """The methods, with what was found of the model's heads or layers where one goes by that.
 
@@ -187,8 +197,7 @@ def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
             "repeated one out"
         )
     for method in methods:
-        policy, options = loaded.completed(method.policy), cache_options(method.later)
-        CompressedCache(loaded.model, policy, **options)
+        CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
     return tuple(
         replace(
             method,
@@ -211,43 +220,14 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
             )
 
 
-def _require_turns(task: Task, methods: Sequence[Method]) -> None:
-    """Raise where a method says of later questions what has no effect, or cannot be."""
-    for method in methods:
-        if method.later != "append" and not task.has_turns:
-            raise InvalidArgumentError(
-                f"turns: expected it with a task of several questions about one text, such as "
-                f"turns, got {described(method.later)} with {task.name}; leave it out"
-            )
-        if "recall" in cache_options(method.later) and not method.prefill.holds_all:
-            raise InvalidArgumentError(
-                f"turns: expected a prefill that gives every layer every token for recall, got "
-                f"{method.prefill.name}; use append or compress, or the prefill exact"
-            )
-
-
-def _require_lengths(task: Task, max_tokens: int | None) -> None:
-    """Raise where prompts would be made only to be found far too long; a few are shown as such."""
-    longest = max(getattr(task, "lengths", ()), default=0)
-    if max_tokens is not None and longest > _MOST_TIMES_POSITIONS * max_tokens:
-        raise InvalidArgumentError(
-            f"lengths: expected at most {_MOST_TIMES_POSITIONS * max_tokens:,} tokens, "
-            f"{_MOST_TIMES_POSITIONS} times the model's {max_tokens:,} positions, got {longest:,}; "
-            "pass a smaller number, or choose a model with more positions"
-        )
-
-
-_MOST_TIMES_POSITIONS = 8
-
-
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
-    """The first samples of every cell."""
-    taken: dict[str, int] = {}
-    kept = []
+    if limit is None:
+        return samples
+    taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))
-        taken[cell] = taken.get(cell, 0) + 1
-        if limit is None or taken[cell] <= limit:
+        taken[cell] += 1
+        if taken[cell] <= limit:
             kept.append(sample)
     return kept
 

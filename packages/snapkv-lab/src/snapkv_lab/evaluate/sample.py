@@ -1,11 +1,12 @@
 """Questions about a long text, and how they become prompts."""
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapkv.app.prompts import Prompt, chat_prompt, next_turn
 from snapkv.app.settings import GenerationSettings
-from snapkv_lab.evaluate.turns import around_turn
+from snapkv.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from snapkv.app.protection import Protection
@@ -13,8 +14,31 @@ if TYPE_CHECKING:
 Template = Literal["tokenizer", "none", "longbench"]
 Setting = Literal["visible", "hidden"]
 
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "visible": ("visible",),
+    "hidden": ("hidden",),
+    "both": ("visible", "hidden"),
+}
+"""Which settings a command runs, by the word of its option."""
+
 Cell = dict[str, str | int | float]
 """What results are grouped by, such as ``{"length": 4096, "depth": 50}``."""
+
+_INSTRUCTION = ("[INST]", "[/INST]")
+_CONVERSATION = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions. USER: ",
+    " ASSISTANT:",
+)
+_AROUND = {
+    "longchat": _CONVERSATION,
+    "vicuna": _CONVERSATION,
+    "llama2": _INSTRUCTION,
+    "llama-2": _INSTRUCTION,
+    "lwm": _INSTRUCTION,
+    "mistral": ("", ""),
+    "mixtral": ("", ""),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +99,28 @@ class Sample:
                 the context, before the question is known.
         """
         if self.is_chat(tokenizer, template):
-            question = self.question
-            text = self.context + question
+            question, text = self.question, self.context + self.question
             prompt = chat_prompt(tokenizer, text, answer_start=self.answer_start)
         else:
             question = self.plain_question or self.question
-            turn = around_turn(tokenizer) if template == "longbench" and self.chat else ("", "")
-            text = _begun(turn[0] + self.context + question + turn[1], self)
+            text = self._plain(self.context + question, tokenizer, template)
             prompt = Prompt(text=text, answer_start=self.answer_start)
         return prompt if setting == "visible" else prompt.hiding(question)
+
+    def later_turn(self, tokenizer: Any, template: Template) -> str:
+        """What stands between an answer and the answer to this one, of the same conversation."""
+        if self.is_chat(tokenizer, template):
+            return next_turn(tokenizer, self.question) + self.answer_start
+        return self._plain(self.plain_question or self.question, tokenizer, template)
+
+    def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
+        """A text as a turn without a chat template, and the beginning of the answer behind it."""
+        before, behind = ("", "")
+        if template == "longbench" and self.chat:
+            before, behind = around_turn(tokenizer)
+        text = before + text + behind
+        space = " " if self.answer_start and not text[-1:].isspace() else ""
+        return text + space + self.answer_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,21 +139,21 @@ class Conversation(Sample):
         return (self, *self.later)
 
 
-def later_turn(sample: Sample, tokenizer: Any, template: Template) -> str:
-    """What stands between an answer and the answer to a later question of the same conversation.
+def around_turn(tokenizer: Any) -> tuple[str, str]:
+    """What stood before and behind a prompt in the paper's LongBench run, by the model's name.
 
-    Args:
-        sample: the later question.
-        tokenizer: the model's.
-        template: as in `Sample.prompt`.
+    Not the tokenizers' templates: Mistral and Mixtral got the bare text, Llama 2 and LWM the
+    instruction brackets without a system message, Vicuna and LongChat the conversation they were
+    trained on.
+
+    Raises:
+        InvalidArgumentError: the paper's run had no such model.
     """
-    if sample.is_chat(tokenizer, template):
-        return next_turn(tokenizer, sample.question) + sample.answer_start
-    turn = around_turn(tokenizer) if template == "longbench" and sample.chat else ("", "")
-    return _begun(turn[0] + (sample.plain_question or sample.question) + turn[1], sample)
-
-
-def _begun(text: str, sample: Sample) -> str:
-    """A text, and the beginning of the answer behind it."""
-    space = " " if sample.answer_start and not text[-1:].isspace() else ""
-    return text + space + sample.answer_start
+    name = PurePath(tokenizer.name_or_path).name.lower()
+    for family, around in _AROUND.items():
+        if family in name:
+            return around
+    raise InvalidArgumentError(
+        f"template: expected a model named like {', '.join(_AROUND)} for longbench, got {name!r}; "
+        "use the template tokenizer or none"
+    )

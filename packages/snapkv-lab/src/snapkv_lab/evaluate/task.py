@@ -3,10 +3,12 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
+from snapkv.errors import InvalidArgumentError
+from snapkv.validation import require_at_least, require_each_at_least
 from snapkv_lab.evaluate.sample import Sample
 
 
@@ -31,12 +33,7 @@ class Task(ABC):
     has_turns: ClassVar[bool] = False
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """The task with the settings that were left to the model.
-
-        Args:
-            name: hub id, file or folder of the model.
-            max_tokens: positions that it has; None where there is no limit.
-        """
+        """The task with the settings that were left to the model."""
         del name, max_tokens
         return self
 
@@ -60,15 +57,37 @@ class Task(ABC):
 
     def describe(self) -> dict[str, Any]:
         """The task's name and settings, ready for JSON."""
-        plain: dict[str, Any] = json.loads(
-            json.dumps({"name": self.name, **asdict(self)}, default=str)
-        )
+        settings = json.dumps({"name": self.name, **asdict(self)}, default=str)
+        plain: dict[str, Any] = json.loads(settings)
         return plain
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
         """Scores, 0 to 1, that a paper gives for that model: by method, then by the first axis."""
         del model
         return {}
+
+    def require(self, **least: int) -> None:
+        """Raise unless each of these settings, a number or several, is at least that.
+
+        Raises:
+            InvalidArgumentError: one is not.
+        """
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            (require_each_at_least if isinstance(value, tuple) else require_at_least)(
+                name, value, minimum
+            )
+
+
+def require_some(argument: str, given: Collection[str], known: Iterable[str]) -> None:
+    """Raise unless they are some of those that are known, and at least one."""
+    known = tuple(known)
+    unknown = [name for name in given if name not in known]
+    if unknown or not given:
+        raise InvalidArgumentError(
+            f"{argument}: expected some of {', '.join(known)}, got {', '.join(unknown) or 'none'}; "
+            "name those to run, or leave it out for all"
+        )
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
@@ -77,3 +96,50 @@ def data_hash(samples: Iterable[Sample]) -> str:
     for sample in samples:
         digest.update(json.dumps(asdict(sample), sort_keys=True).encode())
     return f"sha256:{digest.hexdigest()[:16]}"
+
+
+Build = Callable[[int], Sample]
+"""Makes a sample whose text has that many parts: lines, words, documents; always the same one."""
+
+
+def fitted(
+    build: Build, tokenizer: Any, length: int, *, least: int, most: int, hint: int | None = None
+) -> tuple[Sample, int] | None:
+    """The sample with as many parts as fit, and how many; None where not even `least` fit.
+
+    Args:
+        build: makes the sample of a given size.
+        tokenizer: the model's.
+        length: tokens that prompt and answer may take together, as `needed_tokens` counts them.
+        least: parts below which there is no such sample.
+        most: parts that there are.
+        hint: how many fitted in a sample like this one; saves trying small ones.
+    """
+    parts = least
+    if hint is None:
+        while parts < most and needed_tokens(build(parts), tokenizer) <= length:
+            parts = 2 * parts + 1
+    else:
+        parts = hint + hint // 8 + 1
+    parts = max(least, min(parts, most))
+    while True:
+        sample = build(parts)
+        used = needed_tokens(sample, tokenizer)
+        if used <= length:
+            return sample, parts
+        if parts <= least:
+            return None
+        # A prompt holds something beside its parts, so that taking them away in proportion to the
+        # excess comes down on the largest count that fits, as far as they are of one length.
+        parts = max(least, min(parts - 1, parts * length // used))
+
+
+def needed_tokens(sample: Sample, tokenizer: Any) -> int:
+    """Tokens of prompt and answer together, chat template included where the tokenizer has one."""
+    prompt = sample.prompt(tokenizer, "tokenizer", "visible")
+    return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
+
+
+def percents(count: int) -> list[int]:
+    """That many whole percents from 0 to 100, evenly; the middle for one."""
+    return [50] if count == 1 else [round(100 * i / (count - 1)) for i in range(count)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.app.prompts import question_prompt
-from snapkv_lab.evaluate.words import distinct, number, word_key, words
+from snapkv_lab.evaluate.haystack import distinct, number, word_key, words
 
 LENGTHS = (1024, 2048, 4096, 7168)
 """Tokens of a text, in turn."""

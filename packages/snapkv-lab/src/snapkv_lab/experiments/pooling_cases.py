@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from snapkv_lab.evaluate.corpora import Question, load_corpus
-from snapkv_lab.evaluate.haystack import load_haystack, python_topics
+from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.tasks.lines import Lines
-from snapkv_lab.evaluate.tasks.rag.asking import phrase_questions, phrase_sample
+from snapkv_lab.evaluate.tasks.rag import phrase_questions, phrase_sample
 from snapkv_lab.evaluate.tasks.ruler import GENERATORS, Ruler
-from snapkv_lab.evaluate.words import identifier, number, words
 from snapkv_lab.experiments.magic_number import CITIES, stretch
 from snapkv_lab.experiments.quotes import quoted_document
 

@@ -19,8 +19,7 @@ from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import Record, key
 from snapkv_lab.evaluate.tasks import Needle
-from snapkv_lab.evaluate.workers.base import Executor
-from snapkv_lab.evaluate.workers.equipment import Equipment
+from snapkv_lab.evaluate.workers.base import Equipment, Executor
 from snapkv_lab.evaluate.workers.processes import Processes
 from snapkv_lab.experiments.environment import describe_environment
 from snapkv_lab.experiments.records import (

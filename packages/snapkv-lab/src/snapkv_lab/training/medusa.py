@@ -50,13 +50,6 @@ def train(
 ) -> MedusaHeads:
     """Train heads for a model and write them to a folder.
 
-    Args:
-        loaded: the model, which stays as it is, and its tokenizer.
-        texts: documents that the model is asked about.
-        folder: of the heads, the answers and the state of the training.
-        plan: how to train.
-        progress: called with what is done, and how much of how much.
-
     Returns:
         The heads, with their accuracies on held-out answers.
 
@@ -79,7 +72,6 @@ def train(
 
 
 def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -> None:
-    """Refuse to mix the answers of two runs."""
     path = folder / "plan.json"
     run = {"model": loaded.name, "revision": loaded.revision, **asdict(plan)}
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != run:
@@ -209,7 +201,6 @@ class _Training:
         write_tensors(tensors, self._path, {"step": str(step)})
 
     def _resume(self) -> int:
-        """The first step that has not been made."""
         if not self._path.exists():
             return 0
         with safe_open(self._path, framework="pt") as file:

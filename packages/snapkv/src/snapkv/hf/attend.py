@@ -13,7 +13,7 @@ from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.paging import PageTable
 from snapkv.hf.forward_context import Candidates
 from snapkv.hf.masks import stored_mask, tree_mask
-from snapkv.storage.ragged import RaggedStates, RaggedStore
+from snapkv.storage.ragged import RaggedStates
 
 FEW_QUERIES = 64
 """Up to so many queries read keys and values as they are stored, whatever the mask."""
@@ -117,8 +117,8 @@ def attend_stored(
     store, slots = layer.store, layer.slots
     if layer.notes.pages is not None:
         return _attend_with_pages(call, layer, layer.notes.pages), None
-    if isinstance(store, RaggedStore):
-        return _attend_ragged(call, store.states), None
+    if store.ragged is not None:
+        return _attend_ragged(call, store.ragged), None
     mask = call.mask
     other_width = mask is not None and mask.shape[-1] != call.key.shape[2]
     unmasked = mask is None and slots.hides_slots
@@ -190,7 +190,7 @@ def _attend_with_pages(call: AttentionCall, layer: CompressedLayer, pages: PageT
     if call.candidates is not None:
         own = call.candidates.visible
     real = None
-    if layer.slots.hides_slots and not isinstance(store, RaggedStore):
+    if layer.slots.hides_slots and store.ragged is None:
         real = layer.slots.visible(store, S)
     outputs = []
     for place in range(Q):
@@ -200,8 +200,8 @@ def _attend_with_pages(call: AttentionCall, layer: CompressedLayer, pages: PageT
             seen = torch.nn.functional.pad(own[place], (S - Q, 0), value=True)
             alone = replace(alone, key=call.key[:, :, seen], value=call.value[:, :, seen])
         states = layer.offloaded.fetch(pages.choose(alone.query[:, :, 0]))
-        if isinstance(store, RaggedStore):
-            states = store.states.joined(states)
+        if store.ragged is not None:
+            states = store.ragged.joined(states)
         outputs.append(_attend_ragged_rows(alone, states, None if real is None else real[:, seen]))
     return torch.cat(outputs, dim=1)
 

@@ -17,21 +17,17 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from snapkv.cache.last_queries import look_back, remember_queries
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase
 from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
-from snapkv.hf.model_parts import output_weight
 from snapkv.hf.selection import (
     choose_for_whole_rows,
     evict,
     hold_for_eviction,
     keep_to_cap,
-    of_layer,
     prompt_layer,
     select,
 )
@@ -137,7 +133,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     call = fitting(call, layer)
     output = _attend_prompt(call, layer)
     keep_to_cap(call, layer, reading.cap_tokens)
-    remember_queries(layer, call.query, reading.ahead_tokens)
+    layer.remember_queries(call.query, reading.ahead_tokens)
     if type(hook := forward_context.hook()) is not forward_context.Hook:
         prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
         hook.on_prompt(replace(prompt, queries=call.query))
@@ -216,7 +212,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if selection is not None:
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.slots.pads))
     else:
-        look_back(layer, read.query)
+        layer.look_back(read.query)
         layer.store.finalize_step()
     if not drafts:
         return output, weights
@@ -254,23 +250,13 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
     """Hold the last queries for the next turn, or let them choose again where it is time."""
     if layer.turns is None:
         return
-    queries = look_back(layer, call.query)
+    layer.look_back(call.query)
     every = layer.turns.refresh_every
     if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return
     layer.recall()
     whole = replace(call, key=layer.store.keys, value=layer.store.values)
-    prompt = PromptLayer(
-        queries=queries.detach(),
-        keys=whole.key,
-        values=whole.value,
-        pad_tokens=layer.slots.pads,
-        rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection),
-        protected=protected_slots(layer, layer.store.slots, layer.slots.pads),
-        fair=layer.spans.fair,
-        **of_layer(whole, layer),
-    )
+    prompt = prompt_layer(whole, layer, 0, layer.store.slots, layer.slots.pads)
     layer.end_prompt(select(layer, prompt), prompt)
 
 

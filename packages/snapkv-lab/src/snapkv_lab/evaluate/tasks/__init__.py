@@ -1,7 +1,7 @@
 """The experiments by name; one file per task. Importing them loads neither torch nor data."""
 
 from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.tasks.functions import Functions
+from snapkv_lab.evaluate.tasks.conversations import Functions, Turns
 from snapkv_lab.evaluate.tasks.instructions import Instructions
 from snapkv_lab.evaluate.tasks.lines import Lines
 from snapkv_lab.evaluate.tasks.longbench import LongBench
@@ -9,7 +9,6 @@ from snapkv_lab.evaluate.tasks.needle import Needle
 from snapkv_lab.evaluate.tasks.rag import RagCitation, RagPipeline, RagPosition
 from snapkv_lab.evaluate.tasks.ruler import Ruler
 from snapkv_lab.evaluate.tasks.tracking import Tracking
-from snapkv_lab.evaluate.tasks.turns import Turns
 
 TASKS: dict[str, type[Task]] = {
     task.name: task

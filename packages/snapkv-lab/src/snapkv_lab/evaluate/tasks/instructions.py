@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
-from snapkv.validation import require_at_least, require_each_at_least
 from snapkv_lab.evaluate.haystack import HaystackTask
 from snapkv_lab.evaluate.sample import Sample
 
@@ -63,9 +62,7 @@ class Instructions(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Check the settings and find the text."""
-        require_at_least("samples_each", self.samples_each, 1)
-        require_each_at_least("lengths", self.lengths, 2 * _OVERHEAD_TOKENS)
+        self.require(samples_each=1, lengths=2 * _OVERHEAD_TOKENS)
         self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:

@@ -15,15 +15,14 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_at_least, require_each_at_least
-from snapkv_lab.evaluate.fitting import fitted, percents
+from snapkv_lab.evaluate.haystack import distinct, number, word_key
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.words import distinct, number, word_key
+from snapkv_lab.evaluate.task import Task, fitted, percents
 
 _HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' "
@@ -67,11 +66,7 @@ class Lines(Task):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Check the settings."""
-        minima = {"positions": 1, "samples_each": 1, "examples": 0}
-        for name, least in minima.items():
-            require_at_least(name, getattr(self, name), least)
-        require_each_at_least("lengths", self.lengths, 1)
+        self.require(positions=1, samples_each=1, examples=0, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Samples of every length and position."""
@@ -79,7 +74,20 @@ class Lines(Task):
         for length in self.lengths:
             hint = None
             for position, index in itertools.product(places, range(self.samples_each)):
-                sample, hint = self._fitted(tokenizer, length, position, index, hint)
+                found = fitted(
+                    partial(self._record, length, position, index),
+                    tokenizer,
+                    length,
+                    least=self.examples + 1,
+                    most=_MOST_LINES,
+                    hint=hint,
+                )
+                if found is None:
+                    raise InvalidArgumentError(
+                        "lengths: expected room for the question, the answer and "
+                        f"{self.examples + 1} lines, got {length} tokens; pass a larger length"
+                    )
+                sample, hint = found
                 yield sample
 
     def score(self, sample: Sample, prediction: str) -> float:
@@ -87,28 +95,7 @@ class Lines(Task):
         numbers = re.findall(r"\d+", prediction)
         return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
 
-    def _fitted(
-        self, tokenizer: Any, length: int, position: int, index: int, hint: int | None
-    ) -> tuple[Sample, int]:
-        """The record with as many lines as fit, and how many."""
-        least = self.examples + 1
-        found = fitted(
-            lambda count: self._record(length, position, index, count),
-            tokenizer,
-            length,
-            least=least,
-            most=_MOST_LINES,
-            hint=hint,
-        )
-        if found is None:
-            raise InvalidArgumentError(
-                f"lengths: expected room for the question, the answer and {least} lines, got "
-                f"{length} tokens; pass a larger length"
-            )
-        return found
-
     def _record(self, length: int, position: int, index: int, count: int) -> Sample:
-        """A record of `count` lines."""
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")
         asked = round((count - 1) * position / 100)
@@ -134,5 +121,4 @@ class Lines(Task):
         """The published 100 tokens; shorter where the prompt shows how an answer ends."""
         if self.cloze:
             return GenerationSettings(max_new_tokens=_DIGITS + 3, stop_strings=(">",))
-        stop = (_END,) if self.examples else ()
-        return GenerationSettings(max_new_tokens=100, stop_strings=stop)
+        return GenerationSettings(max_new_tokens=100, stop_strings=(_END,) if self.examples else ())

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_at_least, require_each_at_least
-from snapkv_lab.evaluate.fitting import percents
-from snapkv_lab.evaluate.haystack import Haystack, HaystackTask
+from snapkv.validation import require_choice
+from snapkv_lab.evaluate.haystack import Haystack, HaystackTask, number
 from snapkv_lab.evaluate.sample import Sample
+from snapkv_lab.evaluate.task import percents
 
 _INSTRUCTION = (
     "You are a helpful assistant that answers questions about a document. Keep the answer short "
@@ -74,20 +74,14 @@ class Needle(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Check the settings and find the text."""
-        minima = {"depths": 1, "permutations": 1, "digits": 1, "buffer_tokens": 0}
-        for name, least in minima.items():
-            require_at_least(name, getattr(self, name), least)
+        self.require(depths=1, permutations=1, digits=1, buffer_tokens=0)
         if self.depths > _MOST_DEPTHS:
             raise InvalidArgumentError(
                 f"depths: expected at most {_MOST_DEPTHS}, one for every whole percent, got "
                 f"{self.depths}; pass a smaller number"
             )
-        require_each_at_least("lengths", self.lengths, self.buffer_tokens + 100)
-        if self.variant not in ("magic-number", "sandwich"):
-            raise InvalidArgumentError(
-                f"variant: expected magic-number or sandwich, got {self.variant!r}; choose one"
-            )
+        self.require(lengths=self.buffer_tokens + 100)
+        require_choice("variant", self.variant, ("magic-number", "sandwich"))
         self.text  # noqa: B018 # read now: a folder without text is refused
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
@@ -140,12 +134,12 @@ class Needle(HaystackTask):
                 answer=thing,
             )
         city = draw.choice(_CITIES)
-        number = str(draw.randrange(10 ** (self.digits - 1), 10**self.digits))
+        answer = number(draw, self.digits)
         return _Hidden(
-            needle=f"\nThe special magic {city} number is: {number}\n",
+            needle=f"\nThe special magic {city} number is: {answer}\n",
             question=f"What is the special magic {city} number?",
             answer_start=f"The special magic {city} number is:",
-            answer=number,
+            answer=answer,
         )
 
 

@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import require_at_least, require_each_at_least
+from snapkv_lab.evaluate.haystack import number, words
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.task import Task
-from snapkv_lab.evaluate.words import number, words
+from snapkv_lab.evaluate.task import Task, require_some
 
 _LEAST_TOKENS = 16
 _MARGIN_TOKENS = 16  # behind the last step, so that it is not cut off
@@ -131,16 +130,8 @@ class Tracking(Task):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        """Check the settings."""
-        require_at_least("samples_each", self.samples_each, 1)
-        require_at_least("items", self.items, 2)
-        require_each_at_least("answer_tokens", self.answer_tokens, _LEAST_TOKENS)
-        unknown = [kind for kind in self.kinds if kind not in _KINDS]
-        if unknown or not self.kinds:
-            raise InvalidArgumentError(
-                f"kinds: expected some of {', '.join(_KINDS)}, got {', '.join(unknown) or 'none'}; "
-                "name those to run, or leave it out for all"
-            )
+        self.require(samples_each=1, items=2, answer_tokens=_LEAST_TOKENS)
+        require_some("kinds", self.kinds, _KINDS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         """Samples of every length and kind."""

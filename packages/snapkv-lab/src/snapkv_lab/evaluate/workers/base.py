@@ -1,13 +1,15 @@
 """Dealing questions out to workers, whatever they are, and to those that take their place."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 from snapkv.errors import OutOfMemoryError
-from snapkv_lab.evaluate.asking import Asked
+from snapkv_lab.evaluate.asking import Answerer, Asked
 from snapkv_lab.evaluate.store import Record
 
 MOST_TRIES = 3
@@ -42,6 +44,48 @@ class Executor(AbstractContextManager["Executor"], ABC):
 
     def __enter__(self) -> Self:
         return self
+
+
+class Serial(Executor):
+    """This process answers, one question after the other."""
+
+    def __init__(self, answerer: Answerer) -> None:
+        self._answerer = answerer
+
+    def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
+        """See `Executor.answers`."""
+        for asked in work:
+            yield from self._answerer.records(asked)
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing has to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equipment:
+    """What a worker needs before the first question.
+
+    Attributes:
+        load: arguments of `snapkv.app.models.load`, `device` left out.
+        threads: of torch in a worker, where it runs on the CPU; None for its share of the machine.
+    """
+
+    load: Mapping[str, Any]
+    threads: int | None = None
+
+    def answerer(self, device: str) -> Answerer:
+        """Load the model there, quietly: the process that asks has said what there is to say."""
+        import torch
+        import transformers
+
+        from snapkv.app.models import load
+
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()  # its lock is left behind by a killed process
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return Answerer(loaded=load(**self.load, device=device))
 
 
 class Worker(ABC):
@@ -101,7 +145,12 @@ class WorkerPool(Executor):
                         busy[worker] = waiting.popleft()
                         worker.begin(busy[worker])
                 if not busy:
-                    raise _none_left(why)
+                    raise OutOfMemoryError(
+                        "workers: expected at least one that has a place and gets as far as having "
+                        f"the model, got none: {why}; see that there is memory for as many as are "
+                        "asked for, and the same release of snapkv on every machine; the same "
+                        "command continues"
+                    )
                 for worker in self.ready(list(busy)):
                     asked = busy.pop(worker)
                     try:
@@ -110,8 +159,11 @@ class WorkerPool(Executor):
                         waiting.appendleft(asked)
                         unloaded[worker] += 1
                         why = str(error)
-                    except WorkerEndedError:
-                        yield from _again(asked, waiting)
+                    except WorkerEndedError:  # what ended a worker comes first, or is lost
+                        if asked.tries + 1 < MOST_TRIES:
+                            waiting.extendleft(reversed(list(asked.by_method())))
+                        else:
+                            yield from asked.lost()
                     else:
                         del unloaded[worker]
                         yield from given
@@ -124,19 +176,3 @@ class WorkerPool(Executor):
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.end()
-
-
-def _again(asked: Asked, waiting: deque[Asked]) -> Iterator[Record]:
-    """Put what ended a worker first, of one method at a time; its records where it is lost."""
-    if asked.tries + 1 < MOST_TRIES:
-        waiting.extendleft(reversed(list(asked.by_method())))
-    else:
-        yield from asked.lost()
-
-
-def _none_left(why: str) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        "workers: expected at least one that has a place and gets as far as having the model, got "
-        f"none: {why}; see that there is memory for as many as are asked for, and the same "
-        "release of snapkv on every machine; the same command continues"
-    )

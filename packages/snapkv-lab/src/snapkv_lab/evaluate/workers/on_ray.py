@@ -11,12 +11,12 @@ from snapkv.validation import first_line
 from snapkv_lab.evaluate.asking import Asked
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.workers.base import (
+    Equipment,
     Worker,
     WorkerEndedError,
     WorkerNotLoadedError,
     WorkerPool,
 )
-from snapkv_lab.evaluate.workers.equipment import Equipment
 
 LOCAL, AUTO = "local", "auto"
 
@@ -55,7 +55,6 @@ class OnRay(WorkerPool):
             raise
 
     def _count(self, workers: int | None) -> int:
-        """How many there shall be."""
         places = [_places(node, self._needs) for node in _nodes()]
         on_gpus = self._needs["num_gpus"]
         count = workers or (sum(places) if on_gpus else sum(map(bool, places)))
@@ -104,11 +103,7 @@ class _Actor(Worker):
     """An actor of the cluster; it is made with the first question, and anew where it has ended."""
 
     def __init__(
-        self,
-        equipment: Equipment,
-        device: str,
-        needs: dict[str, int],
-        has_room: Callable[[], bool],
+        self, equipment: Equipment, device: str, needs: dict[str, int], has_room: Callable[[], bool]
     ) -> None:
         self._equipment, self._device, self._needs = equipment, device, needs
         self._has_room = has_room
@@ -180,12 +175,10 @@ class _Answering:
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """What each node that lives has."""
     return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
 
 def _places(node: dict[str, Any], needs: dict[str, int]) -> int:
-    """How many workers a node has room for."""
     named = {"num_cpus": "CPU", "num_gpus": "GPU"}
     return min(int(node.get(named[key], 0) // count) for key, count in needs.items() if count)
 

@@ -14,12 +14,12 @@ from snapkv.errors import InvalidArgumentError, SnapKVError
 from snapkv_lab.evaluate.asking import Answerer, Asked
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.workers.base import (
+    Equipment,
     Worker,
     WorkerEndedError,
     WorkerNotLoadedError,
     WorkerPool,
 )
-from snapkv_lab.evaluate.workers.equipment import Equipment
 
 _LOADED = "loaded"
 """What a process says when it has the model."""

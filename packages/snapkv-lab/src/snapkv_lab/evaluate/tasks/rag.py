@@ -1,0 +1,452 @@
+"""Answering from retrieved documents: the paper's three experiments (Sec. 5.4.2).
+
+The paper ran them with Command-R, two of the three on data of other kinds (Cohere's own, BioASQ);
+here all three ask HotpotQA, each of whose questions has two paragraphs that answer it.
+"""
+
+import gzip
+import itertools
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import DocumentError, InvalidArgumentError
+from snapkv_lab.evaluate.corpora import (
+    Check,
+    CorpusName,
+    Index,
+    Passage,
+    Question,
+    corpus_index,
+    is_texts,
+    load_corpus,
+    parsed_line,
+    require_fields,
+)
+from snapkv_lab.evaluate.metrics import normalised
+from snapkv_lab.evaluate.sample import Cell, Sample
+from snapkv_lab.evaluate.task import Task
+
+_Row = TypeVar("_Row")
+
+_INSTRUCTION = "Answer the question at the end from the documents below{}. Only a few of them have "
+_INSTRUCTION += "to do with it.\n\n"
+_CITING = ", and say which documents the answer comes from: their numbers in square brackets"
+
+# They show a model that is not given a chat template that answers are short.
+_PHRASES = (
+    "\n\nQuestion: What is the capital of France?\nAnswer: Paris"
+    "\n\nQuestion: Who wrote the play Hamlet?\nAnswer: William Shakespeare"
+)
+_CITATIONS = (
+    "\n\nQuestion: What is the capital of France?\nDocuments: Paris [4]; France [7]"
+    "\n\nQuestion: Who wrote the play Hamlet?\nDocuments: Hamlet [2]; William Shakespeare [6]"
+)
+_STOPS = ("\nQuestion:", "\nDocument:")  # where a model that goes on behind its answer is stopped
+_POSITIONS = ("beginning", "middle", "end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RagTask(Task):
+    """Questions over many documents.
+
+    Args:
+        documents: how many there are, those that answer the question included.
+        samples_each: questions; all are asked with every number of documents.
+        corpus: hotpotqa, or squad, whose questions one paragraph answers, for small models.
+        seed: of the draw of questions.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("documents",)
+    least_documents: ClassVar[int]
+
+    documents: tuple[int, ...] = (100,)
+    samples_each: int = 100
+    corpus: CorpusName = "hotpotqa"
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        self.require(documents=self.least_documents, samples_each=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RagCitation(RagTask):
+    """Which of many documents on one topic answer a question.
+
+    Two documents answer each question of HotpotQA; the others are those that BM25 finds nearest to
+    the question, and the order of all is drawn. The score is the F1 of the numbers that the model
+    gives, see `cited` (paper, Sec. 5.4.2, Table 3). Of N documents, two guessed ones have an
+    expected F1 of 2 / N, and all of them one of 4 / (N + 2): among few documents a model that lists
+    numbers without end looks good.
+
+    Args:
+        seed: of the draw of questions and of the documents' orders.
+    """
+
+    name: ClassVar[str] = "rag-citation"
+    metric: ClassVar[str] = "citation F1"
+    least_documents: ClassVar[int] = 2
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Every question with every number of documents."""
+        del tokenizer
+        index = corpus_index(self.corpus)
+        questions = drawn(load_corpus(self.corpus).questions, self.samples_each, self.seed)
+        for documents, question in itertools.product(self.documents, questions):
+            yield self._sample(index, question, documents)
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """F1 of the numbers that are cited."""
+        right, said = set(map(int, sample.references)), cited(prediction)
+        return 2 * len(right & said) / (len(right) + len(said))
+
+    def _sample(self, index: Index, question: Question, documents: int) -> Sample:
+        name = f"{documents}/{question.name}"
+        others = itertools.islice(neighbours(index, question), documents - len(question.gold))
+        passages = [*question.gold, *others]
+        random.Random(f"{self.seed}/{name}").shuffle(passages)
+        numbers = [passages.index(passage) + 1 for passage in question.gold]
+        return Sample(
+            name=name,
+            cell={"documents": documents},
+            context=_INSTRUCTION.format(_CITING) + _numbered(passages),
+            question=(
+                f"\n\nQuestion: {question.text}\nAnswer in one sentence, and end it with the "
+                "numbers of the documents that it comes from, such as [2][5]."
+            ),
+            plain_question=f"{_CITATIONS}\n\nQuestion: {question.text}\nDocuments:",
+            references=tuple(map(str, sorted(numbers))),
+            settings=GenerationSettings(max_new_tokens=64, stop_strings=_STOPS),
+        )
+
+
+def cited(text: str) -> set[int]:
+    """The numbers of documents that an answer gives.
+
+    Those in square brackets, with or without the word document before them: [3], [3][7], [3, 7],
+    [documents 3 and 7]; a bracket need not be closed. Where no bracket has a number, those right
+    behind the word: document 3, documents 3, 5 and 7. Numbers of documents that there are not
+    count, as wrong ones.
+    """
+    word = r"doc(?:ument)?s?\.?:?\s*"
+    some = r"(\d+(?:(?:\s*[,;&]\s*|\s+)(?:and\s+)?\d+)*)"
+    lists = re.findall(rf"\[\s*(?:{word})?{some}", text, re.IGNORECASE)
+    lists = lists or re.findall(rf"\b{word}{some}", text, re.IGNORECASE)
+    return {int(number) for numbers in lists for number in re.findall(r"\d+", numbers)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhraseTask(RagTask):
+    """Questions that a phrase of the documents answers."""
+
+    metric: ClassVar[str] = "accuracy"
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Whether a right answer stands in the prediction."""
+        return float(found(prediction, sample.references))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RagPosition(PhraseTask):
+    """Questions whose answer stands before, between or behind documents without it.
+
+    Lost in the middle (Liu et al., 2023). The questions are HotpotQA's whose answer is a phrase,
+    see `phrase_questions`; the other documents are those that BM25 finds nearest to the question
+    and that do not hold the answer. An answer is right if the phrase is in it (paper, Sec. 5.4.2,
+    Table 4).
+
+    Args:
+        samples_each: questions; all are asked with every number of documents and position.
+        data: file of questions to ask instead, .jsonl or .jsonl.gz, in the form of Lost in the
+            Middle: question, answers, ctxs.
+    """
+
+    name: ClassVar[str] = "rag-position"
+    axes: ClassVar[tuple[str, ...]] = ("documents", "position")
+    least_documents: ClassVar[int] = 3
+
+    documents: tuple[int, ...] = (30, 100, 200)
+    data: str | None = None
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Every question with every number of documents, at every position."""
+        del tokenizer
+        rows = self._rows()
+        for documents, position, row in itertools.product(self.documents, _POSITIONS, rows):
+            yield phrase_sample(
+                f"{documents}/{position}/{row.name}",
+                {"documents": documents, "position": position},
+                _placed(row, documents, position),
+                row.question,
+                row.answers,
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """The settings; of a file its name, which takes the corpus' place."""
+        own = {"corpus": None, "data": Path(self.data).name} if self.data else {}
+        return super().describe() | own
+
+    def _rows(self) -> "list[Row]":
+        if self.data is not None:
+            return drawn(read_rows(Path(self.data)), self.samples_each, self.seed)
+        questions = phrase_questions(load_corpus(self.corpus).questions)
+        made, index = [], corpus_index(self.corpus)
+        for question in drawn(questions, self.samples_each, self.seed):
+            without = (p for p in neighbours(index, question) if not found(p, question.answers))
+            made.append(
+                Row(
+                    name=question.name,
+                    question=question.text,
+                    answers=question.answers,
+                    gold=question.gold,
+                    others=tuple(itertools.islice(without, max(self.documents))),
+                )
+            )
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class RagPipeline(PhraseTask):
+    """Questions over what was retrieved for them, the nearest document first.
+
+    BM25 retrieves out of all 66,635 paragraphs of HotpotQA, all-MiniLM-L6-v2 orders what it found,
+    and the first of them are the prompt, whether or not they hold the answer: its share of right
+    answers cannot exceed retrieval's. Questions and score are those of rag-position (paper, Sec.
+    5.4.2, Table 3).
+
+    Args:
+        documents: how many of the retrieved ones the model reads.
+        retrieve: how many are retrieved.
+    """
+
+    name: ClassVar[str] = "rag-pipeline"
+    least_documents: ClassVar[int] = 1
+
+    retrieve: int = 200
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.retrieve < max(self.documents):
+            raise InvalidArgumentError(
+                f"retrieve: expected at least as many as documents, {max(self.documents)}, got "
+                f"{self.retrieve}; retrieve more or read fewer"
+            )
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Every question with every number of documents; reranking takes seconds for each."""
+        del tokenizer
+        from snapkv.library.embeddings import TextEmbeddings  # imports torch
+
+        embeddings, index = TextEmbeddings(), corpus_index(self.corpus)
+        questions = phrase_questions(load_corpus(self.corpus).questions)
+        for question in drawn(questions, self.samples_each, self.seed):
+            retrieved = list(itertools.islice(index.ranked(question.text), self.retrieve))
+            texts = [f"{passage.title}. {passage.text}" for passage in retrieved]
+            passages = [retrieved[place] for place, _ in embeddings.nearest(question.text, texts)]
+            for documents in self.documents:
+                yield phrase_sample(
+                    f"{documents}/{question.name}",
+                    {"documents": documents},
+                    passages[:documents],
+                    question.text,
+                    question.answers,
+                )
+
+
+def drawn(rows: Sequence[_Row], count: int, seed: int) -> list[_Row]:
+    """That many rows in an order drawn from the seed; a larger count begins with the same ones.
+
+    Raises:
+        InvalidArgumentError: there are fewer.
+    """
+    if count > len(rows):
+        raise InvalidArgumentError(
+            f"samples_each: expected at most {len(rows)}, the number of questions, got "
+            f"{count}; pass --samples-each {len(rows)}"
+        )
+    shuffled = list(rows)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled[:count]
+
+
+def neighbours(index: Index, question: Question) -> Iterator[Passage]:
+    """The passages that have most of the question's words, without those that answer it.
+
+    Two paragraphs of one article's title are different edits of one text, so none with a title of
+    those that answer it is among them.
+    """
+    titles = {passage.title for passage in question.gold}
+    return (passage for passage in index.ranked(question.text) if passage.title not in titles)
+
+
+def phrase_questions(questions: Iterable[Question]) -> list[Question]:
+    """Those whose answer is a phrase of the paragraphs that answer them.
+
+    Left out are those of yes and no, which are found in many a text that does not answer, and the
+    few whose answer the paragraphs give in other words.
+    """
+    return [
+        question
+        for question in questions
+        if not set(map(str.lower, question.answers)) & {"yes", "no"}
+        and any(found(passage, question.answers) for passage in question.gold)
+    ]
+
+
+def phrase_sample(
+    name: str, cell: Cell, passages: Iterable[Passage], question: str, answers: tuple[str, ...]
+) -> Sample:
+    """A question that is answered by a phrase of the documents."""
+    return Sample(
+        name=name,
+        cell=cell,
+        context=_INSTRUCTION.format("") + _numbered(passages),
+        question=f"\n\nQuestion: {question}\nAnswer in a few words.",
+        plain_question=f"{_PHRASES}\n\nQuestion: {question}\nAnswer:",
+        references=answers,
+        settings=GenerationSettings(max_new_tokens=48, stop_strings=_STOPS),
+    )
+
+
+def _numbered(passages: Iterable[Passage]) -> str:
+    """The documents with their numbers, from 1, a blank line between them.
+
+    The number stands behind the title: a small model that names a document recites its title and
+    then what follows it.
+    """
+    return "\n\n".join(
+        f"Document: {passage.title} [{number}]\n{passage.text.strip()}"
+        for number, passage in enumerate(passages, 1)
+    )
+
+
+def found(text: str | Passage, phrases: Iterable[str]) -> bool:
+    """Whether any of the phrases stands in the text, as whole words.
+
+    Both are compared in lower case without punctuation and articles, as SQuAD compares answers.
+    """
+    if isinstance(text, Passage):
+        text = f"{text.title} {text.text}"
+    words = f" {normalised(text)} "
+    return any(f" {phrase} " in words for phrase in filter(None, map(normalised, phrases)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A question with its documents.
+
+    Attributes:
+        name: unique among the rows.
+        question: what is asked.
+        answers: right ones, at least one.
+        gold: documents that answer it, at least one.
+        others: documents in which no answer stands, in the order in which they are taken.
+    """
+
+    name: str
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[Passage, ...]
+    others: tuple[Passage, ...]
+
+
+def _placed(row: Row, documents: int, position: str) -> list[Passage]:
+    """That many documents, those with the answer together at the position."""
+    wanted = documents - len(row.gold)
+    if not 0 <= wanted <= len(row.others):
+        raise InvalidArgumentError(
+            f"documents: expected {len(row.gold)} to {len(row.gold) + len(row.others)}, which is "
+            f"what {row.name} has, got {documents}; pass another --documents"
+        )
+    before = {"beginning": 0, "middle": wanted // 2, "end": wanted}[position]
+    others = row.others[:wanted]
+    return [*others[:before], *row.gold, *others[before:]]
+
+
+_REMEDY = "correct or delete the line"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file in the form of Lost in the Middle; blank lines are skipped.
+
+    Liu et al. (2023) published a JSON object per line: ``question``, ``answers`` and ``ctxs``, the
+    documents, each with ``title``, ``text``, ``isgold`` (it answers the question) and ``hasanswer``
+    (an answer stands in it).
+
+    Raises:
+        DocumentError: no such file, no rows in it, or a malformed one, by line and field.
+    """
+    try:
+        data = path.expanduser().read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DocumentError(
+            f"data: expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}; "
+            "pass another file"
+        ) from None
+    lines = enumerate(text.split("\n"), 1)
+    rows = [_row(line, path, number) for number, line in lines if line.strip()]
+    if not rows:
+        raise DocumentError(f"data: expected rows in {path}, got none; pass another file")
+    return rows
+
+
+def _row(line: str, path: Path, number: int) -> Row:
+    place = f"{path}, line {number}"
+    record = parsed_line(line, place, "correct or delete it")
+    require_fields(record, _FIELDS, place, _REMEDY)
+    for index, document in enumerate(record["ctxs"]):
+        require_fields(document, _DOCUMENT_FIELDS, place, _REMEDY, prefix=f"ctxs[{index}].")
+    gold = [document for document in record["ctxs"] if document["isgold"]]
+    others = [d for d in record["ctxs"] if not d["isgold"] and not d["hasanswer"]]
+    if not gold:
+        raise DocumentError(
+            f"data: expected ctxs to be documents of which one isgold in {place}, got none that "
+            f"is; {_REMEDY}"
+        )
+    return Row(
+        name=f"line {number}",
+        question=record["question"],
+        answers=tuple(record["answers"]),
+        gold=tuple(map(_passage, gold)),
+        others=tuple(map(_passage, others)),
+    )
+
+
+def _passage(document: dict[str, Any]) -> Passage:
+    return Passage(title=document["title"], text=document["text"])
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_answers(value: Any) -> bool:
+    return is_texts(value) and bool(value) and all(map(normalised, value))
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+_FIELDS: dict[str, Check] = {
+    "question": ("a text", _is_text),
+    "answers": ("a list of texts with words in them", _are_answers),
+    "ctxs": ("a list of objects", _are_objects),
+}
+_DOCUMENT_FIELDS: dict[str, Check] = {
+    "title": ("a text", lambda value: isinstance(value, str)),
+    "text": ("a text", _is_text),
+    "isgold": ("true or false", _is_bool),
+    "hasanswer": ("true or false", _is_bool),
+}

@@ -1,0 +1,531 @@
+"""RULER (Hsieh et al. 2024): thirteen tasks of one length each, generated here.
+
+Everything that is drawn is drawn anew for every sample, from the seed, the task, the length and the
+sample's number. Texts, counts, answer lengths and scores are those of the official suite, its later
+correction of "assgined" in vt included. Some other versions differ, and their numbers with them: in
+lm-eval 0.4.13 the worked example of cwe never reaches the prompt, vt keeps the misspelling, and a
+question with several accepted answers scores their mean instead of the best one.
+
+Three things are not the official suite's. A haystack grows in the smallest steps there are, not by
+500 words or 10 documents. Where a length has no room for all documents that HotpotQA gives to a
+question, distractors go first, and a question whose own documents do not fit is passed over; the
+official generator does not end there. And fwe keeps to the length with its answer, as all others.
+Where a chat template is applied, the answer's start stands directly behind it, without a space.
+"""
+
+import functools
+import itertools
+import math
+import random
+import re
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from snapkv.app.settings import GenerationSettings
+from snapkv.errors import InvalidArgumentError
+from snapkv_lab.evaluate.corpora import CorpusName, Passage, load_corpus
+from snapkv_lab.evaluate.haystack import HaystackTask, distinct, identifier, number, word_key, words
+from snapkv_lab.evaluate.sample import Sample
+from snapkv_lab.evaluate.task import fitted, require_some
+
+Kind = Literal["words", "numbers", "uuids"]
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""The sentences that are repeated where the text shall say nothing."""
+
+_DEPTHS = [round(100 * i / 39) for i in range(40)]  # percent of the sentences
+_DIGITS = 7
+_EXAMPLE_NOISES = 10  # what the official fit of vt's example to 500 tokens gives
+_COMMON = 10  # words that cwe asks for
+_SHORT = 4096  # tokens below which cwe repeats less
+_TASK = (
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\n"
+)
+_PATIENCE = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which puzzle is wanted.
+
+    Attributes:
+        length: tokens that it is for; some generators are easier below 4096.
+        index: which of the puzzles of that length.
+        seed: what is drawn is drawn from it; another one for every puzzle.
+        essay: the words of a long text to hide something in.
+    """
+
+    length: int
+    index: int
+    seed: str
+    essay: tuple[str, ...]
+
+    def draw(self) -> random.Random:
+        """The same stream of draws each time."""
+        return random.Random(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Puzzle:
+    """A prompt in its parts, and what the answer must hold.
+
+    Attributes:
+        context: instructions and the long text.
+        question: what stands behind it.
+        answer_start: what the answer begins with.
+        references: texts that the answer must hold.
+    """
+
+    context: str
+    question: str
+    answer_start: str
+    references: tuple[str, ...]
+
+    def behind(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
+        """The same behind a worked example, which is solved by `answer`."""
+        solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
+        return Puzzle(**vars(self) | {"context": solved + self.context})
+
+
+class Generator(ABC):
+    """Makes the puzzles of one task, of any size.
+
+    Attributes:
+        new_tokens: how long an answer may be.
+        any_reference: whether one of the references is enough; otherwise the score is the
+            fraction that is found.
+    """
+
+    new_tokens: ClassVar[int]
+    any_reference: ClassVar[bool] = False
+
+    @property
+    def least(self) -> int:
+        """The fewest parts that the long text can have."""
+        return 1
+
+    @property
+    def most(self) -> int:
+        """The most parts that it can have."""
+        return 10_000_000
+
+    @abstractmethod
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """A puzzle with that many parts; of another size, the same answer where possible.
+
+        Raises:
+            InvalidArgumentError: there are not so many questions.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needles(Generator):
+    """The eight needle tasks: values hidden under keys.
+
+    A part of the text is a word of the essay, a repetition of the noise, or another needle.
+
+    Args:
+        haystack: what the needles are hidden in.
+        key: what the keys look like.
+        value: what the values look like.
+        keys: how many keys are hidden; as many as are asked for at least.
+        values: how many values each key has.
+        queries: how many keys are asked for.
+    """
+
+    new_tokens: ClassVar[int] = 128
+
+    haystack: Literal["noise", "essay", "needles"]
+    key: Kind = "words"
+    value: Kind = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    @property
+    def least(self) -> int:
+        """As many as there are needles: each gets a place of its own."""
+        return max(self.keys, self.queries) * self.values
+
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """Needles in a text of that many parts."""
+        draw = wanted.draw()
+        keys = distinct(lambda: _drawn(self.key, draw), max(self.keys, self.queries))
+        values = {key: distinct(lambda: _drawn(self.value, draw), self.values) for key in keys}
+        asked = draw.sample(keys, self.queries)
+        needles = [self._needle(key, value) for key in keys for value in values[key]]
+        draw.shuffle(needles)
+        if self.haystack == "essay":
+            text = _in_essay(wanted, parts, needles, draw)
+        else:
+            others = self._sentences(parts, keys, draw)
+            places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
+            text = "\n".join(_inserted(others, needles, places))
+        return self._worded(text, asked, tuple(value for key in asked for value in values[key]))
+
+    def _sentences(self, parts: int, keys: list[str], draw: random.Random) -> list[str]:
+        if self.haystack == "noise":
+            return [NOISE] * parts
+        others = distinct(lambda: _drawn(self.key, draw), parts, besides=keys)
+        return [self._needle(key, _drawn(self.value, draw)) for key in others]
+
+    def _needle(self, key: str, value: str) -> str:
+        return f"One of the special magic {self.value} for {key} is: {value}."
+
+    def _worded(self, text: str, asked: list[str], references: tuple[str, ...]) -> Puzzle:
+        """The published wording; in the singular where there is one value to find."""
+        keys = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+        if len(references) == 1:
+            kind, some, verb, ask = self.value.removesuffix("s"), "A", "is", "is"
+        else:
+            kind, some, verb, ask = self.value, "Some", "are", "are all"
+        sought = f"the special magic {kind} for {keys} mentioned in the provided text"
+        return Puzzle(
+            context=f"{some} special magic {kind} {verb} hidden within the following text. Make "
+            f"sure to memorize it. I will quiz you about the {kind} afterwards.\n{text}",
+            question=f"\nWhat {ask} {sought}?",
+            answer_start=f"T{sought[1:]} {verb}",
+            references=references,
+        )
+
+
+def sentences(text: str) -> list[str]:
+    """A text cut behind full stops, question and exclamation marks, closing quotes included.
+
+    Abbreviations are cut too; the cuts only say where something can be inserted.
+    """
+    return re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+", text.strip())
+
+
+def _drawn(kind: Kind, draw: random.Random) -> str:
+    if kind == "numbers":
+        return number(draw, _DIGITS)
+    return word_key(draw) if kind == "words" else identifier(draw)
+
+
+def _in_essay(wanted: Wanted, count: int, needles: list[str], draw: random.Random) -> str:
+    """That many words, repeated where there are fewer, with needles between sentences."""
+    times, rest = divmod(count, len(wanted.essay))
+    whole = sentences(" ".join([*wanted.essay * times, *wanted.essay[:rest]]))
+    depths = sorted(draw.sample(_DEPTHS, len(needles)), reverse=True)
+    places = [int(len(whole) * depth / 100) for depth in depths]
+    return " ".join(_inserted(whole, needles, places))
+
+
+def _inserted(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
+    """The texts with a needle before each of those places, which must fall."""
+    for place, needle in zip(places, needles, strict=True):
+        texts.insert(place, needle)
+    return texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing(Generator):
+    """vt: one chain of assignments in noise, behind a worked example with shorter names.
+
+    A part of the text is a repetition of the noise.
+
+    Args:
+        hops: assignments after the first.
+    """
+
+    new_tokens: ClassVar[int] = 30
+
+    hops: int = 4
+
+    @property
+    def least(self) -> int:
+        """One more than there are assignments, as the official suite has it."""
+        return self.hops + 2
+
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """A chain in that many lines of noise."""
+        draw = wanted.draw()
+        example = self._chain(draw, _EXAMPLE_NOISES, letters=3)
+        asked = self._chain(draw, parts, letters=5)
+        return asked.behind(example, f" {' '.join(example.references)}", "\n\n\n\n")
+
+    def _chain(self, draw: random.Random, noises: int, *, letters: int) -> Puzzle:
+        names = distinct(
+            lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), self.hops + 1
+        )
+        value = draw.randrange(10_000, 99_999)
+        steps = [f"VAR {names[0]} = {value}"]
+        steps += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
+        lines = [f"{NOISE}\n"] * noises
+        places = sorted(draw.sample(range(noises), len(steps)))
+        for earlier, (place, step) in enumerate(zip(places, steps, strict=True)):
+            lines.insert(place + earlier, step)
+        return Puzzle(
+            context="Memorize and track the chain(s) of variable assignment hidden in the "
+            f"following text.\n\n{' '.join(lines)}",
+            question=f"\nQuestion: Find all variables that are assigned the value {value} in the "
+            "text above.",
+            answer_start="Answer: According to the chain(s) of variable assignment in the text "
+            f"above, {len(names)} variables are assigned the value {value}, they are: ",
+            references=tuple(names),
+        )
+
+
+class CommonWords(Generator):
+    """cwe: ten words appear more often than the rest of a numbered list.
+
+    The worked example is part of the prompt, with its answers directly behind the colon, as in the
+    official suite. A part of the text is a word, counted once.
+    """
+
+    new_tokens: ClassVar[int] = 120
+
+    @property
+    def least(self) -> int:
+        """The common words and one more."""
+        return _COMMON + 1
+
+    @property
+    def most(self) -> int:
+        """The words that there are; a list does not grow beyond them."""
+        return len(words("noun", "adjective", "verb"))
+
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """A list of that many different words, behind a short one that is solved."""
+        draw = wanted.draw()
+        is_short = wanted.length < _SHORT
+        example = _listed(draw, 20, 3, 1) if is_short else _listed(draw, 40, 10, 3)
+        asked = _listed(draw, parts, 6, 1) if is_short else _listed(draw, parts, 30, 3)
+        return asked.behind(example, _numbered(example.references), "\n")
+
+
+def _listed(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
+    """That many words; the common ones `often` times each, and the others `seldom`."""
+    drawn = draw.sample(words("noun", "adjective", "verb"), count)
+    common, others = drawn[:_COMMON], drawn[_COMMON:]
+    entries = common * often + others * seldom
+    draw.shuffle(entries)
+    return Puzzle(
+        context="Below is a numbered list of words. In these words, some appear more often than "
+        f"others. Memorize the ones that appear most often.\n{_numbered(entries)}",
+        question="\nQuestion: What are the 10 most common words in the above list?",
+        answer_start="Answer: The top 10 words that appear most often in the list are:",
+        references=tuple(common),
+    )
+
+
+def _numbered(entries: Iterable[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(entries, 1))
+
+
+class FrequentWords(Generator):
+    """fwe: coded words whose frequency falls with the square of their rank; dots are the first.
+
+    A part of the text is a word, counted each time.
+    """
+
+    new_tokens: ClassVar[int] = 50
+
+    @property
+    def least(self) -> int:
+        """From here on the fourth word always appears more often than the fifth."""
+        return 80
+
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """A text of about that many words; dots, and the three words that are asked for, lead."""
+        draw = wanted.draw()
+        coded = distinct(
+            lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
+        )
+        vocabulary = ["...", *coded[1:]]
+        whole = math.pi**2 / 6  # what 1/1 + 1/4 + 1/9 ... add up to
+        text = [
+            word
+            for rank, word in enumerate(vocabulary, 1)
+            for _ in range(int(parts / (whole * rank**2)))
+        ]
+        draw.shuffle(text)
+        return Puzzle(
+            context="Read the following coded text and track the frequency of each coded word. "
+            f"Find the three most frequently appeared coded words. {' '.join(text)}",
+            question="\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+            "What are the three most frequently appeared words in the above coded text?",
+            answer_start="Answer: According to the coded text above, the three most frequently "
+            "appeared words are:",
+            references=tuple(vocabulary[1:4]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering(Generator):
+    """qa_1 and qa_2: questions in the order of their file.
+
+    A part of the text is a document beside those with the answer: first those collected for the
+    question, then any.
+
+    Args:
+        dataset: SQuAD 2.0 (its answerable questions) or HotpotQA (the distractor setting).
+    """
+
+    new_tokens: ClassVar[int] = 32
+    any_reference: ClassVar[bool] = True
+
+    dataset: CorpusName
+
+    @property
+    def least(self) -> int:
+        """The question's own documents can stand alone."""
+        return 0
+
+    @property
+    def most(self) -> int:
+        """All documents."""
+        return len(_documents(self.dataset))
+
+    def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
+        """A question behind its documents and that many others."""
+        draw, questions = wanted.draw(), load_corpus(self.dataset).questions
+        if wanted.index >= len(questions):
+            raise InvalidArgumentError(
+                f"samples_each: expected at most the {len(questions)} questions of "
+                f"{self.dataset} that fit, got more; pass a smaller number"
+            )
+        question, documents = questions[wanted.index], _documents(self.dataset)
+        places = _places(self.dataset)
+        own, near = ([places[one] for one in some] for some in (question.gold, question.near))
+        if self.dataset == "hotpotqa":  # as the official suite draws from them
+            own, near = sorted(own), sorted(near)
+        shown = own + _others(own, near, len(documents), parts, draw)
+        draw.shuffle(shown)
+        text = "\n\n".join(
+            f"Document {number}:\n{_text(self.dataset, documents[place])}"
+            for number, place in enumerate(shown, 1)
+        )
+        return Puzzle(
+            context=f"{_TASK}The following are given documents.\n\n{text}",
+            question=f"\n\n{_TASK}Question: {question.asked}",
+            answer_start="Answer:",
+            references=question.answers,
+        )
+
+
+def _others(
+    own: list[int], near: list[int], documents: int, count: int, draw: random.Random
+) -> list[int]:
+    """Places of documents beside the question's own: near ones, then any."""
+    first = draw.sample(near, min(count, len(near)))
+    taken = {*own, *near}
+    wanted = count - len(first)
+    drawn = draw.sample(range(documents), min(wanted + len(taken), documents))
+    return first + [place for place in drawn if place not in taken][:wanted]
+
+
+@functools.cache
+def _documents(dataset: CorpusName) -> Sequence[Passage]:
+    return sorted(load_corpus(dataset).passages, key=partial(_text, dataset))
+
+
+@functools.cache
+def _places(dataset: CorpusName) -> dict[Passage, int]:
+    return {document: place for place, document in enumerate(_documents(dataset))}
+
+
+def _text(dataset: CorpusName, document: Passage) -> str:
+    return document.text if dataset == "squad" else f"{document.title}\n{document.text}"
+
+
+GENERATORS: dict[str, Generator] = {
+    "niah_single_1": Needles(haystack="noise"),
+    "niah_single_2": Needles(haystack="essay"),
+    "niah_single_3": Needles(haystack="essay", value="uuids"),
+    "niah_multikey_1": Needles(haystack="essay", keys=4),
+    "niah_multikey_2": Needles(haystack="needles"),
+    "niah_multikey_3": Needles(haystack="needles", key="uuids", value="uuids"),
+    "niah_multivalue": Needles(haystack="essay", values=4),
+    "niah_multiquery": Needles(haystack="essay", queries=4),
+    "vt": Tracing(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+    "qa_1": Answering(dataset="squad"),
+    "qa_2": Answering(dataset="hotpotqa"),
+}
+"""The tasks by their official names, in the official order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruler(HaystackTask):
+    """The thirteen tasks of RULER: needles, variables, common words and real questions.
+
+    Args:
+        tasks: which of the thirteen.
+        lengths: tokens of prompt and answer together, never more; officially 4k to 128k.
+        samples_each: samples of every task and length; officially 500.
+        seed: of everything that is drawn.
+    """
+
+    name: ClassVar[str] = "ruler"
+    metric: ClassVar[str] = "string match"
+    axes: ClassVar[tuple[str, ...]] = ("task", "length")
+
+    tasks: tuple[str, ...] = tuple(GENERATORS)
+    lengths: tuple[int, ...] = (4096,)
+    samples_each: int = 100
+    haystack: str | None = None
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        self.require(samples_each=1, lengths=1)
+        require_some("tasks", self.tasks, GENERATORS)
+
+    def samples(self, tokenizer: Any) -> Iterator[Sample]:
+        """Samples of every length and task."""
+        essay = tuple(self.text.text.split())
+        for length, task in itertools.product(self.lengths, self.tasks):
+            yield from self._cell(tokenizer, task, length, essay)
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """The fraction of references that are in the answer; of questions, whether any is."""
+        said = prediction.lower()
+        found = [reference.lower() in said for reference in sample.references]
+        if GENERATORS[str(sample.cell["task"])].any_reference:
+            return float(any(found))
+        return sum(found) / len(found)
+
+    def _cell(
+        self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
+    ) -> Iterator[Sample]:
+        """The samples of one task and length; those that cannot fit are passed over."""
+        generator, hint, made = GENERATORS[task], None, 0
+        for index in itertools.count():
+            name = f"{task}/{length}/{index}"
+            wanted = Wanted(length=length, index=index, seed=f"{self.seed}/{name}", essay=essay)
+            found = fitted(
+                partial(_sample, task, name, wanted),
+                tokenizer,
+                length,
+                least=generator.least,
+                most=generator.most,
+                hint=hint,
+            )
+            if found is not None:
+                sample, hint = found
+                yield sample
+                made += 1
+                if made == self.samples_each:
+                    return
+            elif index + 1 - made > _PATIENCE + made:
+                raise InvalidArgumentError(
+                    f"lengths: expected room for a sample of {task}, got {length} tokens; pass a "
+                    "larger length, or leave the task out"
+                )
+
+
+def _sample(task: str, name: str, wanted: Wanted, parts: int) -> Sample:
+    generator = GENERATORS[task]
+    return Sample(
+        name=name,
+        cell={"task": task, "length": wanted.length},
+        settings=GenerationSettings(max_new_tokens=generator.new_tokens),
+        **vars(generator.puzzle(wanted, parts)),
+    )

@@ -1,0 +1,10 @@
+"""The laboratory's commands run as those of the library do."""
+
+from tests.cli.conftest import (  # noqa: F401 # fixtures
+    demo_only,
+    document,
+    here,
+    snapkv,
+    tiny,
+    tiny_only,
+)
