@@ -185,12 +185,7 @@ class _Repetition(Hook):
 
 
 class _Observer:
-    """Sees a layer's queries of every piece, and notes the most attention each position got.
-
-    Args:
-        tokens: T, the length of the context.
-        plus: whether attention counts by what it adds.
-    """
+    """Sees a layer's queries of every piece, and notes the most attention each position got."""
 
     def __init__(self, tokens: int, *, plus: bool) -> None:
         self._tokens, self._plus = tokens, plus
