@@ -230,7 +230,7 @@ FAULTS = (
     ),
     Fault(
         name="sinks are turned from where they were turned to before",
-        file="snapkv/storage/sinks.py",
+        file="snapkv/storage/base.py",
         old="sinks = torch.where(were_moved, original, sinks)",
         new="sinks = torch.where(were_moved, sinks, sinks)",
         tests=(

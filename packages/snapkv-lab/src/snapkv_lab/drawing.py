@@ -2,10 +2,13 @@
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError, missing_package
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -33,6 +36,27 @@ def require_drawable(path: str | None = None) -> None:
         import matplotlib.figure  # noqa: F401 # whether it is there
     except ImportError as error:
         raise missing_package("plot: drawing figures", "matplotlib") from error
+
+
+def figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches; no window is opened for it."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def panels(figure: Any, down: int, across: int, count: int, **shared: bool) -> list[Any]:
+    """The first `count` panels of a grid; the others are left blank."""
+    found = list(figure.subplots(down, across, squeeze=False, **shared).flat)
+    for panel in found[count:]:
+        panel.set_axis_off()
+    return found[:count]
+
+
+def grid(panel: Any, axis: str) -> None:
+    """Grey lines across an axis, behind what is drawn."""
+    panel.grid(axis=axis, color="#dddddd")
+    panel.set_axisbelow(True)
 
 
 def encoded(figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> bytes:

@@ -71,9 +71,10 @@ def read_twice(
 ) -> None:
     """Fill an empty cache with a context; arguments and errors as in `read_context`."""
     prompts = repeat_context(model, input_ids, cache, instruction_ids=instruction_ids)
-    for layer, prompt in zip(cache.layers, prompts, strict=True):
-        chosen = cache.policy.select(prompt)  # once: what follows is not read twice
-        layer.end_prompt(Selection.whole(prompt) if chosen is None else chosen, prompt)
+    with cache.reading.attending():
+        for layer, prompt in zip(cache.layers, prompts, strict=True):
+            chosen = cache.policy.select(prompt)  # once: what follows is not read twice
+            layer.end_prompt(Selection.whole(prompt) if chosen is None else chosen, prompt)
 
 
 @torch.no_grad()
@@ -184,12 +185,7 @@ class _Repetition(Hook):
 
 
 class _Observer:
-    """Sees a layer's queries of every piece, and notes the most attention each position got.
-
-    Args:
-        tokens: T, the length of the context.
-        plus: whether attention counts by what it adds.
-    """
+    """Sees a layer's queries of every piece, and notes the most attention each position got."""
 
     def __init__(self, tokens: int, *, plus: bool) -> None:
         self._tokens, self._plus = tokens, plus

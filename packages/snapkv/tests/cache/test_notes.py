@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, KeyDiff, SnapKV
-from snapkv.cache.notes import DecodeNotes
 from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
-from snapkv.cache.slots import SlotMap
+from snapkv.cache.slots import DecodeNotes, SlotMap
 from tests.families import random_ids, tiny_model
 
 BUDGET, PROMPT, ANSWER = 24, 60, 5

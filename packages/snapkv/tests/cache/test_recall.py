@@ -18,8 +18,6 @@ from snapkv import (
     PyramidKV,
     SnapKV,
 )
-from snapkv.cache.last_queries import look_back
-from snapkv.hf import attention
 from tests.families import CASES, CLOSE, call, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
@@ -230,11 +228,11 @@ def test_a_turn_that_was_announced_and_not_read_is_taken_back():
 # Refresh.
 
 
-def test_a_refresh_chooses_as_the_last_queries_vote_on_everything(monkeypatch):
+def test_a_refresh_chooses_as_the_last_queries_vote_on_everything():
     model = tiny_model("llama")
     tokens = random_ids(1, 12, seed=3)
     cache, _ = read(model, document(), refresh_every=4)
-    record = _Record(cache, monkeypatch)
+    record = _Record(cache)
     for step, token in enumerate(tokens.split(1, dim=1), 1):
         call(model, cache, token)
         assert cache.report().kept_tokens == BUDGET + step % 4
@@ -247,7 +245,7 @@ def test_a_refresh_chooses_as_the_last_queries_vote_on_everything(monkeypatch):
 class _Record:
     """Every key and query that a cache's layers have seen, noted beside them."""
 
-    def __init__(self, cache, monkeypatch):
+    def __init__(self, cache):
         self.cache, self.layer = cache, cache.layers[2]
         self.keys = [self.layer.offloaded.with_tail(*self._none())[0]]
         self.queries = [self.layer.notes.last_queries.clone()]
@@ -257,13 +255,13 @@ class _Record:
             self.keys.append(keys)
             return update(keys, values, *args, **kwargs)
 
-        def noted_look_back(layer, queries):
-            if layer is self.layer:
-                self.queries.append(queries)
-            return look_back(layer, queries)
+        look_back = self.layer.look_back
 
-        self.layer.update = noted_update
-        monkeypatch.setattr(attention, "look_back", noted_look_back)
+        def noted_look_back(queries):
+            self.queries.append(queries)
+            return look_back(queries)
+
+        self.layer.update, self.layer.look_back = noted_update, noted_look_back
 
     def _none(self):
         return self.layer.keys[:, :, :0], self.layer.values[:, :, :0]

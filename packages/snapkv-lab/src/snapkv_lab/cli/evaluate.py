@@ -1,6 +1,8 @@
-"""`snapkv eval TASK`: the paper's experiments, every method in one run."""
+"""`snapkv eval TASK`: the paper's experiments and lm-eval's tasks, every method in one run."""
 
+import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -9,27 +11,18 @@ from snapkv.cli import panels
 from snapkv.cli.options import ReadingOptions, SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
-from snapkv_lab.cli.lm_eval import lm_eval
-from snapkv_lab.cli.workers import WorkerOptions, answering
-from snapkv_lab.evaluate.sample import Setting, Template
+from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
+from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering, results_in
+from snapkv_lab.evaluate.sample import SETTINGS, Template
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import TASKS
-
-_SETTINGS: dict[str, tuple[Setting, ...]] = {
-    "visible": ("visible",),
-    "hidden": ("hidden",),
-    "both": ("visible", "hidden"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     """What every task takes."""
 
-    setting: Annotated[
-        Literal["visible", "hidden", "both"],
-        panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
-    ] = "visible"
+    setting: SettingWord = "visible"
     turns: Annotated[
         list[str] | None,
         panels.sweep(
@@ -54,14 +47,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
             help="Say the loss of the right answer too: nats per token behind what was kept",
         ),
     ] = False
-    results: Annotated[
-        str | None,
-        panels.output(
-            help="Folder of the answers; a run that was stopped is continued there",
-            show_default="snapkv-results/TASK-MODEL-HASH",
-        ),
-        RESULTS,
-    ] = None
+    results: Annotated[str | None, results_in("TASK"), RESULTS] = None
     plot: Annotated[
         str | None,
         panels.output(help="Write the figure: .png, .svg or .pdf"),
@@ -77,7 +63,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv.cli.grid import give  # torch and the model come with what follows
     from snapkv.cli.progress import answers_progress
-    from snapkv_lab.cli.sweep import compared_methods, with_turns
+    from snapkv_lab.cli.methods import compared_methods, with_turns
     from snapkv_lab.cli.tables import results_table
     from snapkv_lab.drawing import require_drawable
     from snapkv_lab.evaluate.runner import Run
@@ -93,7 +79,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
             loaded=loaded,
             task=settings,
             methods=compared,
-            questions=_SETTINGS[options.setting],
+            questions=SETTINGS[options.setting],
             template=options.template,
             limit=options.limit,
             reference_loss=options.reference_loss,
@@ -115,6 +101,87 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
             typer.echo(f"figure: {path}", err=True)
     if options.report is not None:
         typer.echo(f"page: {page.write_report(results, options.report)}", err=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEvalOptions(SweepOptions):
+    """What the bridge takes."""
+
+    tasks: Annotated[
+        str, panels.task(help="Names of lm-eval's tasks, groups or tags, with commas")
+    ] = ""
+    include_path: Annotated[str | None, panels.task(help="Folder of your own task files")] = None
+    num_fewshot: Annotated[
+        int | None,
+        panels.task(help="Examples before every question", show_default="what a task says"),
+        WholeNumber(0),
+    ] = None
+    template: Annotated[
+        Literal["tokenizer", "none"],
+        panels.task(help="tokenizer: the model's chat template; none: the bare text"),
+    ] = "none"
+    limit: Annotated[int | None, panels.task(help="Samples of every task"), WholeNumber(1)] = None
+    batch_size: Annotated[
+        int,
+        panels.task(
+            help="Prompts answered together, and continuations of one context scored together"
+        ),
+        WholeNumber(1),
+    ] = 1
+    results: Annotated[str | None, results_in("lm-eval"), RESULTS] = None
+
+
+@with_options(LmEvalOptions)
+def lm_eval(*, options: LmEvalOptions) -> None:
+    """Any task of lm-eval, from the cache of every method."""
+    tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    folder_of_tasks = Path(options.include_path) if options.include_path else None
+    for package in ("lm_eval", "datasets"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"lm-eval: expected lm-eval with what it needs, got no package {package}; run "
+                f"{install_command('lm-eval')}"
+            )
+    if not tasks:
+        raise InvalidArgumentError(
+            "tasks: expected names of lm-eval's tasks with commas between them, got none; write "
+            "for instance --tasks squadv2,triviaqa"
+        )
+    if folder_of_tasks is not None and not folder_of_tasks.is_dir():
+        raise InvalidArgumentError(
+            f"include_path: expected a folder of task files, got {options.include_path!r}"
+        )
+
+    from snapkv.cli.grid import give  # torch and the model come with what follows
+    from snapkv.cli.loading import load_model
+    from snapkv.cli.progress import answers_progress
+    from snapkv_lab.cli.methods import compared_methods
+    from snapkv_lab.cli.tables import metrics_table
+    from snapkv_lab.evaluate.harness import HarnessRun
+
+    compared = compared_methods(options)
+    loaded = load_model(options)
+    run = HarnessRun(
+        loaded=loaded,
+        tasks=tasks,
+        methods=compared,
+        include_path=folder_of_tasks,
+        num_fewshot=options.num_fewshot,
+        chat=options.template == "tokenizer",
+        limit=options.limit,
+        batch_size=options.batch_size,
+    )
+    with answers_progress("lm-eval") as advance:
+        folder = results_folder(options.results, "lm-eval", loaded.name, run.fingerprint())
+        rows, unwritten = run.into(folder, advance)
+    give(
+        {"run": run.description(), "folder": str(folder), "rows": rows},
+        lambda: metrics_table("lm-eval", rows),
+        as_json=options.json,
+        place=f"answers: {folder}",
+    )
+    if unwritten is not None:  # behind what took so long
+        raise unwritten
 
 
 app = typer.Typer(

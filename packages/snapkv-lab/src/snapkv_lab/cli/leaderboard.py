@@ -1,7 +1,7 @@
 """`snapkv leaderboard`: methods, shares of the cache and tasks on one model, in one command."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,8 +10,8 @@ from snapkv.cli.amounts import shares
 from snapkv.cli.options import with_options
 from snapkv.cli.outputs import RunFolder, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
-from snapkv_lab.cli.workers import WorkerOptions, answering
-from snapkv_lab.evaluate.sample import Setting, Template
+from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering
+from snapkv_lab.evaluate.sample import SETTINGS, Setting, Template
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from snapkv_lab.evaluate.task import Task
 
 _RECORD = "leaderboard.json"
-
-_SETTINGS: dict[str, tuple[Setting, ...]] = {
-    "visible": ("visible",),
-    "hidden": ("hidden",),
-    "both": ("visible", "hidden"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +43,7 @@ class LeaderboardOptions(WorkerOptions):
     hidden_ratios: Annotated[
         str, panels.sweep(help="Shares kept where the question is hidden, with commas")
     ] = "8:1,16:1,32:1"
-    setting: Annotated[
-        Literal["visible", "hidden", "both"],
-        panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
-    ] = "both"
+    setting: SettingWord = "both"
     length: Annotated[int, panels.sweep(help="Tokens of a prompt, about"), WholeNumber(1)] = 2048
     limit: Annotated[int, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = 2
     template: Annotated[
@@ -74,7 +65,6 @@ class LeaderboardOptions(WorkerOptions):
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Check the shares before torch is waited for."""
         _ = self.shares
 
     @property
@@ -84,7 +74,7 @@ class LeaderboardOptions(WorkerOptions):
             "visible": shares("ratios", self.ratios),
             "hidden": shares("hidden_ratios", self.hidden_ratios),
         }
-        return {setting: found[setting] for setting in _SETTINGS[self.setting]}
+        return {setting: found[setting] for setting in SETTINGS[self.setting]}
 
 
 @with_options(LeaderboardOptions)
@@ -92,7 +82,7 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
     """Compare methods at several shares of the cache on one model: scores, intervals, one page."""
     from snapkv.cli.grid import give
     from snapkv.cli.progress import answers_progress
-    from snapkv_lab.cli.contenders import contending  # torch and the model come with what follows
+    from snapkv_lab.cli.methods import contending  # torch and the model come with what follows
     from snapkv_lab.cli.tables import board_table
     from snapkv_lab.evaluate.leaderboard import board, estimate, task_of_one_length
     from snapkv_lab.evaluate.store import short_hash
@@ -125,7 +115,7 @@ def _runs(
     loaded: "LoadedModel", tasks: list["Task"], named: list[str], options: LeaderboardOptions
 ) -> tuple[dict["Place", "Run"], dict["Place", list[str]]]:
     """A run per task and setting, and which methods each leaves out."""
-    from snapkv_lab.cli.contenders import contenders
+    from snapkv_lab.cli.methods import contenders
     from snapkv_lab.evaluate.leaderboard import prompt_tokens
     from snapkv_lab.evaluate.runner import Run
 

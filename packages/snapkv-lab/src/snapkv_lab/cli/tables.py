@@ -10,7 +10,7 @@ from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.report import leaderboard
-from snapkv_lab.report.score_tables import method_table
+from snapkv_lab.report.page import method_table
 from snapkv_lab.study.base import Table
 
 
@@ -102,8 +102,5 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
 def study_table(found: Table) -> Grid:
     """What a study found, as it says it."""
     return Grid(
-        title=found.title,
-        headings=found.header,
-        rows=tuple(found.lines),
-        left=len(found.header),
+        title=found.title, headings=found.header, rows=tuple(found.lines), left=len(found.header)
     )

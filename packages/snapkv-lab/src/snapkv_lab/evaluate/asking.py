@@ -175,7 +175,6 @@ class Answerer:
             yield reader.answer(method.policy, method.prefill, sample.protection, ends)
 
     def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
-        """What answers every turn, by its name."""
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:

@@ -1,10 +1,10 @@
-"""From answers to rows: the mean of every method in every cell."""
+"""From answers to rows, a mean per method and cell; and from rows to the lines of tables."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from snapkv_lab.evaluate.intervals import (
     Cell,
@@ -16,6 +16,8 @@ from snapkv_lab.evaluate.intervals import (
 )
 from snapkv_lab.evaluate.store import Key, Record, key
 from snapkv_lab.evaluate.task import Task
+
+_Group = TypeVar("_Group", bound=Hashable)
 
 
 def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> list[Record]:
@@ -30,39 +32,27 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     conversations (by sample, the one it is of). Where records have the loss of the references, it
     also holds loss (mean, nats per token, None where none is known), loss_interval, loss_difference
     and losses.
-
-    Args:
-        records: answers; a folder may hold more than are asked for.
-        keys: the answers to look at.
-        task: what was asked.
     """
     known = {key(record): record for record in records}
-    groups: dict[str, list[Record]] = {}
-    for record in (known[wanted] for wanted in keys if wanted in known):
-        group = json.dumps([record["method"], record["question"], record["cell"]])
-        groups.setdefault(group, []).append(record)
+    found = [known[wanted] for wanted in keys if wanted in known]
+    groups = _grouped(
+        found, lambda each: json.dumps([each["method"], each["question"], each["cell"]])
+    )
     rows = [_row(group, task) for group in groups.values()]
     for row, difference in zip(rows, cell_differences(rows), strict=True):
         row["difference"] = difference and difference.describe()
-    if any("loss" in record for group in groups.values() for record in group):
-        _add_losses(rows, groups.values())
+    if any("loss" in record for record in found):
+        for row, group in zip(rows, groups.values(), strict=True):
+            lost = {each["sample"]: each["loss"] for each in group if each.get("loss") is not None}
+            interval = mean_interval([[list(lost.values())]])
+            row["loss"] = fmean(lost.values()) if lost else None
+            row["loss_interval"], row["losses"] = interval and list(interval), lost
+        for row, difference in zip(rows, cell_differences(rows, "loss"), strict=True):
+            row["loss_difference"] = difference and difference.describe("loss")
     return rows
 
 
-def _add_losses(rows: Sequence[Record], groups: Iterable[Sequence[Record]]) -> None:
-    """Complete the rows with the losses of the records that each is made of."""
-    for row, group in zip(rows, groups, strict=True):
-        losses = {each["sample"]: each["loss"] for each in group if each.get("loss") is not None}
-        interval = mean_interval([[list(losses.values())]])
-        row["loss"] = fmean(losses.values()) if losses else None
-        row["loss_interval"] = interval and list(interval)
-        row["losses"] = losses
-    for row, difference in zip(rows, cell_differences(rows, "loss"), strict=True):
-        row["loss_difference"] = difference and difference.describe("loss")
-
-
 def _row(records: list[Record], task: Task) -> Record:
-    first = records[0]
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
     scores = {record["sample"]: record["score"] for record in answered}
@@ -73,22 +63,18 @@ def _row(records: list[Record], task: Task) -> Record:
     return {
         "task": task.name,
         "metric": task.metric,
-        "method": first["method"],
-        "question": first["question"],
-        "cell": first["cell"],
-        "policy": first["policy"],
+        **{name: records[0][name] for name in ("method", "question", "cell", "policy")},
         "status": "ok" if answered else failed[0],
         "samples": len(answered),
         "compressed": sum(each["kept_tokens"] < each["prompt_tokens"] for each in answered),
         "failed": {reason: failed.count(reason) for reason in sorted(set(failed))},
         "score": mean_of(answered, "score"),
         "interval": interval and list(interval),
-        "prompt_tokens": mean_of(answered, "prompt_tokens"),
-        "kept_tokens": mean_of(answered, "kept_tokens"),
-        "held_bytes": mean_of(answered, "held_bytes"),
-        "full_bytes": mean_of(answered, "full_bytes"),
-        "token_ms": mean_of(answered, "token_ms", median),
-        "first_token_ms": mean_of(answered, "first_token_ms", median),
+        **{
+            name: mean_of(answered, name)
+            for name in ("prompt_tokens", "kept_tokens", "held_bytes", "full_bytes")
+        },
+        **{name: mean_of(answered, name, median) for name in ("token_ms", "first_token_ms")},
         "scores": scores,
         **({"conversations": spoken} if spoken and len(spoken) == len(scores) else {}),
     }
@@ -100,13 +86,19 @@ class Scale(NamedTuple):
     times: int
     digits: int
 
-    def text(self, number: float, sign: str = "") -> str:
-        """A number, with its sign where that is "+"."""
-        return f"{self.times * number:{sign}z.{self.digits}f}"
+    def text(self, number: float | None, sign: str = "") -> str:
+        """A number, with its sign where that is "+"; a dash for none."""
+        return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
 
 IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 """How scores are written, and losses."""
+
+ONE_SAMPLE = "one sample"
+"""What stands where a score has no interval."""
+
+NO_SPREAD = "no spread"
+"""What stands where the samples of every cell are alike, so that the interval has no width."""
 
 
 def shown_interval(interval: Sequence[float] | None, scale: Scale = IN_PERCENT) -> str:
@@ -116,13 +108,6 @@ def shown_interval(interval: Sequence[float] | None, scale: Scale = IN_PERCENT) 
     if interval[0] == interval[1]:
         return NO_SPREAD
     return f"{scale.text(interval[0])} to {scale.text(interval[1])}"
-
-
-ONE_SAMPLE = "one sample"
-"""What stands where a score has no interval."""
-
-NO_SPREAD = "no spread"
-"""What stands where the samples of every cell are alike, so that the interval has no width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,25 +152,13 @@ class ScoreLine:
     def shown(self, column: Any) -> str:
         """A column's score times 100 as text, or why there is none; "" where it was not asked."""
         if column in self.scores:
-            return shown_score(self.scores[column])
+            return IN_PERCENT.text(self.scores[column])
         return self.reasons.get(column, "")
-
-
-def shown_score(score: float | None) -> str:
-    """A score times 100 as text; a dash for none."""
-    return "-" if score is None else f"{100 * score:.1f}"
-
-
-def shown_loss(loss: float | None) -> str:
-    """A loss as text; a dash for none."""
-    return "-" if loss is None else IN_NATS.text(loss)
 
 
 def score_lines(rows: Sequence[Record], axis: str) -> list[ScoreLine]:
     """A line per method and question, in the order of the rows; columns are the axis' values."""
-    lines: dict[tuple[str, str], list[Record]] = {}
-    for row in rows:
-        lines.setdefault((row["method"], row["question"]), []).append(row)
+    lines = _grouped(rows, lambda row: (row["method"], row["question"]))
     return [_score_line(of_line, axis) for of_line in lines.values()]
 
 
@@ -195,14 +168,10 @@ def axis_values(rows: Iterable[Record], axis: str) -> list[Any]:
 
 
 def _score_line(rows: list[Record], axis: str) -> ScoreLine:
-    columns: dict[Any, list[Record]] = {}
-    for row in rows:
-        columns.setdefault(row["cell"][axis], []).append(row)
+    columns = _grouped(rows, lambda row: row["cell"][axis])
     means = {value: mean_of(of_column, "score") for value, of_column in columns.items()}
     answered = {
-        value: _by_cell(columns[value], "scores")
-        for value, mean in means.items()
-        if mean is not None
+        value: _by_cell(columns[value], "scores") for value in means if means[value] is not None
     }
     lost = [part for of_column in columns.values() if (part := _by_cell(of_column, "losses"))]
     return ScoreLine(
@@ -220,12 +189,18 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
 
 
 def _by_cell(rows: Iterable[Record], name: str) -> list[Cell]:
-    """Scores or losses of the rows that have any."""
     return [
         (list(row[name].values()), conversations_of(row, row[name]))
         for row in rows
         if row.get(name)
     ]
+
+
+def _grouped(rows: Iterable[Record], by: Callable[[Record], _Group]) -> dict[_Group, list[Record]]:
+    groups: dict[_Group, list[Record]] = {}
+    for row in rows:
+        groups.setdefault(by(row), []).append(row)
+    return groups
 
 
 def mean_of(rows: Sequence[Record], name: str, mean: Any = fmean) -> float | None:

@@ -55,7 +55,7 @@ from snapkv_lab.experiments.records import (
     write_rows,
 )
 from snapkv_lab.report.figures import draw
-from snapkv_lab.report.score_tables import method_table
+from snapkv_lab.report.page import method_table
 
 FOLDER = RESULTS / "evaluation"
 PAGE = TABLES / "evaluation.md"

@@ -28,8 +28,7 @@ from snapkv.app.draft_methods import DraftMethod
 from snapkv.app.models import LoadedModel, load
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings
-from snapkv.decoding.speculation import fast_few_rows
-from snapkv.decoding.speculation import begin_verifying
+from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.environment import describe_environment

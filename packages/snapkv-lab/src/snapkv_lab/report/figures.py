@@ -1,16 +1,19 @@
-"""The figures of a run: heat maps, bars, curves; with the intervals of their means."""
+"""The figures of a run and of a bench: heat maps, bars, curves; with the intervals of the means."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.store import Record
-from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines, shown_loss, shown_score
+from snapkv_lab.evaluate.summary import IN_NATS, IN_PERCENT, ScoreLine, axis_values, score_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,8 +45,7 @@ def draw(results: Results) -> dict[str, "Figure"]:
     with matplotlib.rc_context(drawing.STYLE):
         many = len(results.task.axes) > 1
         figures = {"scores": _heat_maps(results, lines) if many else _columns(results, lines)}
-        families = _families(lines)
-        if families:
+        if families := _families(lines):
             figures["budgets"] = _budgets(results, lines, families)
         if any(line.loss is not None for line in lines):
             figures["loss"] = _losses(results, lines)
@@ -52,8 +54,7 @@ def draw(results: Results) -> dict[str, "Figure"]:
 
 def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
     """Write the scores to `path` and any other figure beside it, as ``NAME-budgets.png``."""
-    target = Path(path)
-    written = []
+    target, written = Path(path), []
     for name, figure in figures.items():
         file = target if name == "scores" else target.with_stem(f"{target.stem}-{name}")
         drawing.save(figure, file)
@@ -63,20 +64,19 @@ def save(figures: dict[str, "Figure"], path: str) -> list[Path]:
 
 def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     """A panel per method and question, the first axis from left to right, the second downwards."""
-    columns, rows = (_ordered(axis_values(results.rows, axis)) for axis in results.task.axes[:2])
+    values = [axis_values(results.rows, axis) for axis in results.task.axes[:2]]
+    columns, rows = (sorted(each) if _numeric(each) else each for each in values)
     across = 2 if len(lines) == 4 else min(len(lines), _MOST_PANELS_IN_A_ROW)
     down = -(-len(lines) // across)
     width, height = (min(max(0.45 * len(cells), 2.4), 6.0) for cells in (columns, rows))
     figure = _figure(results, 1.6 + across * (width + 0.5), 0.6 + down * (height + 0.8))
-    panels = list(figure.subplots(down, across, squeeze=False).flat)
-    for panel, line in zip(panels, lines, strict=False):
+    panels = drawing.panels(figure, down, across, len(lines))
+    for panel, line in zip(panels, lines, strict=True):
         _heat_map(panel, results, line, columns, rows)
-    for panel in panels[len(lines) :]:
-        panel.set_axis_off()
     if _trained_border(results, columns) is not None:
         positions = shown_tokens(results.run["model"]["max_tokens"])
         figure.supxlabel(f"dashed line: the model's {positions} positions end")
-    scale = figure.colorbar(panels[0].images[0], ax=panels, shrink=0.8, ticks=[0, 0.5, 1])
+    scale = figure.colorbar(panels[0].images[0], ax=figure.axes, shrink=0.8, ticks=[0, 0.5, 1])
     scale.ax.set_yticklabels(["0", "50", "100"])
     scale.set_label(results.task.metric)
     return figure
@@ -87,6 +87,7 @@ def _heat_map(
 ) -> None:
     """One method: a coloured cell per score, from 0 to 1 whatever the scores are."""
     from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
 
     x_axis, y_axis = results.task.axes[:2]
     found: dict[tuple[Any, Any], list[Record]] = {}
@@ -99,32 +100,22 @@ def _heat_map(
         scores = [row["score"] for row in cell if row["score"] is not None]
         if scores:
             grid[y][x] = fmean(scores)
-        _mark_cell(panel, x, y, scores, cell[0]["status"], max(len(columns), len(rows)))
+        else:
+            style: dict[str, Any] = {"facecolor": "#eeeeee", "edgecolor": "#999999", "lw": 0}
+            panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch="///", **style))
+        if max(len(columns), len(rows)) <= _MOST_ANNOTATED:
+            reason = _short(cell[0]["status"]).replace(" ", "\n")
+            text = f"{100 * fmean(scores):.0f}" if scores else reason
+            panel.text(x, y, text, ha="center", va="center", fontsize=7)
     colours = LinearSegmentedColormap.from_list("score", _COLOURS)
     panel.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto")
     sure = "" if line.interval is None else f" ({line.shown_interval})"
-    panel.set_title(f"{_name(line)}\nmean {shown_score(line.mean)}{sure}")
+    panel.set_title(f"{_name(line)}\nmean {IN_PERCENT.text(line.mean)}{sure}")
     _label_axis(panel.xaxis, x_axis, columns)
     _label_axis(panel.yaxis, y_axis, rows)
     border = _trained_border(results, columns)
     if border is not None:
         panel.axvline(border, color="black", linestyle="--", linewidth=1.2)
-
-
-def _mark_cell(
-    panel: "Axes", x: int, y: int, scores: list[float], reason: str, cells_in_a_row: int
-) -> None:
-    """Write the score into a cell where it is large; hatch it and say why where there is none."""
-    from matplotlib.patches import Rectangle
-
-    if not scores:
-        corner = (x - 0.5, y - 0.5)
-        panel.add_patch(
-            Rectangle(corner, 1, 1, facecolor="#eeeeee", edgecolor="#999999", hatch="///", lw=0)
-        )
-    if cells_in_a_row <= _MOST_ANNOTATED:
-        text = f"{100 * fmean(scores):.0f}" if scores else _short(reason).replace(" ", "\n")
-        panel.text(x, y, text, ha="center", va="center", fontsize=7)
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
@@ -146,9 +137,8 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
         panel = figure.subplots()
         for index, line in enumerate(lines):
             scores = [line.scores.get(column, float("nan")) for column in columns]
-            panel.plot([100 * score for score in scores], label=_name(line), **line_style(index))
             intervals = [line.intervals.get(column) for column in columns]
-            band(panel, range(len(columns)), intervals, line_style(index)["color"])
+            curve(panel, range(len(columns)), scores, intervals, index, _name(line))
         _label_axis(panel.xaxis, axis, columns)
     else:
         figure = _figure(results, max(5.0, 0.16 * len(lines) * (len(columns) + 1) + 2), 4.0)
@@ -168,9 +158,8 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     width = 0.8 / count
     places = [group + (index - (count - 1) / 2) * width for group in range(len(columns) + 1)]
     scores = [*(line.scores.get(column) for column in columns), line.mean]
-    colour = _LINES[index % len(_LINES)]
     heights = [100 * (score or 0.0) for score in scores]
-    panel.bar(places, heights, width, color=colour, label=_name(line))
+    panel.bar(places, heights, width, color=line_style(index)["color"], label=_name(line))
     intervals = [*(line.intervals.get(column) for column in columns), line.interval]
     known = [(place, ends) for place, ends in zip(places, intervals, strict=True) if ends]
     lows, highs = ([100 * ends[side] for _, ends in known] for side in (0, 1))
@@ -199,19 +188,15 @@ def _budgets(
     figure = _figure(results, 6.0, 4.0)
     panel = figure.subplots()
     for index, (name, by_budget) in enumerate(families.items()):
-        points = [(budget, 100 * (line.mean or 0.0)) for budget, line in sorted(by_budget.items())]
-        panel.plot(*zip(*points, strict=True), label=name, **line_style(index))
-        intervals = [line.interval for _, line in sorted(by_budget.items())]
-        band(panel, [budget for budget, _ in points], intervals, line_style(index)["color"])
+        budgets, own = zip(*sorted(by_budget.items(), key=itemgetter(0)), strict=True)
+        means = [line.mean or 0.0 for line in own]
+        curve(panel, budgets, means, [line.interval for line in own], index, name)
     swept = [line for by_budget in families.values() for line in by_budget.values()]
     others = [line for line in lines if line not in swept and line.scores]
     for index, line in enumerate(others, len(families)):
-        height = 100 * (line.mean or 0.0)
-        panel.axhline(height, color=_LINES[index % len(_LINES)], linestyle="--", label=_name(line))
-    budgets = sorted({budget for by_budget in families.values() for budget in by_budget})
-    panel.set_xscale("log", base=2)
-    panel.minorticks_off()
-    panel.set_xticks(budgets, [shown_tokens(budget) for budget in budgets])
+        height, colour = 100 * (line.mean or 0.0), line_style(index)["color"]
+        panel.axhline(height, color=colour, linestyle="--", label=_name(line))
+    _token_axis(panel, {budget for by_budget in families.values() for budget in by_budget})
     panel.set_xlabel("budget (tokens per head and layer)")
     _finish(panel, results, legend=len(families) + len(others))
     return figure
@@ -224,24 +209,20 @@ def _losses(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
     for place, line in enumerate(lines):
         if line.loss is None:
             continue
-        corner = (line.loss, place)
+        corner, text = (line.loss, place), IN_NATS.text(line.loss)
         panel.plot(*corner, "o", color=_LINES[0])
         if line.loss_interval is not None:
             panel.hlines(place, *line.loss_interval, color=_LINES[0])
-        text = shown_loss(line.loss)
         panel.annotate(text, corner, (0, 5), textcoords="offset points", ha="center", fontsize=7)
     panel.set_yticks(range(len(lines)), [_name(line) for line in lines])
     panel.set_ylim(len(lines) - 0.4, -0.6)
     panel.set_xlabel("loss of the reference (mean, nats per token; lower is better)")
-    panel.grid(axis="x", color="#dddddd")
-    panel.set_axisbelow(True)
+    drawing.grid(panel, "x")
     return figure
 
 
 def _figure(results: Results, width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = drawing.figure(width, height)
     figure.suptitle(f"{results.task.name}, {results.run['model']['name']}")
     return figure
 
@@ -250,8 +231,7 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
     """The score's axis, from 0 to 100 whatever the scores are, and the legend above."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
-    panel.grid(axis="y", color="#dddddd")
-    panel.set_axisbelow(True)
+    drawing.grid(panel, "y")
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(legend, 3), frameon=False)
 
 
@@ -264,13 +244,26 @@ def line_style(index: int) -> dict[str, Any]:
     }
 
 
-def band(
-    panel: "Axes", places: Sequence[float], intervals: Sequence[Interval | None], colour: str
+def curve(
+    panel: "Axes",
+    places: Sequence[float],
+    scores: Sequence[float],
+    intervals: Sequence[Interval | None],
+    index: int,
+    label: str,
 ) -> None:
-    """Shade the intervals of a curve's scores; a score without one ends the band."""
+    """Scores times 100 as the curve of that number, their intervals shaded; none ends the band."""
+    style = line_style(index)
+    panel.plot(list(places), [100 * score for score in scores], label=label, **style)
     ends = [(float("nan"), float("nan")) if each is None else each for each in intervals]
     low, high = ([100 * each[side] for each in ends] for side in (0, 1))
-    panel.fill_between(list(places), low, high, color=colour, alpha=0.15, linewidth=0)
+    panel.fill_between(list(places), low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _token_axis(panel: "Axes", counts: set[int]) -> None:
+    panel.set_xscale("log", base=2)
+    panel.minorticks_off()
+    panel.set_xticks(sorted(counts), [shown_tokens(count) for count in sorted(counts)])
 
 
 def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
@@ -298,9 +291,79 @@ def shown_tokens(count: Any) -> str:
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 
 
-def _ordered(values: list[Any]) -> list[Any]:
-    return sorted(values) if _numeric(values) else values
-
-
 def _numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """Which number of a bench's rows is drawn, divided by its unit; `also` another one, dotted."""
+
+    key: str
+    label: str
+    unit: float = 1
+    also: str | None = None
+
+
+_MEASURED = {
+    "decode": _Measured(key="ms_per_token", label="ms per token"),
+    "prefill": _Measured(key="ms", label="seconds to the first token", unit=1000),
+    "memory": _Measured(
+        key="peak_growth_bytes",
+        label="GiB at the peak (dotted: held after it)",
+        unit=2**30,
+        also="held_bytes",
+    ),
+    "throughput": _Measured(key="tokens_per_second", label="tokens per second"),
+}
+
+
+def draw_bench(rows: Sequence[Record]) -> "Figure":
+    """A panel per batch size, a curve per cache; cells out of memory are marked at their length.
+
+    Raises:
+        InvalidArgumentError: there are no rows.
+    """
+    import matplotlib
+
+    if not rows:
+        raise InvalidArgumentError("plot: expected rows to draw, got none; measure something")
+    bench = rows[0]["bench"]
+    # Throughput finds a batch size of its own for every cache.
+    batches = [None] if bench == "throughput" else sorted({row["batch"] for row in rows})
+    with matplotlib.rc_context(drawing.STYLE):
+        figure = drawing.figure(1 + 4.2 * len(batches), 4.2)
+        panels = drawing.panels(figure, 1, len(batches), len(batches))
+        for panel, batch in zip(panels, batches, strict=True):
+            own = [row for row in rows if batch in (None, row["batch"])]
+            _bench_panel(panel, own, _MEASURED[bench])
+            if batch is not None:
+                panel.set_title(f"batch {batch}")
+    return figure
+
+
+def _bench_panel(panel: "Axes", rows: Sequence[Record], measured: _Measured) -> None:
+    for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
+        own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
+        there = [row for row in own if row["status"] == "ok"]
+        style, lengths = line_style(index), [row["length"] for row in there]
+        values = [_value(row, measured.key) / measured.unit for row in there]
+        panel.plot(lengths, values, label=cache, **style)
+        if measured.also is not None:
+            held = [_value(row, measured.also) / measured.unit for row in there]
+            panel.plot(lengths, held, linestyle=":", **style)
+        place: dict[str, Any] = {"transform": panel.get_xaxis_transform(), "fontsize": 7}
+        place |= {"ha": "center", "va": "top", "color": style["color"]}
+        for row in own:
+            if row["status"] != "ok":  # said at the upper edge
+                panel.text(row["length"], 0.98 - 0.05 * index, "OOM", **place)
+    _token_axis(panel, {row["length"] for row in rows})
+    panel.set_ylim(bottom=0)
+    panel.set(xlabel="prompt tokens", ylabel=measured.label)
+    drawing.grid(panel, "y")
+    panel.legend(frameon=False, fontsize="small")
+
+
+def _value(row: Record, key: str) -> float:
+    value = row[key]
+    return float(value["p50"] if isinstance(value, dict) else value)

@@ -7,21 +7,28 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from snapkv.cache.saving.writing import naming, replace_file
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import METHOD, Difference, line_differences
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import (
+    IN_PERCENT,
     ONE_SAMPLE,
     ScoreLine,
     axis_values,
     score_lines,
     shown_interval,
-    shown_score,
 )
-from snapkv_lab.report.figures import band, line_style
-from snapkv_lab.report.page import facts_of, filled, picture
-from snapkv_lab.report.score_tables import NONE_SEEN, escaped, markdown_table, shown_difference
+from snapkv_lab.report.figures import curve, line_style
+from snapkv_lab.report.page import (
+    NONE_SEEN,
+    escaped,
+    facts_of,
+    filled,
+    markdown_table,
+    picture,
+    shown_difference,
+    write_files,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +71,10 @@ class BoardLine:
     @property
     def kept(self) -> str:
         """The share as text."""
-        return "all" if self.share is None else percent(self.share)
+        return "all" if self.share is None else _percent(self.share)
 
 
-def percent(share: float) -> str:
-    """A share as text."""
+def _percent(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
@@ -76,38 +82,32 @@ def board_lines(found: Record) -> list[BoardLine]:
     """By setting the full cache, then from the largest share to the smallest the best mean first.
 
     Methods without an answer in some task come behind those that have one in all.
-
-    Args:
-        found: as `snapkv_lab.evaluate.leaderboard.board` gives it.
     """
     rows, differences = found["rows"], line_differences(found["rows"], "task")
-    lines = []
+    settings, lines = _settings_of(found), []
     for line in score_lines(rows, "task"):
         place = (line.method, line.question)
         own = [row for row in rows if (row["method"], row["question"]) == place]
         held = [row["held_bytes"] / row["full_bytes"] for row in own if row["full_bytes"]]
         share = own[0]["share"]
-        name = line.method if share is None else line.method.rpartition("@")[0]
         lines.append(
             BoardLine(
-                name=name,
+                name=line.method if share is None else line.method.rpartition("@")[0],
                 share=share,
                 held=fmean(held) if held else None,
                 scores=line,
                 difference=differences.get(place),
             )
         )
-    settings = settings_of(found)
-    return sorted(lines, key=lambda line: (settings.index(line.scores.question), *_rank(line)))
+
+    def rank(line: BoardLine) -> tuple[int, float, int, float]:
+        share, scores = 1.0 if line.share is None else line.share, line.scores
+        return settings.index(scores.question), -share, -len(scores.scores), -(scores.mean or 0.0)
+
+    return sorted(lines, key=rank)
 
 
-def _rank(line: BoardLine) -> tuple[float, int, float]:
-    share = 1.0 if line.share is None else line.share
-    return -share, -len(line.scores.scores), -(line.scores.mean or 0.0)
-
-
-def settings_of(found: Record) -> list[str]:
-    """Of the question, in the order of the rows."""
+def _settings_of(found: Record) -> list[str]:
     return list(dict.fromkeys(row["question"] for row in found["rows"]))
 
 
@@ -120,21 +120,19 @@ def headings(found: Record) -> tuple[str, ...]:
 def texts(line: BoardLine, found: Record) -> tuple[str, ...]:
     """A row of a table; scores of tasks with their intervals."""
     scores = line.scores
+
+    def with_interval(task: str) -> str:
+        if task not in scores.scores:
+            return scores.shown(task) or "-"
+        return f"{scores.shown(task)} ({shown_interval(scores.intervals[task])})"
+
     return (
         line.name,
         line.kept,
         "-" if line.held is None else f"{100 * line.held:.1f} %",
-        *(_with_interval(scores, task) for task in axis_values(found["rows"], "task")),
-        shown_score(scores.mean),
-        scores.shown_interval,
-        "-" if line.difference is None else shown_difference(line.difference),
+        *map(with_interval, axis_values(found["rows"], "task")),
+        *(IN_PERCENT.text(scores.mean), scores.shown_interval, shown_difference(line.difference)),
     )
-
-
-def _with_interval(line: ScoreLine, task: str) -> str:
-    if task not in line.scores:
-        return line.shown(task) or "-"
-    return f"{line.shown(task)} ({shown_interval(line.intervals[task])})"
 
 
 def seen(lines: Sequence[BoardLine]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -143,14 +141,13 @@ def seen(lines: Sequence[BoardLine]) -> tuple[tuple[str, ...], list[tuple[str, .
     Only methods with an answer in all tasks of the full cache are among them.
     """
     tasks = max((len(line.scores.scores) for line in lines if line.share is None), default=0)
-    shares = sorted({line.share for line in lines if line.share is not None}, reverse=True)
     rows = []
-    for share in shares:
+    for share in sorted({line.share for line in lines if line.share is not None}, reverse=True):
         sides: dict[str, list[str]] = {NONE_SEEN: [], "worse": [], "better": [], ONE_SAMPLE: []}
         for line in lines:
             if line.share == share and line.difference and len(line.scores.scores) == tasks:
                 sides[_side(line.difference)].append(line.name)
-        rows.append((percent(share), *(", ".join(names) or "-" for names in sides.values())))
+        rows.append((_percent(share), *(", ".join(names) or "-" for names in sides.values())))
     return ("kept", NONE_SEEN, "worse", "better", ONE_SAMPLE), rows
 
 
@@ -168,60 +165,44 @@ def draw(found: Record) -> "Figure":
     Bands are intervals; the full cache's mean is a dashed line across every panel.
     """
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     lines = board_lines(found)
     names = list(dict.fromkeys(line.name for line in lines if line.share is not None))
     across = min(_ACROSS, len(names))
     down = -(-len(names) // across)
     with rc_context(drawing.STYLE):
-        figure = Figure(figsize=(1.0 + 2.6 * across, 1.2 + 2.2 * down), layout="constrained")
-        panels = list(figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flat)
-        for panel, name in zip(panels, names, strict=False):
-            _curves(panel, name, lines, settings_of(found))
-        for panel in panels[len(names) :]:
-            panel.set_axis_off()
+        figure = drawing.figure(1.0 + 2.6 * across, 1.2 + 2.2 * down)
+        panels = drawing.panels(figure, down, across, len(names), sharex=True, sharey=True)
+        drawn: dict[str, Any] = {}  # in any panel, each once
+        for panel, name in zip(panels, names, strict=True):
+            _curves(panel, name, lines, _settings_of(found))
+            handles, labels = panel.get_legend_handles_labels()
+            drawn = dict(zip(labels, handles, strict=True)) | drawn
         figure.supxlabel("held share of the cache (percent)")
         figure.supylabel("mean score over tasks")
-        _legend(figure, panels)
+        where: dict[str, Any] = {"loc": "outside upper center", "frameon": False}
+        figure.legend([*drawn.values()], [*drawn], ncols=min(2, len(drawn)), **where)
     return figure
-
-
-def _legend(figure: "Figure", panels: Sequence["Axes"]) -> None:
-    """What is drawn in any panel, each once."""
-    found: dict[str, Any] = {}
-    for panel in panels:
-        handles, labels = panel.get_legend_handles_labels()
-        found = dict(zip(labels, handles, strict=True)) | found
-    figure.legend(
-        list(found.values()),
-        list(found),
-        loc="outside upper center",
-        ncols=min(2, len(found)),
-        frameon=False,
-    )
 
 
 def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequence[str]) -> None:
     """One method in every setting, and the full cache's means."""
     for index, setting in enumerate(settings):
-        style = line_style(index)
+        inside = [line for line in lines if line.scores.question == setting]
         own = [
-            (100 * line.held, line)
-            for line in lines
-            if line.name == name and line.scores.question == setting and line.held is not None
+            (100 * line.held, line.scores)
+            for line in inside
+            if line.held is not None and line.name == name
         ]
         if own:  # a curve without points leaves the layout no room
-            own.sort(key=lambda point: point[0])
-            held = [share for share, _ in own]
-            means = [100 * (line.scores.mean or 0.0) for _, line in own]
-            panel.plot(held, means, label=f"question {setting}", **style)
-            band(panel, held, [line.scores.interval for _, line in own], style["color"])
-        for line in lines:
-            if line.share is None and line.scores.question == setting and line.scores.scores:
-                height = 100 * (line.scores.mean or 0.0)
+            held, scores = zip(*sorted(own, key=lambda point: point[0]), strict=True)
+            means, ends = [each.mean or 0.0 for each in scores], [each.interval for each in scores]
+            curve(panel, held, means, ends, index, f"question {setting}")
+        for line in inside:
+            if line.share is None and line.scores.scores:
+                height, colour = 100 * (line.scores.mean or 0.0), line_style(index)["color"]
                 label = f"full cache, {setting}"
-                panel.axhline(height, color=style["color"], linestyle="--", label=label)
+                panel.axhline(height, color=colour, linestyle="--", label=label)
     panel.set_title(name)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:.4g}")
@@ -230,12 +211,7 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
 
 
 def as_markdown(found: Record, figure: str = FILES[1]) -> str:
-    """The page as Markdown.
-
-    Args:
-        found: the rows, see `board_lines`.
-        figure: where the figure is, seen from the page.
-    """
+    """The page as Markdown."""
     parts = [f"# Leaderboard of {escaped(found['model']['name'])}", *ABOUT]
     parts.append(escaped(_facts_line(found)))
     parts.append(f"![Score against held share, by method]({figure})")
@@ -253,7 +229,7 @@ def as_markdown(found: Record, figure: str = FILES[1]) -> str:
 def as_page(found: Record) -> str:
     """The page as one file without links to others."""
     means = "; ".join(
-        f"{line.name} at {line.kept} ({line.scores.question}) {shown_score(line.scores.mean)}"
+        f"{line.name} at {line.kept} ({line.scores.question}) {IN_PERCENT.text(line.scores.mean)}"
         for line in board_lines(found)
     )
     title = "Mean score over tasks against the held share of the cache; bands are 95 % intervals"
@@ -269,9 +245,8 @@ def as_page(found: Record) -> str:
 
 
 def _settings(found: Record) -> list[dict[str, Any]]:
-    """The tables of each setting."""
     lines, made = board_lines(found), []
-    for setting in settings_of(found):
+    for setting in _settings_of(found):
         own = [line for line in lines if line.scores.question == setting]
         seen_headings, rows = seen(own)
         made.append(
@@ -293,11 +268,9 @@ def _left_out(found: Record) -> list[tuple[str, str]]:
 
 
 def _facts_line(found: Record) -> str:
-    """The model, and how much was asked of it."""
     model, versions = found["model"], found["leaderboard"]
-    asked = ", ".join(
-        f"{place.replace('/', ' ')} {run['samples']}" for place, run in found["runs"].items()
-    )
+    runs = found["runs"].items()
+    asked = ", ".join(f"{place.replace('/', ' ')} {run['samples']}" for place, run in runs)
     tokens = [row["prompt_tokens"] for row in found["rows"] if row["prompt_tokens"] is not None]
     length = f", prompts of {fmean(tokens):,.0f} tokens on average" if tokens else ""
     return (
@@ -313,14 +286,6 @@ def write_board(found: Record, folder: Path) -> Path:
     Raises:
         OutputError: they cannot be written.
     """
-    with naming(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    contents: tuple[str | bytes, ...] = (
-        json.dumps(found, indent=1) + "\n",
-        drawing.encoded(draw(found), ".svg"),
-        as_markdown(found),
-        as_page(found),
-    )
-    for name, content in zip(FILES, contents, strict=True):
-        replace_file(folder / name, content)
-    return folder / FILES[-1]
+    made = (json.dumps(found, indent=1) + "\n", drawing.encoded(draw(found), ".svg"))
+    contents = (*made, as_markdown(found), as_page(found))
+    return write_files(folder, dict(zip(FILES, contents, strict=True))) / FILES[-1]

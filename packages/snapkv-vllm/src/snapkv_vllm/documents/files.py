@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from snapkv.app.models import load
-from snapkv.cache.identity import LayerIdentity
-from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.cache.reading import Reading
 from snapkv.cache.saving.files import read_sealed, write_sealed
 from snapkv.cache.saving.packing import spread_bytes
@@ -126,8 +125,9 @@ def write_document(
     for index, positions in enumerate(kept):
         layer = CompressedLayer(policy, LayerIdentity(layer_idx=index), Dynamic())
         states = keys[index][None], values[index][None]
-        layer.store = DenseStore().fill(*states, num_kv_heads=len(positions))
-        layer.slots = SlotMap().chosen(positions[None], tokens, chosen_at=tokens)
+        state = dict(zip(("keys", "values"), states, strict=True), num_kv_heads=len(positions))
+        slots = SlotMap().chosen(positions[None], tokens, chosen_at=tokens)
+        layer.restore(DenseStore.kind, state, slots)
         layers.append(layer)
     reading = Reading(layers=layers, prompt_end=tokens)
     beside = {"input_ids": token_ids[None].to(torch.int64)}

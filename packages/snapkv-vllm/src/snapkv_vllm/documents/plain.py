@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.identity import LayerIdentity
-from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.cache.saving.encoding import COMPRESSED, decode_layer
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.hf.saved import policy_of

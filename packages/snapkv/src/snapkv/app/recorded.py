@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.spans import protected_slots
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import repeat_context
@@ -108,7 +107,7 @@ class RecordedPrompt:
             shown = replace(
                 states,
                 queries=self._last_queries(states, policy),
-                protected=protected_slots(layer, self.prompt_tokens, states.pad_tokens),
+                protected=layer.protected_slots(self.prompt_tokens, states.pad_tokens),
                 fair=layer.spans.fair,
             )
             layer.end_prompt(policy.select(shown), shown)

@@ -1,27 +1,74 @@
 """One layer of a compressed cache: stores fewer tokens than it has seen."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from snapkv.cache.identity import LayerIdentity, SpanRule, TurnRule
-from snapkv.cache.notes import DecodeNotes
-from snapkv.cache.slots import SlotMap, require_removable
+from snapkv.cache.paging import PageRecall
+from snapkv.cache.slots import DecodeNotes, SlotMap, require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Eviction, Policy, PromptLayer, Selection
 from snapkv.policies.base import ALL_QUERIES
+from snapkv.policies.fair import Segments
+from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
 from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import RaggedStore
-from snapkv.storage.sinks import move_sinks
+
+Rotation = Callable[[Tensor, Tensor], Tensor]
+"""Turns (B, H, N, D) states on by (B, N) positions, float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerIdentity:
+    """Which layer of the model it is, and the parts of that layer that the policy needs.
+
+    Attributes:
+        layer_idx: index of the layer in the model.
+        depth: how many compressed layers come before it.
+        num_layers: how many compressed layers the model has.
+        rotation: turns keys on by positions; None where the policy does not need it.
+        output_projection: the module behind attention; None where the policy does not need it.
+    """
+
+    layer_idx: int
+    depth: int = 0
+    num_layers: int = 1
+    rotation: Rotation | None = None
+    output_projection: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnRule:
+    """Every later prompt brings the layer back to its budget.
+
+    Attributes:
+        refresh_every: choose again after as many tokens behind the prompt; None for never.
+        pages: what of the evicted tokens each step attends to; None for nothing.
+    """
+
+    refresh_every: int | None = None
+    pages: PageRecall | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanRule:
+    """What is said of spans of positions, counted over the whole conversation, pads left out.
+
+    Attributes:
+        protect: what every layer and head keeps, or None.
+        fair: what shares the budget, or None.
+    """
+
+    protect: Spans | None = None
+    fair: Segments | None = None
 
 
 class CompressedLayer(DynamicLayer):
@@ -253,6 +300,87 @@ class CompressedLayer(DynamicLayer):
             token_ids = torch.cat([known, token_ids], dim=1)
         self.notes = replace(self.notes, token_ids=token_ids)
 
+    def with_remembered(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
+        """(B, Hq, up to `query_tokens` + ahead, D): the last queries of the prompt so far."""
+        return last_tokens(
+            self._behind_remembered(queries), self.policy.query_tokens + ahead_tokens
+        )
+
+    def remember_queries(self, queries: Tensor, ahead_tokens: int = 0) -> None:
+        """Hold on to the last queries of a chunk: the observation window may begin in it.
+
+        And to those of tokens that will be forgotten, which `crop` takes away.
+        """
+        self._hold_queries(self.with_remembered(queries, ahead_tokens).clone())
+
+    def forget_queries(self) -> None:
+        """A turn has ended, in which no later one begins."""
+        if not self.history_tokens:
+            self._hold_queries(None)
+
+    def look_back(self, queries: Tensor) -> Tensor:
+        """(B, Hq, N, D): a step's queries, or as many of the last ones as the policy wants to see.
+
+        Holds on to those for the steps to come. Of a turn in parts the step has the queries of all.
+        """
+        history = self.history_tokens
+        if not history:
+            queries = self._behind_remembered(queries)
+            self._hold_queries(None)
+            return queries
+        if (held := self.notes.last_queries) is not None:  # no more of it than stays
+            self._hold_queries(last_tokens(held, history - queries.shape[-2]))
+        queries = last_tokens(self._behind_remembered(queries), history)
+        self._hold_queries(queries)
+        return queries
+
+    def _hold_queries(self, queries: Tensor | None) -> None:
+        if queries is not self.notes.last_queries:
+            self.notes = replace(self.notes, last_queries=queries)
+
+    def _behind_remembered(self, queries: Tensor) -> Tensor:
+        held = self.notes.last_queries
+        return queries if held is None else torch.cat([held, queries.detach()], dim=-2)
+
+    def protected_slots(self, slots: int, pads: Tensor | None) -> Tensor | None:
+        """Which of the first slots hold tokens that must stay, at the end of a prompt or turn.
+
+        Args:
+            slots: how many.
+            pads: (B,) leading pads of a first prompt, or None; the layer knows those of later ones.
+
+        Returns:
+            (B, 1 or H, slots) bool; None where nothing is protected.
+        """
+        spans = self.spans.protect
+        if spans is None:
+            return None
+        if self.slots.kept is not None:
+            return spans.cover(self.slots.positions(self.store)[..., :slots])
+        positions = torch.arange(slots, device=self.keys.device).expand(len(self.keys), 1, -1)
+        return spans.cover(positions if pads is None else positions - pads[:, None, None])
+
+    # What becomes of its tokens.
+
+    def restore(
+        self, kind: str, state: dict[str, Any], slots: SlotMap, notes: DecodeNotes | None = None
+    ) -> None:
+        """Hold what a file or a document holds: a store of that kind, by its `state`."""
+        self.store, self.slots = self.storage.restored(kind, state), slots
+        self.notes = self.notes if notes is None else notes
+
+    def note_columns(
+        self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
+    ) -> None:
+        """Of a prompt of so many tokens those at (B, 1, K) columns have reached the layer."""
+        self.slots = self.slots.chosen(
+            columns.expand(-1, self.keys.shape[1], -1),
+            tokens,
+            is_partial=True,
+            pads=pads,
+            fillers=fillers,
+        )
+
     def keep_part(self, selection: Selection) -> None:
         """Keep a part of a prompt that is still coming in."""
         columns, seen = self.slots.columns_of(selection.keep_indices, self.store), self.seen_tokens
@@ -271,26 +399,13 @@ class CompressedLayer(DynamicLayer):
             queries = prompt.queries[:, :, -self.history_tokens :].clone()
         if selection is not None and self.slots.is_whole:
             lost = self.policy.lost_votes(prompt, selection)
-        with self.altogether():
-            self.notes = self.notes.of_choice(queries, lost)
-            self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
-            if selection is not None:
-                self._keep(selection, at)
-            kept_tokens = self.store.slots if self.slots.kept is None else self.slots.chosen_slots
-            self.finalize(kept_tokens)
+        self.notes = self.notes.of_choice(queries, lost)
+        self.slots = replace(self.slots, pads=prompt.pad_tokens, is_partial=False, chosen_at=at)
+        if selection is not None:
+            self._keep(selection, at)
+        self._finalize(self.store.slots if self.slots.kept is None else self.slots.chosen_slots)
 
-    @contextlib.contextmanager
-    def altogether(self) -> Iterator[None]:
-        """Within this block the layer changes; where an error ends it, nothing has changed."""
-        parts = {"store": copy.copy(self.store), "offloaded": copy.copy(self.offloaded)}
-        before = self.__dict__ | parts
-        try:
-            yield
-        except BaseException:
-            self.__dict__.update(before)
-            raise
-
-    def finalize(self, kept_tokens: int) -> None:
+    def _finalize(self, kept_tokens: int) -> None:
         """Store the first slots as it is done behind a prompt; what that would change is offloaded.
 
         Where tokens were dropped, all of them have been.
@@ -302,19 +417,19 @@ class CompressedLayer(DynamicLayer):
 
     def _keep(self, selection: Selection, at: int) -> None:
         """Keep the selected slots of a prompt that ended after so many tokens."""
-        tokens = selection.prompt_tokens
-        columns = self.slots.columns_of(selection.keep_indices, self.store)
+        tokens, kept = selection.prompt_tokens, selection.keep_indices
+        columns = self.slots.columns_of(kept, self.store)
         self._offload(self.store, tokens)
         self.cut_pages(columns, self.keys, tokens)
         if selection.head_tokens is None:
-            self.store = self.store.keep(selection.keep_indices, tokens)
+            self.store = self.store.keep(kept, tokens)
         else:
-            self.store = RaggedStore.gather(self.store, selection.keep_indices, tokens)
-        notes, scores, ids = self.notes, self.notes.slot_scores, self.notes.token_ids
+            self.store = RaggedStore.gather(self.store, kept, tokens)
+        scores, ids = self.notes.slot_scores, self.notes.token_ids
         if selection.scores is not None:
-            scores = _of_slots(selection.scores, selection.keep_indices, columns.shape[1])
+            scores = _of_slots(selection.scores, kept, columns.shape[1])
         self.notes = replace(
-            notes,
+            self.notes,
             head_notes=selection.head_notes,
             slot_scores=scores,
             token_ids=None if ids is None else ids[:, tokens:],
@@ -322,42 +437,65 @@ class CompressedLayer(DynamicLayer):
         self.slots = self.slots.chosen(columns, at, fillers=selection.filler_tokens)
         self._move_sinks(selection.sink_tokens)
 
+    def keep_of_rows(self, selection: Selection) -> None:
+        """Behind a later turn keep what was selected of rows that fitted the budget until then."""
+        kept_tokens = self.slots.chosen_slots
+        self.apply_eviction(
+            Eviction(
+                keep_indices=selection.keep_indices,
+                filler_tokens=selection.filler_tokens,
+                parts_heads=selection.head_tokens is not None,
+            )
+        )
+        self._finalize(kept_tokens)
+        self.slots = replace(self.slots, chosen_at=self.seen_tokens)
+        self.notes = self.notes.of_choice(self.notes.last_queries, None)  # votes of one choice
+
     def apply_eviction(self, eviction: Eviction) -> None:
         """Drop what a step of decoding evicts, and keep what the policy notes of the rest."""
-        scores = eviction.scores
+        scores, heads = eviction.scores, self.keys.shape[1]
         if eviction.keep_indices is None:
-            if scores is not None:
-                scores = scores.expand(-1, self.keys.shape[1], -1)
+            scores = None if scores is None else scores.expand(-1, heads, -1)
             self.notes = replace(self.notes, slot_scores=scores)
             return
         slots, seen = self.store.slots, self.seen_tokens
-        kept = eviction.keep_indices.expand(-1, self.keys.shape[1], -1)
+        kept = eviction.keep_indices.expand(-1, heads, -1)
         columns = self.slots.columns_of(kept, self.store)
-        scores = None if scores is None else _of_slots(scores, kept, kept.shape[1])
+        scores = None if scores is None else _of_slots(scores, kept, heads)
         self.notes = replace(self.notes, slot_scores=scores)
-        if eviction.parts_heads and not isinstance(self.store, RaggedStore):
+        if eviction.parts_heads and self.store.ragged is None:
             self.store = RaggedStore.gather(self.store, kept, slots)
         else:
             self.store = self.store.keep(kept, slots)
-        if isinstance(self.store, RaggedStore):
-            fillers = None  # its heads hold none
-        elif (fillers := eviction.filler_tokens) is None:
-            fillers = fillers_left(slots, kept.shape[-1], self.slots.fillers)
+        fillers = None
+        if self.store.ragged is None:  # whose heads hold no fillers
+            fillers = eviction.filler_tokens
+            if fillers is None:
+                fillers = fillers_left(slots, kept.shape[-1], self.slots.fillers)
         self.slots = self.slots.chosen(columns, seen, fillers=fillers)
         self._move_sinks(eviction.sink_tokens)
+
+    def absorb_tail(self) -> None:
+        """Give every head of different length its part of the tokens behind the prompt."""
+        tail = self.store.tail_tokens
+        if not tail:
+            return
+        columns, seen = self.slots.columns(self.store), self.seen_tokens
+        self.notes = replace(self.notes, slot_scores=self.notes.scores_with(tail))
+        self.store.absorb_tail()
+        self.slots = self.slots.chosen(columns, seen)
 
     def _move_sinks(self, sink_tokens: int) -> None:
         """Number the first tokens by their place in the cache."""
         if not sink_tokens or not self.slots.dropped:
             return
-        if isinstance(self.store, RaggedStore):
+        if self.store.ragged is not None:
             raise InvalidArgumentError(
                 f"sink_tokens: expected 0 where heads keep different numbers of tokens, got "
                 f"{sink_tokens} of {self.policy.name}; leave the sinks at their own positions"
             )
         assert self.identity.rotation is not None
-        keys, moved = move_sinks(
-            self.keys,
+        keys, moved = self.store.move_sinks(
             sink_tokens,
             self.slots.dropped_tokens(self.store),
             self.identity.rotation,
@@ -435,3 +573,8 @@ def _of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
     """(B, heads, K): the (B, heads or 1, S) scores of (B, heads or 1, K) slots; any for -1."""
     kept = kept.expand(-1, heads, -1).clamp(min=0)
     return scores.expand(-1, heads, -1).gather(2, kept)
+
+
+def last_tokens(queries: Tensor, tokens: int) -> Tensor:
+    """The last of (B, Hq, N, D), all where there are no more than that."""
+    return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]

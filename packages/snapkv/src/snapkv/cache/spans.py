@@ -3,11 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from snapkv.cache.identity import SpanRule
-from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer import CompressedLayer, SpanRule
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import Policy
 from snapkv.policies.fair import Segments
@@ -59,23 +55,3 @@ def apply(rule: SpanRule, layers: Sequence[CompressedLayer], policy: Policy) -> 
             )
     for layer in layers:
         layer.spans = rule
-
-
-def protected_slots(layer: CompressedLayer, slots: int, pads: Tensor | None) -> Tensor | None:
-    """Which of a layer's first slots hold tokens that must stay.
-
-    Args:
-        layer: of a prompt or turn that ends.
-        slots: how many.
-        pads: (B,) leading pads of each row of a first prompt, or None; the layer knows later ones.
-
-    Returns:
-        (B, 1 or H, slots) bool; None where nothing is protected.
-    """
-    spans = layer.spans.protect
-    if spans is None:
-        return None
-    if layer.slots.kept is not None:
-        return spans.cover(layer.slots.positions(layer.store)[..., :slots])
-    positions = torch.arange(slots, device=layer.store.keys.device).expand(len(layer.keys), 1, -1)
-    return spans.cover(positions if pads is None else positions - pads[:, None, None])

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from snapkv.cache.identity import TurnRule
-from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer import CompressedLayer, TurnRule
 from snapkv.cache.paging import PageRecall, Recall
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import EvictingPolicy, Policy

@@ -17,21 +17,17 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from snapkv.cache.last_queries import look_back, remember_queries
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, UnsupportedModelError
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, fitting
 from snapkv.hf.forward_context import ForwardContext, Phase
 from snapkv.hf.masks import leading_pads, mask_function, prompt_mask
-from snapkv.hf.model_parts import output_weight
 from snapkv.hf.selection import (
     choose_for_whole_rows,
     evict,
     hold_for_eviction,
     keep_to_cap,
-    of_layer,
     prompt_layer,
     select,
 )
@@ -87,10 +83,7 @@ def _make_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """The registered mask function: tells the cache of the padding that it makes the mask of.
-
-    With its answer at hand transformers need not ask the tensor whether it hides anything.
-    """
+    """The registered mask function: tells the cache of the padding that it makes the mask of."""
     watch = forward_context.take_padding()
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
@@ -140,7 +133,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     call = fitting(call, layer)
     output = _attend_prompt(call, layer)
     keep_to_cap(call, layer, reading.cap_tokens)
-    remember_queries(layer, call.query, reading.ahead_tokens)
+    layer.remember_queries(call.query, reading.ahead_tokens)
     if type(hook := forward_context.hook()) is not forward_context.Hook:
         prompt = prompt_layer(call, layer, call.query.shape[2], layer.seen_tokens, None)
         hook.on_prompt(replace(prompt, queries=call.query))
@@ -157,11 +150,7 @@ def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
 
 
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
-
-    Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
-    tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
-    """
+    """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
     layer, drafts = context.layer, context.drafts
     call = fitting(call, layer)
     own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
@@ -195,10 +184,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> AttentionCall:
-    """The attention of the drafts behind a prompt's own queries, to what was selected of it.
-
-    What attention sees may be an expansion of what is stored, so it is selected anew.
-    """
+    """The attention of the drafts behind a prompt's own queries, to what was selected of it."""
     behind = replace(call, query=call.query[:, :, own:])
     if selection is None or selection.head_tokens is not None:
         return behind
@@ -211,10 +197,7 @@ def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> At
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
-
-    Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
-    """
+    """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
     layer, drafts = context.layer, context.drafts
     slots, own = call.key.shape[2] - drafts, call.query.shape[2] - drafts
     read = replace(
@@ -229,7 +212,7 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if selection is not None:
         layer.end_prompt(selection, replace(prompt, pad_tokens=layer.slots.pads))
     else:
-        look_back(layer, read.query)
+        layer.look_back(read.query)
         layer.store.finalize_step()
     if not drafts:
         return output, weights
@@ -267,23 +250,13 @@ def _follow(call: AttentionCall, layer: CompressedLayer) -> None:
     """Hold the last queries for the next turn, or let them choose again where it is time."""
     if layer.turns is None:
         return
-    queries = look_back(layer, call.query)
+    layer.look_back(call.query)
     every = layer.turns.refresh_every
     if every is None or layer.seen_tokens - layer.slots.chosen_at < every:
         return
     layer.recall()
     whole = replace(call, key=layer.store.keys, value=layer.store.values)
-    prompt = PromptLayer(
-        queries=queries.detach(),
-        keys=whole.key,
-        values=whole.value,
-        pad_tokens=layer.slots.pads,
-        rotation=layer.identity.rotation,
-        output_weight=output_weight(layer.identity.output_projection),
-        protected=protected_slots(layer, layer.store.slots, layer.slots.pads),
-        fair=layer.spans.fair,
-        **of_layer(whole, layer),
-    )
+    prompt = prompt_layer(whole, layer, 0, layer.store.slots, layer.slots.pads)
     layer.end_prompt(select(layer, prompt), prompt)
 
 

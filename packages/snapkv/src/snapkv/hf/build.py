@@ -7,8 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
-from snapkv.cache.identity import LayerIdentity
-from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
 from snapkv.policies import DuoAttention, EvictingPolicy, Policy

@@ -26,11 +26,7 @@ from snapkv.errors import InvalidArgumentError
 
 
 class _Announcing:
-    """A method of a model that tells a `CompressedCache` what it knows.
-
-    Holds its model weakly, so that the model is freed as soon as nobody uses it, and is copied and
-    pickled with its model.
-    """
+    """A method of a model that tells a `CompressedCache` what it knows."""
 
     name: ClassVar[str]
 
@@ -196,11 +192,7 @@ def _require_ids(reading: Reading, kwargs: dict[str, Any]) -> None:
 
 
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Refuse what would leave the cache with something else than the prompt.
-
-    Token healing rewrites the prompt after its length was announced; without `use_cache` every step
-    feeds the whole text again, into the cache all the same.
-    """
+    """Refuse what would leave the cache with something else than the prompt."""
     config = kwargs.get("generation_config") or model.generation_config
     _require_use_cache(kwargs.get("use_cache", getattr(config, "use_cache", True)))
     if kwargs.get("token_healing", getattr(config, "token_healing", False)):

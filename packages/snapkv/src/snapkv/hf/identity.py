@@ -74,12 +74,7 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """SHA-256 over all parameters' names and shapes and some of their values' bytes.
-
-    Args:
-        model: whose they are.
-        dtype: what values are rounded to; None leaves them as they are.
-    """
+    """SHA-256 over all parameters' names and shapes and some of their values' bytes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())

@@ -116,10 +116,7 @@ class Installation:
         self._before = [(config, self._name_of(config)) for config in _configs(model)]
 
     def _name_of(self, config: PreTrainedConfig) -> str | None:
-        """The implementation that a config is to have again.
-
-        A model may share its config with one inside of it that has caches of its own.
-        """
+        """The implementation that a config is to have again."""
         if is_seam(config._attn_implementation):
             for installation in (self, *_known):
                 for known, name in installation._before:

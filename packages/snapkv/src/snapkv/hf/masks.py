@@ -37,11 +37,7 @@ def _flex_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """A flex mask whose rows and columns start at zero.
-
-    The compiled CPU kernel of torch 2.13 is not valid C++ where an offset is a Python integer that
-    changes from call to call. The offsets are put inside the mask function, as tensors.
-    """
+    """A flex mask whose rows and columns start at zero."""
     if q_offset or kv_offset:
         rows = torch.tensor(q_offset, device=options.get("device"))
         columns = torch.tensor(kv_offset, device=options.get("device"))

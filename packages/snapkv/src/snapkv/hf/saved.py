@@ -160,11 +160,7 @@ def _rebuilt(
 
 
 def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
-    """The recall to go on with: the saved one at that place, or another one that was passed.
-
-    Raises:
-        ValueError: the file does not say how steps choose pages.
-    """
+    """The recall to go on with: the saved one at that place, or another one that was passed."""
     if pages is None:
         return recall
     try:
@@ -184,11 +180,7 @@ def _require_one_device(model: PreTrainedModel) -> None:
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved description as today's policies have it, of a cache that kept what it kept.
-
-    What is None by default was not there. Before all methods that have sinks could be told how
-    many, they had none and said nothing; and a budget could have room for fewer than it was told.
-    """
+    """A saved description as today's policies have it, of a cache that kept what it kept."""
     complete: dict[str, Any] = {
         key: _completed(value) if isinstance(value, dict) and "name" in value else value
         for key, value in saved.items()

@@ -6,21 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.cache.last_queries import (
-    forget_queries,
-    look_back,
-    remember_queries,
-    with_remembered,
-)
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.ragged_tail import absorb_tail
-from snapkv.cache.spans import protected_slots
 from snapkv.errors import UnsupportedModelError
 from snapkv.hf.attend import AttentionCall
 from snapkv.hf.model_parts import output_weight
-from snapkv.policies import DecodeStep, EvictingPolicy, Eviction, PromptLayer, Selection
+from snapkv.policies import DecodeStep, EvictingPolicy, PromptLayer, Selection
 from snapkv.policies.by_rows import select_by_rows
-from snapkv.storage.ragged import RaggedStore
 
 
 def keep_to_cap(call: AttentionCall, layer: CompressedLayer, cap_tokens: int | None) -> None:
@@ -56,42 +47,33 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end
         return
     new_tokens, slots = call.query.shape[2], call.key.shape[2]
     if not is_end:
-        remember_queries(layer, call.query, 0)
+        layer.remember_queries(call.query)
         return
-    absorb_tail(layer)
-    store, chosen_slots = layer.store, layer.slots.chosen_slots
+    layer.absorb_tail()
+    store = layer.store
     prompt = prompt_layer(call, layer, new_tokens, slots, layer.slots.fillers)
-    if isinstance(store, RaggedStore):
-        held = layer.slots.columns(store) >= 0
+    if store.ragged is not None:
+        held, (keys, values) = layer.slots.columns(store) >= 0, store.padded()
         prompt = replace(
             prompt,
-            keys=store.states.padded_keys(),
-            values=store.states.padded_values(),
+            keys=keys,
+            values=values,
             pad_tokens=(~held).sum(dim=-1).amax(dim=-1),
-            protected=protected_slots(layer, store.slots, None),
+            protected=layer.protected_slots(store.slots, None),
         )
     else:
         held = layer.slots.visible(store, slots)[:, None]
-    forget_queries(layer)
+    layer.forget_queries()
     with torch.no_grad():
         selection = select_by_rows(layer.policy, prompt, whole, held)
     if selection is not None:
-        eviction = Eviction(
-            keep_indices=selection.keep_indices,
-            filler_tokens=selection.filler_tokens,
-            parts_heads=selection.head_tokens is not None,
-        )
-        with layer.altogether():
-            layer.apply_eviction(eviction)
-            layer.finalize(chosen_slots)
-        layer.slots = replace(layer.slots, chosen_at=layer.seen_tokens)
-        layer.notes = replace(layer.notes, lost_mass=None, lost_peak=None)  # were of one choice
+        layer.keep_of_rows(selection)
 
 
 def hold_for_eviction(call: AttentionCall, layer: CompressedLayer, turn_tokens: int) -> None:
     """Hold the queries of a part of a turn, at whose end a policy evicts as if it came at once."""
     if isinstance(layer.policy, EvictingPolicy):
-        remember_queries(layer, call.query, turn_tokens)
+        layer.remember_queries(call.query, turn_tokens)
 
 
 def evict(call: AttentionCall, layer: CompressedLayer, tokens: int | None = None) -> None:
@@ -106,17 +88,17 @@ def evict(call: AttentionCall, layer: CompressedLayer, tokens: int | None = None
     if not isinstance(policy, EvictingPolicy):
         return
     new_tokens = call.query.shape[2] if tokens is None else tokens
-    absorb_tail(layer)
+    layer.absorb_tail()
     store, slots, notes = layer.store, layer.slots, layer.notes
-    if isinstance(store, RaggedStore):
-        keys, scores = store.states.padded_keys(), notes.slot_scores
+    if store.ragged is not None:
+        keys, scores = store.ragged.padded_keys(), notes.slot_scores
     else:
         keys, scores = call.key, notes.scores_with(new_tokens)
     columns, pads = slots.columns(store), slots.pads
     spans = layer.spans.protect
     positions = columns if pads is None else columns - pads[:, None, None]
     step = DecodeStep(
-        queries=look_back(layer, call.query),
+        queries=layer.look_back(call.query),
         keys=keys,
         scores=scores,
         head_notes=notes.head_notes,
@@ -165,14 +147,14 @@ def prompt_layer(
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
     return PromptLayer(
-        queries=with_remembered(layer, call.query[:, :, :own]).detach(),
+        queries=layer.with_remembered(call.query[:, :, :own]).detach(),
         keys=call.key[:, :, :slots],
         values=call.value[:, :, :slots],
         pad_tokens=pads,
         token_ids=None if ids is None else ids[:, :slots],
         rotation=layer.identity.rotation,
         output_weight=output_weight(layer.identity.output_projection),
-        protected=protected_slots(layer, slots, pads),
+        protected=layer.protected_slots(slots, pads),
         fair=layer.spans.fair,
         **of_layer(call, layer),
     )

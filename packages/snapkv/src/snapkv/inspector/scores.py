@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from snapkv.cache.last_queries import last_tokens
+from snapkv.cache.layer import last_tokens
 from snapkv.policies import Policy, PromptLayer, Selection, SnapKV
 from snapkv.policies.base import PrefixPolicy
 

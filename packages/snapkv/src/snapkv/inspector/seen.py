@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from snapkv.cache.last_queries import last_tokens
+from snapkv.cache.layer import last_tokens
 from snapkv.inspector.leave_out import Span
 from snapkv.inspector.scores import kept_mask, rating
 from snapkv.policies import Policy, PromptLayer

@@ -3,10 +3,12 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.slots import SlotMap
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading
@@ -53,7 +55,7 @@ class Whole(Held):
             )
 
     def _fill(self, layer: CompressedLayer, joined: JoinedLayer) -> None:
-        _store(layer, joined)
+        layer.restore(DenseStore.kind, _state(joined), SlotMap())
 
 
 class Even(Whole):
@@ -75,8 +77,8 @@ class Even(Whole):
             ) from error
 
     def _fill(self, layer: CompressedLayer, joined: JoinedLayer) -> None:
-        _store(layer, joined)
-        layer.slots = layer.slots.chosen(joined.places, joined.tokens, is_partial=True)
+        slots = SlotMap().chosen(joined.places, joined.tokens, is_partial=True)
+        layer.restore(DenseStore.kind, _state(joined), slots)
 
 
 class Uneven(Held):
@@ -99,11 +101,11 @@ class Uneven(Held):
         cache.reading.prompt_end = joined[0].tokens
 
     def _fill(self, layer: CompressedLayer, joined: JoinedLayer) -> None:
-        _store(layer, joined)
         slots = torch.arange(joined.slots, device=joined.places.device)
         slots = slots.expand_as(joined.places).masked_fill(joined.places < 0, -1)
-        layer.store = RaggedStore.gather(layer.store, slots, joined.slots)
-        layer.slots = layer.slots.chosen(joined.places, joined.tokens, chosen_at=joined.tokens)
+        store = RaggedStore.gather(DenseStore().fill(**_state(joined)), slots, joined.slots)
+        columns = SlotMap().chosen(joined.places, joined.tokens, chosen_at=joined.tokens)
+        layer.restore(RaggedStore.kind, store.state(), columns)
 
 
 def held_of(joined: Sequence[JoinedLayer]) -> Held:
@@ -123,10 +125,9 @@ def require_choice_behind(policy: Policy) -> None:
     require_one_reading(policy, "compress the documents by it, and pass SnapKV for the question")
 
 
-def _store(layer: CompressedLayer, joined: JoinedLayer) -> None:
-    states = {"keys": joined.key_states, "values": joined.value_states}
-    heads = joined.key_states.shape[1]
-    layer.store = layer.storage.restored(DenseStore.kind, states | {"num_kv_heads": heads})
+def _state(joined: JoinedLayer) -> dict[str, Any]:
+    keys, values = joined.key_states, joined.value_states
+    return {"keys": keys, "values": values, "num_kv_heads": keys.shape[1]}
 
 
 def _refuse_options(cache: CompressedCache, *names: str) -> None:

@@ -62,11 +62,7 @@ def early_layers_folder() -> Path:
 
 
 def _read(layer: Any, model: PreTrainedModel) -> int:
-    """The number that a file of this model holds.
-
-    Raises:
-        ValueError: no number of its layers.
-    """
+    """The number that a file of this model holds."""
     most = len(decoder_layers(model)) - 1
     if type(layer) is not int or not 1 <= layer <= most:
         raise ValueError(f"expected a layer from 1 to {most}, got {layer!r}")

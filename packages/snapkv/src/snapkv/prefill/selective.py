@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from snapkv.cache.narrowing import Narrowing, only_tokens
+from snapkv.cache.reading import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
@@ -52,10 +52,7 @@ class _TokensThatGoOn(SnapKV):
     least_tokens: int = DEFAULT_LEAST_TOKENS
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32.
-
-        Few KV heads look for what is copied; in a mean over all of them it is lost.
-        """
+        """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
@@ -100,13 +97,7 @@ def tokens_that_go_on(
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """From which layer on which tokens are read.
-
-    Attributes:
-        model: whose prompts are read so.
-        first_layer: the first layer that only some tokens reach.
-        policy: how they are chosen.
-    """
+    """From which layer on which tokens are read."""
 
     model: PreTrainedModel
     first_layer: int
@@ -130,12 +121,7 @@ class _Rule:
         return cls(model=model, first_layer=first, policy=policy)
 
     def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
-        """For a pass of so many tokens; None where all of them are read by all layers.
-
-        Raises:
-            InvalidArgumentError: a cache, or a way of reading, that needs every token everywhere.
-            UnsupportedModelError: layers of another kind.
-        """
+        """For a pass of so many tokens; None where all of them are read by all layers."""
         if cache.get_seq_length() or tokens == 1:
             return None
         _require_suitable(cache)

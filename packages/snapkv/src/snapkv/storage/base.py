@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from snapkv import ops
+
+if TYPE_CHECKING:
+    from snapkv.storage.ragged import RaggedStates
 
 RowChange = Callable[[Tensor], Tensor]
 """Puts the rows of a tensor, its first axis, in another order; some may go, some come twice."""
@@ -70,6 +73,20 @@ class TokenStore(ABC):
         """Tokens per row and head, on average where they differ."""
         return self.slots
 
+    @property
+    def ragged(self) -> "RaggedStates | None":
+        """What heads of different length hold, each its own number; None where all hold as many."""
+        return None
+
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens that stand behind heads of different length, apart from them."""
+        return 0
+
+    def absorb_tail(self) -> None:
+        """Give every head of different length its part of the tail, which is empty then."""
+        return
+
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens, (B, num_kv_heads, N, D), behind the others.
@@ -104,6 +121,37 @@ class TokenStore(ABC):
     def finalize_step(self) -> None:
         """Called behind every step: go back to what is held between steps."""
         return
+
+    def move_sinks(
+        self,
+        sink_tokens: int,
+        gap: Tensor,
+        rotation: Callable[[Tensor, Tensor], Tensor],
+        before: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        """Turn the first keys, in place, as if their tokens stood right before those behind them.
+
+        They always turn from their original keys, so that rounding does not add up. All other keys
+        stay as they are, bit for bit.
+
+        Args:
+            sink_tokens: how many of the first keys.
+            gap: (B,) int64, how many tokens of each row have been dropped behind them.
+            rotation: turns keys on by a number of positions.
+            before: what this returned the last time, or twice None.
+
+        Returns:
+            (B, H, sinks, D) the keys as they were first, and (B, 1, 1, 1) bool, whether a row's
+            sinks stand at other positions than their own.
+        """
+        moved = (gap > 0)[:, None, None, None]
+        sinks = self.keys[..., :sink_tokens, :].clone()
+        original, were_moved = before
+        if original is not None and were_moved is not None:
+            sinks = torch.where(were_moved, original, sinks)
+        turned = rotation(sinks, gap[:, None].expand(-1, sink_tokens)).to(sinks.dtype)
+        self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
+        return sinks, moved
 
     def room_for(self, tokens: int) -> None:
         """Raise unless that many tokens more can be appended."""

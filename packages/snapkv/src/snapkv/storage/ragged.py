@@ -190,6 +190,11 @@ class RaggedStore(TokenStore):
         return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
 
     @property
+    def ragged(self) -> RaggedStates:
+        """What the heads keep."""
+        return self.states
+
+    @property
     def tail_tokens(self) -> int:
         """N, tokens of the tail."""
         return int(self.keys.shape[2])
@@ -237,6 +242,8 @@ class RaggedStore(TokenStore):
     def padded(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots, those of the tail last."""
         keys, values = self.states.padded_keys(), self.states.padded_values()
+        if not self.tail_tokens:
+            return keys, values
         return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
 
     def crop(self, tokens: int) -> TokenStore:

@@ -73,15 +73,15 @@ def decode_layer(
         layer.offloaded.append(*offloaded, on=device)
     if layer.offloaded is not None:
         layer.offloaded.is_due = saved["recall_due"]
-    layer.store = layer.storage.restored(saved["store_kind"], on_device(saved["store"]))
     slots = on_device(saved["slots"])
     if slots.pop("gaps", None) is not None:
         raise CacheFileError(
             "path: expected rows without padding after their first token, got a cache of an "
             "earlier version with some; read each conversation into a cache of its own"
         )
-    layer.slots = _record(SlotMap, slots)
-    layer.notes = _record(type(layer.notes), on_device(saved["notes"]))
+    notes = _record(type(layer.notes), on_device(saved["notes"]))
+    store = on_device(saved["store"])
+    layer.restore(saved["store_kind"], store, _record(SlotMap, slots), notes)
     _require_fitting(layer)
     if offloaded is not None and layer.slots.kept is not None and not layer.recall_due:
         start = layer.slots.start
