@@ -59,7 +59,7 @@ test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopbac
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pytest -m docs tests/docs tests/examples tests/test_pages.py tests/test_path.py
 
-test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments.kvpress`
+test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress $(LAB)/experiments
 
 test-serving: $(SERVING) ## The tests of the vLLM plugin on both of its runners, in an environment of their own
@@ -108,26 +108,26 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff format
 
 results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
-	$(BIN)/python -m snapkv_lab.experiments.quality
-	$(BIN)/python -m snapkv_lab.experiments.speed
-	$(BIN)/python -m snapkv_lab.experiments.methods
-	$(BIN)/python -m snapkv_lab.experiments.streaming
-	$(BIN)/python -m snapkv_lab.experiments.studies
-	$(BIN)/python -m snapkv_lab.experiments.evaluation
-	$(BIN)/python -m snapkv_lab.experiments.ragged
-	$(BIN)/python -m snapkv_lab.experiments.medusa
-	$(BIN)/python -m snapkv_lab.experiments.recall
-	$(BIN)/python -m snapkv_lab.experiments.chunked
-	$(BIN)/python -m snapkv_lab.experiments.bits
-	$(BIN)/python -m snapkv_lab.experiments.appending
-	$(BIN)/python -m snapkv_lab.experiments.flat
-	$(BIN)/python -m snapkv_lab.experiments.first_day
-	$(BIN)/python -m snapkv_lab.experiments.pooling
-	$(BIN)/python -m snapkv_lab.experiments.auto_budget
-	$(BIN)/python -m snapkv_lab.experiments.sharing
-	$(BIN)/python -m snapkv_lab.experiments.workers
-	$(BIN)/python -m snapkv_lab.experiments.leaderboard
-	$(BIN)/python -m snapkv_lab.experiments.results
+	$(BIN)/python -m snapkv_lab.experiments quality
+	$(BIN)/python -m snapkv_lab.experiments speed
+	$(BIN)/python -m snapkv_lab.experiments methods
+	$(BIN)/python -m snapkv_lab.experiments streaming
+	$(BIN)/python -m snapkv_lab.experiments studies
+	$(BIN)/python -m snapkv_lab.experiments evaluation
+	$(BIN)/python -m snapkv_lab.experiments ragged
+	$(BIN)/python -m snapkv_lab.experiments medusa
+	$(BIN)/python -m snapkv_lab.experiments recall
+	$(BIN)/python -m snapkv_lab.experiments chunked
+	$(BIN)/python -m snapkv_lab.experiments bits
+	$(BIN)/python -m snapkv_lab.experiments appending
+	$(BIN)/python -m snapkv_lab.experiments flat
+	$(BIN)/python -m snapkv_lab.experiments first_day
+	$(BIN)/python -m snapkv_lab.experiments pooling
+	$(BIN)/python -m snapkv_lab.experiments auto_budget
+	$(BIN)/python -m snapkv_lab.experiments sharing
+	$(BIN)/python -m snapkv_lab.experiments workers
+	$(BIN)/python -m snapkv_lab.experiments leaderboard
+	$(BIN)/python -m snapkv_lab.experiments results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 
