@@ -15,10 +15,11 @@ from snapkv.cache.saving.writing import append_line, open_for_lines
 from snapkv.cli import panels
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ComparedOptions, ReadingOptions, with_options
-from snapkv.cli.outputs import Output, RowsFile, WritingOptions
+from snapkv.cli.outputs import RowsFile, WritingOptions
 from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_each_at_least
+from snapkv_lab.cli.workers import Plot
 
 _MOST_GB = 10**9
 
@@ -57,9 +58,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
     output: Annotated[
         str | None, panels.output(help="File to add the rows to, as JSON"), RowsFile(key="bench")
     ] = None
-    plot: Annotated[
-        str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()
-    ] = None
+    plot: Plot = None
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:

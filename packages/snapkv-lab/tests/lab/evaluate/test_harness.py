@@ -1,8 +1,6 @@
 """lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
 
 import json
-import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -23,8 +21,7 @@ from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
-from tests.lab.evaluate import killed_harness
-from tests.lab.evaluate.tiny import save_tiny, tiny_loaded
+from tests.lab.evaluate.tiny import tiny_loaded
 
 FULL = Method(label="full", policy=FullCache())
 
@@ -445,29 +442,3 @@ def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
     assert status == 0
     assert len(asked) == 2
     assert all("Who opens the gate?" in prompt.text for prompt, *_ in asked)
-
-
-def killed_after(folder, answers):
-    """A run in a process of its own, killed when so many answers are there."""
-    process = killed_harness.started(folder, "killed")
-    path, deadline = folder / "killed" / "samples.jsonl", time.monotonic() + 90
-    while not path.exists() or path.read_bytes().count(b"\n") < answers:
-        assert process.is_alive(), "the run ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.kill()
-    process.join(timeout=30)
-    assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_kill_loses_nothing_and_doubles_nothing(folder, demo):
-    save_tiny(folder / "model", demo.tokenizer)
-    killed_after(folder, 9)
-    path = folder / "killed" / "samples.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])  # what a machine that goes down can leave
-    for output in ("killed", "whole"):
-        killed_harness.run(folder, output)
-    for name in ("run.json", "samples.jsonl", "summary.jsonl"):
-        ours, other = ((folder / output / name).read_bytes() for output in ("killed", "whole"))
-        assert ours == other

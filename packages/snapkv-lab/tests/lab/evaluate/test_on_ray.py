@@ -135,7 +135,7 @@ def test_workers_are_as_many_as_have_a_place(equipment, monkeypatch, nodes, work
 def test_whatever_ends_an_actor_is_no_fault_of_the_run(equipment, monkeypatch, name, at, error):
     import ray
 
-    actor, calls = on_ray._Actor(equipment, "cpu", {}, lambda: True), []
+    actor, calls = on_ray._Actor(equipment, "cpu", {}, lambda: 1), []
 
     def get(ref):
         calls.append(ref)

@@ -86,23 +86,6 @@ def test_the_page_holds_the_table_and_marks_the_best():
     assert sum(attributes.get("class") == "best" for attributes in page.all("td")) == 5
 
 
-def test_every_cell_and_every_failure_is_on_the_page():
-    _, failures, cells, _ = Page(as_page(grid())).tables
-    assert len(cells) == 1 + 3 * 3 * 3
-    assert cells[0][:8] == [
-        *("method", "question", "length", "depth", "score", "95 %", "difference", "samples")
-    ]
-    assert cells[2][:8] == ["snapkv@512", "visible", "1024", "0", "25.0", "one sample", "-", "1"]
-    assert cells[10][:8] == ["full", "visible", "4096", "0", "out of memory", "-", "-", "0"]
-    assert [line[:2] + line[3:] for line in failures[1:]] == [
-        ["full", "visible", "3", "length 4096"],
-        ["full", "visible", "3", "length 16384"],
-        ["snapkv@512", "visible", "3", "length 16384"],
-        ["snapkv@1024", "visible", "3", "length 16384"],
-    ]
-    assert failures[1][2] == "out of memory: the device had no memory left for it"
-
-
 def test_nothing_on_the_page_is_fetched_from_elsewhere():
     source = as_page(grid())
     page = Page(source)
