@@ -61,9 +61,6 @@ class VoteCheck:
         """Compare a layer's attention with its votes; arguments as in `doubt_scores`.
 
         A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
-
-        Raises:
-            UnsupportedModelError: they differ by more than rounding explains.
         """
         found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
         if found is not None:
@@ -113,9 +110,6 @@ def require_faithful(doubts: Iterable[Doubt]) -> None:
     """Raise unless every difference is one that rounding explains.
 
     Attention that rounds its scores errs by their size times epsilon.
-
-    Raises:
-        UnsupportedModelError: a larger one, or one that is not a number.
     """
     for doubt in doubts:
         difference, size, largest = doubt.found.tolist()

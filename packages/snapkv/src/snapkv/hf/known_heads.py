@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.build import require_model
-from snapkv.hf.remembered import Remembered
+from snapkv.hf.identity import Remembered
 from snapkv.policies import DuoAttention, Policy
 from snapkv.policies.head_scores import HeadScores, head_scores
 
@@ -54,12 +54,7 @@ def remember_head_scores(
 
 
 def with_known_heads(model: PreTrainedModel, policy: Policy) -> Policy:
-    """The policy, with what was found of the model where it goes by that and was given nothing.
-
-    Raises:
-        InvalidArgumentError: nothing was found.
-        InvalidTypeError: `model` is not a transformers model.
-    """
+    """The policy, with what was found of the model where it goes by that and was given nothing."""
     if not isinstance(policy, DuoAttention) or policy.pattern is not None:
         return policy
     require_model(model)

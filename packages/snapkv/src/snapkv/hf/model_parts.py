@@ -87,10 +87,6 @@ def rotations_of(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rot
 
     A layer without rotary embedding (some layers of Cohere 2 or SmolLM3) gets one that changes
     nothing: its keys know no position, so they are right wherever they stand.
-
-    Raises:
-        UnsupportedModelError: the rotation depends on the length of the text, or turning a key on
-            does not give the model's own key at the later position.
     """
     if model not in _known:
         _known[model] = _find_rotations(model, layers)
@@ -211,12 +207,7 @@ def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[Non
 
 
 def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Any]:
-    """The module that maps the heads' outputs to the model's width, for each of these layers.
-
-    Raises:
-        UnsupportedModelError: a layer has none under a name that is known, or none whose weight
-            is a plain matrix (quantised ones are not).
-    """
+    """The module that maps the heads' outputs to the model's width, for each of these layers."""
     found = {
         index: [
             part

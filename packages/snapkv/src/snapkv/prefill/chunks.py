@@ -29,7 +29,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import chunked_advice
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.prefill.out_of_memory import MemoryWatch
+from snapkv.prefill.decoder import MemoryWatch
 from snapkv.validation import require_int
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")

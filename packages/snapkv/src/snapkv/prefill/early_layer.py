@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from snapkv.cache_folder import cache_folder
-from snapkv.hf.remembered import Remembered
+from snapkv.hf.identity import Remembered
 from snapkv.prefill.decoder import decoder_layers
 from snapkv.validation import require_int
 

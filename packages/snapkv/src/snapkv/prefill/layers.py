@@ -18,8 +18,13 @@ from transformers import PreTrainedModel
 
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import layerwise_advice
-from snapkv.prefill.decoder import decoder_layers, part_of, require_by_token, standing_in
-from snapkv.prefill.out_of_memory import MemoryWatch
+from snapkv.prefill.decoder import (
+    MemoryWatch,
+    decoder_layers,
+    part_of,
+    require_by_token,
+    standing_in,
+)
 from snapkv.validation import require_int
 
 

@@ -85,13 +85,7 @@ def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
 def tokens_that_go_on(
     layer: PromptLayer, *, keep_ratio: float, least_tokens: int
 ) -> Selection | None:
-    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all.
-
-    Args:
-        layer: its states, with the queries of the prompt's last 16 tokens at least.
-        keep_ratio: as for `selective`.
-        least_tokens: as for `selective`.
-    """
+    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all."""
     return _voting(keep_ratio, least_tokens).choose(layer)
 
 
