@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from snapkv import AutoBudget, SnapKV
-from snapkv.cli.amounts import token_budgets
 from snapkv.cli.fields import documented_arguments
 from snapkv_lab.cli.methods import methods
 from snapkv_lab.evaluate.tasks import TASKS
@@ -203,23 +201,6 @@ def test_baselines_come_first_then_every_policy_at_every_budget():
     ]  # fmt: skip
     assert [method.policy.budget for method in found[1:]] == [512, 1024] * 3
     assert found[-1].policy.describe()["pooling"] == "avg"
-
-
-def test_who_names_no_method_is_given_the_default_at_every_budget():
-    budgets = token_budgets("128, auto, auto:lost_vote=0.01,most=4k")
-    found = methods([], ["default,default:kernel_size=5,window_size=8"], budgets)
-    assert [method.label for method in found] == [
-        "default@128", "default@auto", "default@auto:lost_vote=0.01,most=4096",
-        "default:kernel_size=5,window_size=8@128", "default:kernel_size=5,window_size=8@auto",
-        "default:kernel_size=5,window_size=8@auto:lost_vote=0.01,most=4096",
-    ]  # fmt: skip
-    assert found[0].policy == SnapKV(128, window_size=16, pooling="fading")
-    assert found[1].policy == SnapKV("auto", window_size=16, pooling="fading")
-    assert found[-1].policy == SnapKV(
-        AutoBudget(lost_vote=0.01, most=4096), window_size=8, kernel_size=5
-    )
-    (one,) = methods([], ["default:budget=auto:most=64"], [128])
-    assert (one.label, one.policy.budget) == ("default:budget=auto:most=64", AutoBudget(most=64))
 
 
 def test_every_setting_of_a_task_is_an_option_with_a_help_text(snapkv, monkeypatch):

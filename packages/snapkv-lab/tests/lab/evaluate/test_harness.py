@@ -259,31 +259,6 @@ def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_pa
     assert found != alone
 
 
-def test_only_prompts_of_equal_settings_that_draw_nothing_are_answered_together(
-    tiny, tmp_path, asked, monkeypatch
-):
-    sizes = []
-    real = harness.answers_together
-
-    def together(loaded, prompts, policy, settings):
-        sizes.append((len(prompts), settings.max_new_tokens))
-        return real(loaded, prompts, policy, settings)
-
-    monkeypatch.setattr(harness, "answers_together", together)
-    drawn = {"max_gen_toks": 3, "do_sample": True, "temperature": 1.0}
-    limits = [3, 3, 3, 3, 2, 3]
-    given = [("One", {"max_gen_toks": limit}) for limit in limits] + [("One", drawn)] * 2
-    with Store(tmp_path, {}) as store:
-        CompressedLM(tiny, FULL, store, batch_size=3).generate_until(
-            requests("generate_until", *given)
-        )
-    assert sizes == [(3, 3)]
-    assert len(asked) == len(given)
-    settings = GenerationSettings(temperature=1.0)
-    with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers"):
-        real(tiny, [Prompt(text="One")] * 2, FullCache(), settings)
-
-
 def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
     """Blanks at the end belong to what follows; an empty context is one token."""
     blanks, moved, empty = lm.loglikelihood(
@@ -325,14 +300,6 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
     }
     assert found["run"]["tasks"] == ["local_gate", "local_choice"]
     assert {r["version"] for r in found["rows"] if r["task"] == "local_gate"} == {3.0}
-
-
-def test_the_demo_model_answers_in_its_template(evaluate, demo):
-    options = ("--template", "tokenizer", "--limit", "1", "--baseline", "none")
-    status, out, _ = evaluate("local_gate", *options, loaded=demo)
-    assert status == 0
-    assert "exact_match" in out
-    assert "default@64" in out
 
 
 @pytest.mark.parametrize(

@@ -253,14 +253,6 @@ def test_a_run_without_the_option_is_named_and_written_as_ever(tiny, tmp_path):
         asked.into(tmp_path)
 
 
-def test_samples_without_a_right_answer_are_refused(tiny, tmp_path):
-    for references in ((), ("under", "")):
-        task = TwoReferences(references=references)
-        run = Run(loaded=tiny, task=task, methods=METHODS, reference_loss=True)
-        with pytest.raises(InvalidArgumentError, match="reference_loss: expected samples that"):
-            run.into(tmp_path / str(len(references)))
-
-
 def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stays(demo, tmp_path):
     task = TwoReferences(sentences=(8,), references=("the blue stone " * 40, "the blue stone"))
     (sample, *_) = task.samples(demo.tokenizer)

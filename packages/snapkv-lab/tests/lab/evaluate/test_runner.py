@@ -267,15 +267,6 @@ def test_bad_settings_are_refused_before_anything_is_answered(tiny, tmp_path, op
     assert not (tmp_path / "results").exists()
 
 
-def test_a_method_that_does_not_work_with_the_model_is_refused_at_once(tiny, monkeypatch):
-    def refuse(*_):
-        raise UnsupportedModelError("model: expected another one")
-
-    monkeypatch.setattr("snapkv_lab.evaluate.runner.CompressedCache", refuse)
-    with pytest.raises(UnsupportedModelError):
-        Run(loaded=tiny, task=Keys(), methods=METHODS)
-
-
 @pytest.mark.parametrize("template", ["tokenizer"])
 def test_hidden_and_visible_questions_are_the_same_tokens(tiny, tmp_path, monkeypatch, template):
     prompts = counting(monkeypatch)

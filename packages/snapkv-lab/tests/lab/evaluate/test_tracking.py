@@ -46,7 +46,7 @@ def recomputed(kind, lines):
             yield " ".join([name, *numbers[:1]])
 
 
-@pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
+@pytest.mark.parametrize("cloze", [True], ids=["cloze"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_right_answer_follows_from_the_prompt(demo, kind, cloze):
     (sample,) = made(demo, kinds=(kind,), cloze=cloze)

@@ -56,25 +56,6 @@ def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
         assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
 
 
-def test_a_later_turn_is_the_question_and_the_answers_beginning(demo):
-    free, cloze = (
-        next(iter(Turns(cloze=cloze, **SMALL).samples(demo.tokenizer))).turns[1]
-        for cloze in (False, True)
-    )
-    name = cloze.answer_start.removesuffix(":")
-    assert cloze.later_turn(demo.tokenizer, "none") == (
-        f"\n\nThe number of one of the names:\n\n{name}:"
-    )
-    name = free.question.split()[5].removesuffix("?")
-    assert free.later_turn(demo.tokenizer, "none") == (
-        f"\n\nQuestion: What is the number of {name}?\nAnswer:"
-    )
-    chat = free.later_turn(demo.tokenizer, "tokenizer")
-    assert f"What is the number of {name}? Answer with the number." in chat
-    assert chat.startswith("<|im_end|>")
-    assert chat.endswith("assistant\n")
-
-
 @pytest.mark.parametrize(("question", "template"), [("visible", "tokenizer"), ("hidden", "none")])
 def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
     tiny, tmp_path, template, question

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -148,18 +146,6 @@ def test_names_are_text_and_no_formula():
     run.run["model"] = {**run.run["model"], "name": "<b>$x$ & \\alpha</b>"}
     for figure in figures.draw(run).values():
         ElementTree.fromstring(drawing.encoded(figure, ".svg"))
-
-
-def test_drawing_needs_no_window_and_no_pyplot():
-    code = (
-        "import sys; from tests.lab.report.runs import grid\n"
-        "from snapkv_lab.report import figures, page\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "from snapkv_lab import drawing\n"
-        "drawing.encoded(figures.draw(grid())['scores'], '.png')\n"
-        "sys.exit('matplotlib.pyplot' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
 
 
 @pytest.mark.parametrize("path", ["a.gif", "a", ".png", "a.png.txt"])

@@ -41,9 +41,6 @@ def register_attention(name: str) -> str:
     """Register the seam around an attention implementation; returns the name it has then.
 
     The registered functions are the same every time, so that what was compiled stays so.
-
-    Raises:
-        UnsupportedModelError: transformers has no mask function of that name.
     """
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise UnsupportedModelError(
