@@ -111,13 +111,10 @@ class Drafting(ABC):
 
     @abstractmethod
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
-        """Draft behind a text (N,), whose last token no cache has seen, and verify.
-
-        At most `most_drafts` tokens one behind the other.
+        """Draft at most so many tokens behind a text (N,), whose last one no cache has seen.
 
         Returns:
-            The accepted drafts and the token that the model takes behind them, and how many drafts
-            there were.
+            The accepted drafts and the token that the model takes behind them; how many were tried.
         """
 
     @abstractmethod

@@ -1,10 +1,9 @@
 """A check at run time that the votes are computed as the model's attention is.
 
-A family may do something to its scores that the votes do not know of (a bias, a temperature,
-another kind of softmax). Scoring it anyway would silently keep the wrong tokens. So at the end of
-every prompt the attention of the last query is computed once from the states the policy sees, and
-compared with what the model's own attention returned for it. One row costs next to nothing; on a
-GPU it is judged later, since to ask there is to wait.
+A family may do something to its scores that the votes do not know of (a bias, a temperature). So at
+the end of every prompt the attention of the last query is computed once from the states the policy
+sees, and compared with what the model's own attention returned for it. On a GPU it is judged later,
+since to ask there is to wait.
 """
 
 import math

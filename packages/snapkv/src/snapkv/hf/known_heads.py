@@ -21,13 +21,9 @@ from snapkv.policies.head_scores import HeadScores, head_scores
 
 
 def known_head_scores(model: PreTrainedModel) -> HeadScores | None:
-    """The scores of the KV heads of this model, if a study has found them.
+    """The scores of the KV heads of this model, in whatever dtype, if a study has found them.
 
-    A file that cannot be read, or says something else, counts as none; the log of `snapkv.hf` names
-    it once, as a warning.
-
-    Args:
-        model: in whatever dtype it was loaded.
+    A file that cannot be read, or says something else, counts as none; `snapkv.hf` logs it once.
     """
     return _KNOWN.of(model)
 

@@ -1,10 +1,8 @@
 """The parts of a model that policies need: how its keys turn, and its output projection.
 
-Keys turn with their position by the model family's own rotary embedding. Which embedding a layer
-uses, and on which part of a head, differs by family and sometimes by layer. So it is not read out
-of the code but tried out: one token goes through the model at two positions.
-Alone in its cache it attends to itself only, so its key in each layer may differ by the rotation
-and by nothing else; the way of applying it that turns one key into the other is the layer's.
+Which rotary embedding a layer uses, and on which part of a head, differs by family and sometimes by
+layer, so it is tried out: one token goes through the model at two positions. Alone in its cache it
+attends to itself only, so its keys differ by the rotation and by nothing else.
 """
 
 import contextlib

@@ -26,11 +26,8 @@ def default_early_layer(model: PreTrainedModel) -> int:
 def known_early_layer(model: PreTrainedModel) -> int | None:
     """How many layers of this model have to read every token, if a search has found it.
 
-    A file that cannot be read, or says something else, counts as none; the log of `snapkv.prefill`
-    names it once, as a warning.
-
-    Args:
-        model: in whatever dtype it was loaded.
+    The model may have any dtype. A file that cannot be read, or says something else, counts as
+    none; `snapkv.prefill` logs it once.
     """
     return _KNOWN.of(model)
 

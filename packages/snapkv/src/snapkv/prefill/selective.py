@@ -1,16 +1,11 @@
 """Reading a prompt with fewer tokens from the middle of the model on.
 
-After some layers the prompt's last tokens already attend to what the answer will need. From there
-on only the tokens that they vote for go further, at their true positions. The layers before read
-every token and are compressed as ever; those behind hold of the tokens that reached them what the
-policy chooses. This is FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this
-package's votes: pooled so that they fade forward, the mean over the query heads of a KV head and of
-these means the highest, where the authors take the mean over all query heads. GemFilter (arXiv
+After some layers only the tokens that the prompt's last ones vote for go further, at their true
+positions: FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this package's
+votes: pooled so that they fade forward, the mean over the query heads of a KV head and of these
+means the highest, where the authors take the mean over all query heads. GemFilter (arXiv
 2409.17422) reads the chosen tokens again from the model's first layer, so that no layer holds
-another.
-
-Neither is exact: the first token is no longer the full model's, and what does not go on is lost for
-the upper layers, whatever is asked later.
+another. Neither is exact: what does not go on is lost for the upper layers, whatever is asked.
 """
 
 import contextlib
@@ -255,15 +250,7 @@ def gemfilter(
     each other only. So no layer holds what was not chosen, and memory is that of the short prompt.
     The chosen tokens keep their true positions, where the authors count them anew.
 
-    Args:
-        model: as for `selective`.
-        layer: how many layers read every token; by default as for `selective`.
-        keep_ratio: as for `selective`.
-        least_tokens: as for `selective`.
-
-    Raises:
-        InvalidArgumentError: as for `selective`; also a padded batch.
-        UnsupportedModelError: as for `selective`, or the model's forward is wrapped already.
+    Arguments and errors are those of `selective`; a padded batch is refused, too.
     """
     rule = _Rule.of(model, layer, keep_ratio, least_tokens)
     parts = decoder_layers(model)
