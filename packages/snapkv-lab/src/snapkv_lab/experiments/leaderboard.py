@@ -1,7 +1,8 @@
 """Every method on the demo model, as `snapkv leaderboard` compares them.
 
-    python -m snapkv_lab.experiments.leaderboard            run it, or go on where it stopped
-    python -m snapkv_lab.experiments.leaderboard --render   draw the figure and the page from its rows
+    python -m snapkv_lab.experiments leaderboard            run it, or go on where it stopped
+    python -m snapkv_lab.experiments leaderboard --render
+        draw the figure and the page from its rows
 
 Answers and rows: `docs/results/leaderboard/`. Page: `docs/results/tables/leaderboard.md`.
 """

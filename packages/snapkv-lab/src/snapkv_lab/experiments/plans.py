@@ -1,6 +1,6 @@
 """The table of docs/planning.md: the paper's models, planned from their shapes.
 
-python -m snapkv_lab.experiments.plans    put the table into docs/planning.md
+python -m snapkv_lab.experiments plans    put the table into docs/planning.md
 """
 
 from pathlib import Path

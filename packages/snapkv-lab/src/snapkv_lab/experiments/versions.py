@@ -1,7 +1,8 @@
 """Two checkouts of this project beside each other: has a change cost time?
 
-    python -m snapkv_lab.experiments.versions --against ../before          all cells, a ratio for each
-    python -m snapkv_lab.experiments.versions --against ../before --small  short prompts: does it run?
+    python -m snapkv_lab.experiments versions --against ../before  all cells, a ratio for each
+    python -m snapkv_lab.experiments versions --against ../before --small
+        short prompts: does it run?
 
 Each checkout runs in a process of its own, which loads the demo model once; they take turns, round
 by round, the first one changing. A ratio is the median over pairs of the same round.
