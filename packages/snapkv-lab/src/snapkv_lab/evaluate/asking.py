@@ -128,11 +128,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model.
-
-    Attributes:
-        loaded: model and tokenizer.
-    """
+    """Answers questions with a model."""
 
     loaded: LoadedModel
 

@@ -72,14 +72,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """A prompt in its parts, and what the answer must hold.
-
-    Attributes:
-        context: instructions and the long text.
-        question: what stands behind it.
-        answer_start: what the answer begins with.
-        references: texts that the answer must hold.
-    """
+    """A prompt in its parts, and what the answer must hold."""
 
     context: str
     question: str
