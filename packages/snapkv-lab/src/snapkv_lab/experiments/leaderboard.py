@@ -32,7 +32,7 @@ def measured() -> Record:
 def render(found: Record) -> str:
     """The page, with the command that makes it again."""
     page = as_markdown(found, f"../{FOLDER.name}/{FILES[1]}")
-    return f"{page}\nMade by `python -m snapkv_lab.experiments.leaderboard`.\n"
+    return f"{page}\nMade by `python -m snapkv_lab.experiments leaderboard`.\n"
 
 
 def main() -> int:
