@@ -25,6 +25,7 @@ from snapkv.prefill import chunked, layer_by_layer
 from tests.decoding.heads import random_heads
 from tests.families import CASES, CLOSE, call, random_ids, tiny_model
 from tests.oracle import unwrapped
+from tests.pairs import pairs
 
 PROMPT, BUDGET, WINDOW, STEPS = 90, 30, 8, 4
 POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
@@ -142,18 +143,16 @@ def test_every_family_attends_to_the_pages_of_the_reference(family, implementati
     assert not torch.allclose(got, step_logits(model, plain, continuation(2)), atol=1e-3)
 
 
-@pytest.mark.parametrize("pages", [1, 3])
-@pytest.mark.parametrize("page_tokens", [1, 7, 500])
-@pytest.mark.parametrize("padded", [False, True], ids=["one length", "padded"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        POLICY,
-        SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"),
-        SnapKV(keep_ratio=0.3, window_size=WINDOW),
-        AdaKV(POLICY),
-    ],
-    ids=["snapkv", "per query head", "ratio", "adakv"],
+@pairs(
+    policy={
+        "snapkv": POLICY,
+        "per query head": SnapKV(BUDGET, window_size=WINDOW, group_reduce="none"),
+        "ratio": SnapKV(keep_ratio=0.3, window_size=WINDOW),
+        "adakv": AdaKV(POLICY),
+    },
+    padded=[False, True],
+    page_tokens=[1, 7, 500],
+    pages=[1, 3],
 )
 def test_pages_of_any_number_and_size(policy, padded, page_tokens, pages):
     """Rows with pads: one evicts less than a page, one fits the budget, one has none."""

@@ -14,11 +14,17 @@ from snapkv.storage.dense import DenseStore
 from tests.families import random_ids, tiny_config, tiny_model
 from tests.library import reference
 from tests.library.reference import read_part
+from tests.pairs import pairs
 
 FAMILIES = (
     "llama", "mistral", "mixtral", "cohere", "qwen2", "qwen3", "qwen3_moe", "phi3", "granite",
     "olmo2", "glm4",
 )  # fmt: skip
+
+alternating = pytest.mark.parametrize(
+    ("family", "implementation"),
+    [(family, ("sdpa", "eager")[place % 2]) for place, family in enumerate(FAMILIES)],
+)
 
 
 def documents(model, lengths, prefix_tokens=3, policies=None, **options):
@@ -55,8 +61,7 @@ def test_reused_keys_stand_where_the_model_would_have_read_them(family):
     assert_holds(cache, model, parts, reference.states_read_in_place(model, parts))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@alternating
 def test_chosen_tokens_are_read_over_all_others(family, implementation):
     model = tiny_model(family, implementation)
     parts = documents(model, (9, 14, 6))
@@ -82,10 +87,12 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("prefix_tokens", [0, 3])
-@pytest.mark.parametrize("kind", HELD)
-@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pairs(
+    family=["llama", "phi3"],
+    kind=list(HELD),
+    prefix_tokens=[0, 3],
+    implementation=["sdpa", "eager"],
+)
 def test_heads_hold_what_their_parts_held(family, kind, prefix_tokens, implementation):
     model = tiny_model(family, implementation)
     parts = documents(model, (12, 16, 9), prefix_tokens, HELD[kind])
@@ -139,8 +146,7 @@ def test_models_of_few_layers_come_out_exact(layers):
     assert_holds(cache, model, parts, [(each.keys[0], each.values[0]) for each in plain.layers])
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@alternating
 def test_all_tokens_chosen_are_a_full_reading_up_to_rounding(family, implementation):
     model = tiny_model(family, implementation)
     parts = documents(model, (9, 14, 6))

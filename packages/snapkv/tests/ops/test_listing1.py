@@ -13,6 +13,7 @@ from snapkv.policies import SnapKV
 from tests.ops import oracle
 from tests.ops.listing1 import listing_kept, listing_scores, repeat_keys
 from tests.ops.states import random_layer
+from tests.pairs import pairs
 
 KEPT_OF_PREFIX = 24
 HEADS = {"mha": (2, 2), "gqa": (4, 2)}
@@ -41,12 +42,14 @@ def assert_equal_up_to_ties(ours, listed, exact_scores, budget, tolerance):
             assert abs(scores[position] - cut) <= tolerance
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("kernel_size", [1, 5, 7, 13])
-@pytest.mark.parametrize("window_size", [16, 32, 64])
-@pytest.mark.parametrize("pooling", ["max", "avg"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("beyond_budget", [-3, 0, 1, 70])
+@pairs(
+    beyond_budget=[-3, 0, 1, 70],
+    dtype=[torch.float32, torch.bfloat16],
+    pooling=["max", "avg"],
+    window_size=[16, 32, 64],
+    kernel_size=[1, 5, 7, 13],
+    heads=list(HEADS),
+)
 def test_keeps_the_set_of_listing_1(beyond_budget, dtype, pooling, window_size, kernel_size, heads):
     budget = window_size + KEPT_OF_PREFIX
     prompt_tokens = budget + beyond_budget

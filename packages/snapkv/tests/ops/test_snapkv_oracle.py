@@ -16,6 +16,7 @@ from snapkv import ops
 from snapkv.policies import SnapKV
 from tests.ops import oracle
 from tests.ops.states import pad_left, random_layer
+from tests.pairs import pairs
 
 ROUNDING = 1e-6
 """Per voting query: four times the worst float32 error of a vote over 120 seeds (2.5e-7)."""
@@ -64,10 +65,7 @@ def our_kept(selection, layer, row=0):
     return [[slot - pads for slot in head] for head in indices[:, filler:].tolist()]
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("group_size", [1, 3])
-@pytest.mark.parametrize("window_size", [1, 6])
+@pairs(window_size=[1, 6], group_size=[1, 3], with_sinks=[False, True], softcap=[None, 3.0])
 def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
     layer = random_layer(
         7,
@@ -111,9 +109,11 @@ POOLINGS = [
 ]
 
 
-@pytest.mark.parametrize("kernel_size", [1, 3, 13, (0, 12), (3, 0), (2, 5)])
-@pytest.mark.parametrize("pooling", ["max", "avg"])
-@pytest.mark.parametrize("prefix_tokens", [1, 2, 5, 30])
+@pairs(
+    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5)],
+    pooling=["max", "avg"],
+    prefix_tokens=[1, 2, 5, 30],
+)
 def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
     votes = torch.randn(2, 2, prefix_tokens, generator=torch.Generator().manual_seed(0))
     pooled = ops.pool_votes(votes, kernel_size, pooling)
@@ -122,10 +122,12 @@ def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
         assert ours.tolist() == pytest.approx(looped, abs=1e-6)
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["", "softcap"])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
-@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
+@pairs(
+    group_reduce=["mean", "max", "sum", "none"],
+    pooling=POOLINGS,
+    with_sinks=[False, True],
+    softcap=[None, 3.0],
+)
 def test_every_mode_equals_the_loops(group_reduce, pooling, with_sinks, softcap):
     policy = SnapKV(budget=18, window_size=6, group_reduce=group_reduce, **pooling)
     layer = random_layer(
@@ -227,11 +229,13 @@ def test_a_kernel_wider_than_the_prefix_keeps_the_leftmost():
     assert kept == [[0, 1, 5, 6, 7, 8]] * 2
 
 
-@pytest.mark.parametrize("extra", [0, 3])
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("pooling", POOLINGS[1::2] + POOLINGS[-1:], ids=str)
-@pytest.mark.parametrize("limit", [{"budget": 14}, {"keep_ratio": 0.4}], ids=str)
-@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
+@pairs(
+    group_reduce=["mean", "max", "sum", "none"],
+    limit=[{"budget": 14}, {"keep_ratio": 0.4}],
+    pooling=POOLINGS[1::2] + POOLINGS[-1:],
+    with_sinks=[False, True],
+    extra=[0, 3],
+)
 def test_a_padded_row_keeps_what_it_keeps_alone(group_reduce, limit, pooling, with_sinks, extra):
     """Rows longer and shorter than the budget (14) and than the window (6)."""
     policy = SnapKV(**limit, window_size=6, group_reduce=group_reduce, **pooling)

@@ -26,6 +26,7 @@ from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import call, random_ids, tiny_model
 from tests.ops.states import layer_with_scores, random_layer
 from tests.oracle import masked_decode_logits, masked_generate, unwrapped
+from tests.pairs import pairs
 
 PROMPT, BUDGET, WINDOW = 80, 36, 8
 
@@ -61,10 +62,13 @@ def read(model, policy, ids, **options):
     return cache
 
 
-@pytest.mark.parametrize("policy", [*METHODS.values(), PER_QUERY_HEAD], ids=[*METHODS, "per query"])
-@families
-@pytest.mark.parametrize("at_once", [1, 4], ids=["one by one", "four at once"])
-def test_decode_logits_equal_masked_full_attention(policy, family, implementation, at_once):
+@pairs(
+    policy={**METHODS, "per query": PER_QUERY_HEAD},
+    of=[("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager"), ("gpt_oss", "eager")],
+    at_once=[1, 4],
+)
+def test_decode_logits_equal_masked_full_attention(policy, of, at_once):
+    family, implementation = of
     model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
     tokens = random_ids(2, 4, seed=1)
     cache = read(model, policy, ids)

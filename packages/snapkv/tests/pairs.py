@@ -1,0 +1,25 @@
+"""Products of parameters, chosen so that any two values meet at least once."""
+
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+
+
+def pairs(**axes: Any) -> pytest.MarkDecorator:
+    """Parametrize by these axes; a value of a mapping is named by its key."""
+    named = {name: _named(values) for name, values in axes.items()}
+    if len(named) == 1:
+        raise ValueError("pairs: expected two axes or more; use pytest.mark.parametrize")
+    rows = [list(row) for row in AllPairs([list(values) for values in named.values()])]
+    return pytest.mark.parametrize(
+        tuple(named),
+        [[values[key] for values, key in zip(named.values(), row, strict=True)] for row in rows],
+        ids=["-".join(filter(None, row)) for row in rows],
+    )
+
+
+def _named(values: Any) -> dict[str, Any]:
+    if isinstance(values, dict):
+        return values
+    return {str(value).removeprefix("torch."): value for value in values}
