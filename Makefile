@@ -36,7 +36,7 @@ test: $(INSTALLED) ## The default tests: offline, on a CPU, under ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(INSTALLED) ## The tests that take minutes each
-	$(BIN)/python -m pytest -m 'slow and not vllm'
+	$(BIN)/python -m pytest -m 'slow and not (vllm or triton)'
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The model and cache tests on the oldest supported transformers
 	PYTHONPATH=$(OLDEST):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
@@ -46,7 +46,7 @@ test-devices: $(INSTALLED) ## Everything on a device that is not there, so that 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m devices $(CORE)/test_devices.py
 
 test-kernels: $(INSTALLED) $(TRITON) ## The kernels without a GPU: interpreted, and compiled for devices
-	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m triton $(CORE)/ops
+	PYTHONPATH=$(TRITON):$(PYTHONPATH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'triton and not slow' $(CORE)/ops
 
 test-browser: $(INSTALLED) ## The inspector's page in a headless Chromium, which is installed where apt-get can
 	command -v chromedriver >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; }
@@ -59,7 +59,7 @@ test-sweeps: $(INSTALLED) ## Evaluations on workers of a Ray cluster, on loopbac
 docs: $(INSTALLED) ## The documentation, into build/docs, with every link checked
 	$(BIN)/python -m pytest -m docs tests/docs tests/examples tests/test_pages.py tests/test_path.py
 
-test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments.kvpress`
+test-kvpress: $(INSTALLED) $(KVPRESS)/.installed ## Its SnapKV beside ours, in `python -m snapkv_lab.experiments kvpress`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m kvpress $(LAB)/experiments
 
 test-serving: $(SERVING) ## The tests of the vLLM plugin on both of its runners, in an environment of their own
@@ -108,26 +108,26 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff format
 
 results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
-	$(BIN)/python -m snapkv_lab.experiments.quality
-	$(BIN)/python -m snapkv_lab.experiments.speed
-	$(BIN)/python -m snapkv_lab.experiments.methods
-	$(BIN)/python -m snapkv_lab.experiments.streaming
-	$(BIN)/python -m snapkv_lab.experiments.studies
-	$(BIN)/python -m snapkv_lab.experiments.evaluation
-	$(BIN)/python -m snapkv_lab.experiments.ragged
-	$(BIN)/python -m snapkv_lab.experiments.medusa
-	$(BIN)/python -m snapkv_lab.experiments.recall
-	$(BIN)/python -m snapkv_lab.experiments.chunked
-	$(BIN)/python -m snapkv_lab.experiments.bits
-	$(BIN)/python -m snapkv_lab.experiments.appending
-	$(BIN)/python -m snapkv_lab.experiments.flat
-	$(BIN)/python -m snapkv_lab.experiments.first_day
-	$(BIN)/python -m snapkv_lab.experiments.pooling
-	$(BIN)/python -m snapkv_lab.experiments.auto_budget
-	$(BIN)/python -m snapkv_lab.experiments.sharing
-	$(BIN)/python -m snapkv_lab.experiments.workers
-	$(BIN)/python -m snapkv_lab.experiments.leaderboard
-	$(BIN)/python -m snapkv_lab.experiments.results
+	$(BIN)/python -m snapkv_lab.experiments quality
+	$(BIN)/python -m snapkv_lab.experiments speed
+	$(BIN)/python -m snapkv_lab.experiments methods
+	$(BIN)/python -m snapkv_lab.experiments streaming
+	$(BIN)/python -m snapkv_lab.experiments studies
+	$(BIN)/python -m snapkv_lab.experiments evaluation
+	$(BIN)/python -m snapkv_lab.experiments ragged
+	$(BIN)/python -m snapkv_lab.experiments medusa
+	$(BIN)/python -m snapkv_lab.experiments recall
+	$(BIN)/python -m snapkv_lab.experiments chunked
+	$(BIN)/python -m snapkv_lab.experiments bits
+	$(BIN)/python -m snapkv_lab.experiments appending
+	$(BIN)/python -m snapkv_lab.experiments flat
+	$(BIN)/python -m snapkv_lab.experiments first_day
+	$(BIN)/python -m snapkv_lab.experiments pooling
+	$(BIN)/python -m snapkv_lab.experiments auto_budget
+	$(BIN)/python -m snapkv_lab.experiments sharing
+	$(BIN)/python -m snapkv_lab.experiments workers
+	$(BIN)/python -m snapkv_lab.experiments leaderboard
+	$(BIN)/python -m snapkv_lab.experiments results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

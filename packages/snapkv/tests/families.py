@@ -87,6 +87,12 @@ CASES = tuple(
     (family, implementation) for family in FAMILIES for implementation in IMPLEMENTATIONS[family]
 )
 
+ONCE = tuple(
+    (family, IMPLEMENTATIONS[family][index % len(IMPLEMENTATIONS[family])])
+    for index, family in enumerate(FAMILIES)
+)
+"""Every family under one attention, both in turns; the whole product is `CASES`."""
+
 
 def tiny_config(family: str, **changes):
     return AutoConfig.for_model(family, **{**_BASE, **_OWN.get(family, {}), **changes})

@@ -35,7 +35,7 @@ from snapkv.decoding import CandidateTree, Medusa, SelfSpeculation
 from snapkv.hf import fidelity
 from snapkv.kvzip import read_context
 from tests.decoding.heads import random_heads
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import ONCE, random_ids, tiny_model
 from tests.pretended import Pretended, pretending
 
 pytestmark = pytest.mark.devices
@@ -123,7 +123,7 @@ def test_every_method_and_storage(name, pads, require_same):
     require_same(run)
 
 
-@pytest.mark.parametrize(("family", "implementation"), [c for c in CASES if c[1] != "flex"])
+@pytest.mark.parametrize(("family", "implementation"), ONCE)
 def test_every_family(family, implementation, require_same):
     def run(model, put):
         cache = CompressedCache(model, SNAPKV)

@@ -2,10 +2,13 @@
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from snapkv.cache.saving.writing import replace_file
 from snapkv.errors import InvalidArgumentError, missing_package
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -35,7 +38,7 @@ def require_drawable(path: str | None = None) -> None:
         raise missing_package("plot: drawing figures", "matplotlib") from error
 
 
-def figure(width: float, height: float) -> Any:
+def figure(width: float, height: float) -> "Figure":
     """An empty figure, in inches; no window is opened for it."""
     from matplotlib.figure import Figure
 

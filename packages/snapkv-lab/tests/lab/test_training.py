@@ -11,7 +11,7 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.settings import MedusaTraining
 from snapkv.decoding import load_heads
 from snapkv_lab.training import medusa
-from snapkv_lab.training.answers import Exchange
+from snapkv_lab.training.medusa import Exchange
 from tests.decoding.heads import random_heads
 from tests.families import random_ids, tiny_model
 

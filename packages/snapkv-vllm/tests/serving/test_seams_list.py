@@ -6,11 +6,9 @@ from pathlib import Path
 from snapkv_vllm import versions
 from tests.serving.seams import SEAMS, VERSIONS
 
-ROOT = Path(__file__).parents[4]
-
 
 def test_every_part_has_a_test_of_its_own():
-    source = (ROOT / "tests/serving/vllm/test_seams.py").read_text(encoding="utf-8")
+    source = Path(__file__).parent.joinpath("vllm/test_seams.py").read_text(encoding="utf-8")
     found = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     named = [seam.test for seam in SEAMS]
     assert len(named) == len(set(named))

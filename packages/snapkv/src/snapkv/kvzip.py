@@ -139,11 +139,7 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise where a policy needs a second reading and will not get it; `remedy` says what to do.
-
-    Raises:
-        InvalidArgumentError: such a policy.
-    """
+    """Raise where a policy needs a second reading and will not get it; `remedy` says what to do."""
     if policy.reads_twice:
         raise InvalidArgumentError(
             f"policy: expected one that chooses when a prompt has been read once, got "
@@ -185,12 +181,7 @@ class _Repetition(Hook):
 
 
 class _Observer:
-    """Sees a layer's queries of every piece, and notes the most attention each position got.
-
-    Args:
-        tokens: T, the length of the context.
-        plus: whether attention counts by what it adds.
-    """
+    """Sees a layer's queries of every piece, and notes the most attention each position got."""
 
     def __init__(self, tokens: int, *, plus: bool) -> None:
         self._tokens, self._plus = tokens, plus

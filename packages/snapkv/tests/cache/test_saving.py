@@ -45,7 +45,7 @@ from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_config, t
 PROMPT = 90
 POLICY = SnapKV(40, window_size=8)
 ROOT = Path(__file__).parents[4]
-HERE = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+HERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 KINDS = {
     "dynamic": (POLICY, {}),

@@ -10,6 +10,7 @@ import pytest
 from snapkv.cli.outputs import require_outputs
 from tests.cli.commands import commands
 
+OURS = ("snapkv.cli.", "snapkv_lab.cli.")
 COMMANDS = {str(command): inspect.unwrap(command.callback) for command in commands()}
 
 
@@ -36,9 +37,9 @@ def written(kind):
 def parts(found):
     """What a name of the command line stands for: functions, those of a class, or a constant."""
     found = inspect.unwrap(found) if inspect.isroutine(found) else getattr(found, "fget", found)
-    if inspect.isclass(found) and found.__module__.startswith("snapkv.cli."):
+    if inspect.isclass(found) and found.__module__.startswith(OURS):
         return [part for each in written(found).values() for part in parts(each)]
-    is_ours = getattr(found, "__module__", "snapkv.cli.").startswith("snapkv.cli.")
+    is_ours = getattr(found, "__module__", "snapkv.cli.").startswith(OURS)
     return [found] if is_ours and found not in COMMANDS.values() else []
 
 
@@ -54,7 +55,7 @@ def read_by(command, kind):
         found = set(words(part))
         said |= found
         if isinstance(part, FunctionType):
-            modules = [word for word in found if word.startswith("snapkv.cli.")]
+            modules = [word for word in found if word.startswith(OURS)]
             homes = [vars(importlib.import_module(module)) for module in modules]
             for home in (part.__globals__, own, *homes):
                 todo += [each for name in found & home.keys() for each in parts(home[name])]

@@ -1,23 +1,17 @@
 """Every table of every command, on narrow screens: nothing is cut off, no heading is broken."""
 
-import ast
 import io
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-import snapkv
 from snapkv.app.answering import Answer
 from snapkv.app.models import load_outline
 from snapkv.cache.report import CacheReport
 from snapkv.cli import tables
 from snapkv.cli.grid import Grid, show
 from snapkv.plan import Plan, Request, footprint_of
-from snapkv_lab.evaluate.runner import Results
-from snapkv_lab.evaluate.tasks import RagCitation
-from snapkv_lab.study.base import Table as StudyTable
 
 URL = "https://example.org/" + "/".join(f"{n:x}" * 9 for n in range(900, 911)) + "?end"
 HASH = "sha256:" + "".join(f"{n:02x}" for n in range(100, 164))
@@ -47,81 +41,23 @@ def answers():
     ]
 
 
-def results():
-    rows = [
-        {
-            "method": method,
-            "question": "visible",
-            "cell": {"documents": documents},
-            "score": 0.5,
-            "policy": {"name": "full" if method == "full" else "snapkv"},
-            "status": "ok",
-            "held_bytes": 10**9,
-            "full_bytes": 4 * 10**9,
-            "token_ms": 212.0,
-            "interval": [0.4, 0.6],
-            "scores": {f"{documents}/0": 0.4, f"{documents}/1": 0.6},
-            "difference": None,
-        }
-        for method in ("full", LABEL)
-        for documents in (10, 20, 30, 40, 50, 1000, 2000, 3000)
-    ]
-    run = {"model": {"name": "demo"}}
-    return Results(folder=Path(), run=run, task=RagCitation(), rows=rows)
-
-
-def bench_rows():
-    spread = {"p20": 1.0, "p50": 1234.5, "p80": 3000.0}
-    return [
-        {
-            "bench": "decode",
-            "cache": cache,
-            "length": 131072,
-            "batch": 16,
-            "status": status,
-            "chunk_tokens": 4096,
-            "cap_tokens": 32768,
-            "ms_per_token": spread,
-            "tokens_per_second": 123456.789,
-            "held_bytes": 10**11,
-            "peak_growth_bytes": 10**11,
-            "of_ceiling": 0.931,
-            "ratio": spread,
-            "limited_by": "most_requests",
-        }
-        for cache, status in (("transformers-static", "ok"), (LABEL, "out of memory"))
-    ]
-
-
 def plan():
     request = Request(context_tokens=4000, memory_bytes=8 * 10**9, bandwidth_bytes=1e12)
     return Plan(model=FILE, footprint=footprint_of(load_outline("demo")), request=request)
 
 
-def metrics():
-    return [
-        {"task": FILE, "metric": "exact_match", "filter": "none", "method": method, "score": 0.25}
-        for method in ("full", LABEL)
-    ]
-
-
 TABLES = {
     "ask": (lambda: tables.answers_table(answers(), with_text=True), (URL, HASH, FILE, "漢" * 50)),
     "ask, shown already": (lambda: tables.answers_table(answers(), with_text=False), ()),
-    "eval": (lambda: tables.results_table(results()), (LABEL,)),
-    "eval lm-eval": (lambda: tables.metrics_table("lm-eval", metrics()), (FILE, LABEL)),
-    "bench": (lambda: tables.bench_table(bench_rows()), (LABEL,)),
-    "study": (
-        lambda: tables.study_table(
-            StudyTable(
-                title=f"of {FILE}",
-                header=("kept", "question", "hit rate", "weighted", "beyond the first 4"),
-                lines=[("sinks and recent", URL, "0.93 (0.10 to 1.00)", HASH, "-")],
-            )
-        ),
-        (FILE, URL, HASH),
-    ),
     "plan": (lambda: tables.plan_table(plan()), (FILE,)),
+    "many columns": (
+        lambda: Grid(
+            title=f"of {FILE}",
+            headings=("kept", "question", "hit rate", "weighted", "beyond the first 4", LABEL),
+            rows=(("sinks and recent", URL, "0.93 (0.10 to 1.00)", HASH, "-", "1,234,567.8"),),
+        ),
+        (FILE, URL, HASH, LABEL),
+    ),
 }
 
 
@@ -143,7 +79,7 @@ def words(grid):
     return [word for heading in grid.headings for word in str(heading).split()]
 
 
-@pytest.mark.parametrize("width", [20, 40, 80, 120])
+@pytest.mark.parametrize("width", [20, 80])
 @pytest.mark.parametrize("name", TABLES)
 def test_nothing_is_lost_on_a_narrow_screen(name, width):
     make, texts = TABLES[name]
@@ -156,7 +92,7 @@ def test_nothing_is_lost_on_a_narrow_screen(name, width):
         assert any("".join(text.split()) in part for part in found), text
 
 
-@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("width", [40])
 @pytest.mark.parametrize("name", TABLES)
 def test_no_word_of_a_heading_is_broken(name, width):
     grid = TABLES[name][0]()
@@ -185,15 +121,3 @@ def test_a_terminal_without_unicode_still_shows_everything(monkeypatch):
     monkeypatch.setattr(sys, "stdout", output)
     show(Grid(headings=("a", "b"), rows=(("schön", "x"),)))
     assert "sch\\xf6n" in output.buffer.getvalue().decode()
-
-
-def test_every_table_is_drawn_in_one_place():
-    """A report of a cache is a text of 100 columns for programs; all others fit the screen."""
-    source = Path(snapkv.__file__).parent
-    using = {
-        str(path.relative_to(source))
-        for path in source.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module == "rich.table"
-    }
-    assert using == {"cli/grid.py", "cache/report.py"}

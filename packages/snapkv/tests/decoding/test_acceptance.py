@@ -18,11 +18,6 @@ def test_the_longest_path_that_the_model_would_take():
     assert accept_greedily(TREE.paths, tokens, torch.tensor([9, 8, 0, 0])) == [0]
 
 
-def test_a_draft_behind_a_rejected_one_is_not_accepted():
-    tokens = torch.tensor([5, 6, 7, 8])
-    assert accept_greedily(TREE.paths, tokens, torch.tensor([1, 8, 0, 0])) == [0]
-
-
 def test_of_equal_paths_the_first_is_taken():
     tree = CandidateTree(((0,), (1,)))
     tokens = torch.tensor([5, 6, 6])
@@ -39,12 +34,6 @@ def test_a_pad_is_never_accepted(pad):
     probabilities = torch.zeros(4, 9)
     probabilities[torch.arange(4), chosen] = 1.0
     assert accept_typically(TREE.paths, tokens, probabilities) == [0, 2]
-
-
-def test_without_candidates_the_root_stays():
-    root, chosen = CandidateTree(()).paths, torch.tensor([3])
-    assert accept_greedily(root, torch.tensor([5]), chosen) == [0]
-    assert accept_typically(root, torch.tensor([5]), torch.full((1, 9), 1 / 9)) == [0]
 
 
 def test_typical_acceptance_by_hand():

@@ -24,7 +24,7 @@ def replaced(model: Module) -> int:
 
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1,), (2,), (1, 3), (1, MOST_ROWS), (2, 2), (1, MOST_ROWS + 1)])
+@pytest.mark.parametrize("shape", [(1,), (1, MOST_ROWS), (2, 2), (1, MOST_ROWS + 1)])
 def test_the_numbers_are_those_of_the_layer(shape, bias):
     torch.manual_seed(0)
     layer, states = Linear(48, 80, bias=bias), torch.randn(*shape, 48)
@@ -53,22 +53,6 @@ def test_other_layers_dtypes_and_training_are_left_alone():
         assert replaced(layers) == 1
         assert layers[2](torch.randn(2, 4)).requires_grad
     assert replaced(layers) == 0
-
-
-@torch.no_grad()
-def test_under_autocast_the_dtype_is_the_layers_own():
-    layer, states = Linear(8, 8), torch.randn(1, 3, 8)
-    with torch.autocast("cpu", torch.bfloat16), fast_few_rows(layer):
-        assert layer(states).dtype == torch.bfloat16
-
-
-def test_two_at_once_leave_nothing_behind():
-    layer = Linear(4, 4)
-    with fast_few_rows(layer):
-        with fast_few_rows(layer):
-            assert replaced(layer) == 1
-        assert replaced(layer) == 1
-    assert replaced(layer) == 0
 
 
 def test_the_model_is_as_it_was_when_a_text_has_ended_or_failed():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList, TextStreamer
+from transformers import TextStreamer
 
 from snapkv import (
     H2O,
@@ -21,7 +21,7 @@ from snapkv.decoding import CandidateTree, Medusa
 from snapkv.hf import forward_context
 from snapkv.hf.masks import tree_mask
 from tests.decoding.heads import KnowingHeads, random_heads
-from tests.families import CASES, SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
+from tests.families import ONCE, SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
 
 PROMPT, NEW = 80, 20
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
@@ -36,10 +36,10 @@ STORAGES = {
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 BUSHY = CandidateTree.likeliest([(0.3, 0.3, 0.3)] * 3, 39)
 
-MIXED = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
+MIXED = ("llama", "gemma3_text", "deepseek_v3")
 COMBINED = [
     (*case, storage)
-    for case in CASES
+    for case in ONCE
     for storage in STORAGES
     if storage == "dynamic" or case[0] in MIXED
 ]
@@ -88,7 +88,7 @@ def test_branches_are_verified_as_if_each_were_alone(family, implementation, sto
 
 
 @storages
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_greedy_text_is_that_of_plain_decoding(storage, seed):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT + seed, seed=seed)
     text = generate(model, ids, new_cache(model, storage))
@@ -107,38 +107,6 @@ def test_nothing_accepted_is_plain_decoding(storage):
     assert torch.equal(generate(model, ids, cache, custom_generate=medusa), text)
     assert medusa.tally.accepted < 5
     assert medusa.tally.passes + medusa.tally.accepted == NEW - 1
-
-
-def test_slots_and_tokens_grow_alike():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    text = generate(model, ids, new_cache(model, "uneven layers"))
-    cache = new_cache(model, "uneven layers")
-    grown = []
-
-    def watch(*_):
-        grown.append([layer.seen_tokens - layer.store.slots for layer in cache.layers])
-        return torch.tensor([False])
-
-    generate(
-        model,
-        ids,
-        cache,
-        custom_generate=Medusa(KnowingHeads.of(model, cache, text), BUSHY),
-        stopping_criteria=StoppingCriteriaList([watch]),
-    )
-    assert len(set(map(tuple, grown))) == 1
-    assert len(set(grown[0])) > 1
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 3])
-def test_a_tree_is_cut_to_the_heads_there_are(num_heads):
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    text = generate(model, ids, new_cache(model, "dynamic"))
-    cache = new_cache(model, "dynamic")
-    deep = CandidateTree.likeliest([(0.5, 0.4)] * 4, 30)
-    medusa = Medusa(KnowingHeads.of(model, cache, text, num_heads), deep)
-    assert medusa.tree.depth == num_heads
-    assert torch.equal(generate(model, ids, cache, custom_generate=medusa), text)
 
 
 def test_the_text_ends_where_plain_decoding_ends():
@@ -181,7 +149,7 @@ def test_logits_processors_see_the_path_to_every_candidate():
     assert medusa.tally.acceptance_length > 2
 
 
-@pytest.mark.parametrize("chunk", [7, 40])
+@pytest.mark.parametrize("chunk", [7])
 def test_a_prompt_read_in_chunks(chunk):
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     text = generate(model, ids, new_cache(model, "dynamic"))
@@ -222,17 +190,6 @@ def test_streaming_gives_the_same_tokens():
     medusa = Medusa(random_heads(model), BUSHY)
     text = generate(model, ids, cache, custom_generate=medusa, streamer=streamer)
     assert streamer.tokens == [*text[0].tolist(), "end"]
-
-
-def test_a_decoding_without_a_streamer_is_left_alone():
-    model, ids, streamer = tiny_model("llama"), random_ids(1, PROMPT), _Recorder()
-
-    def own(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        assert "streamer" not in kwargs
-        return input_ids
-
-    cache = new_cache(model, "dynamic")
-    assert torch.equal(generate(model, ids, cache, custom_generate=own, streamer=streamer), ids)
 
 
 def test_sampling_takes_only_plausible_tokens():

@@ -63,19 +63,6 @@ def test_several_tokens_at_once_equal_one_by_one(family, implementation):
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
-def test_announced_prompt_may_come_in_pieces(model):
-    ids = random_ids(2, PROMPT)
-    whole = CompressedCache(model, POLICY)
-    call(model, whole, ids)
-    pieces = CompressedCache(model, POLICY)
-    pieces.expect_prompt(PROMPT)
-    for piece in ids.split([50, 1, 25, 4], dim=1):
-        assert pieces.report().kept_tokens == pieces.get_seq_length()
-        call(model, pieces, piece)
-    for layer in range(4):
-        assert torch.equal(pieces.kept_positions(layer), whole.kept_positions(layer))
-
-
 def test_tokens_behind_an_announced_prompt_neither_vote_nor_count(model):
     ids, drafts = random_ids(1, PROMPT), random_ids(1, 5, seed=1)
     cache = CompressedCache(model, POLICY)
@@ -87,11 +74,6 @@ def test_tokens_behind_an_announced_prompt_neither_vote_nor_count(model):
     torch.testing.assert_close(together, torch.cat([first, rest], 1), atol=1e-4, rtol=1e-4)
     for layer in range(4):
         assert torch.equal(cache.kept_positions(layer), apart.kept_positions(layer))
-
-
-def test_first_pass_is_the_prompt_and_later_ones_are_stored_whole(filled):
-    assert filled.get_seq_length() == PROMPT + 4
-    assert filled.report().kept_tokens == BUDGET + 4
 
 
 # Bookkeeping.
@@ -130,16 +112,6 @@ def test_a_crop_that_one_layer_refuses_changes_none(model):
     call(model, cache, ids[:, :1])
 
 
-def test_crop_of_an_uncompressed_prompt_allows_another_ending(model):
-    ids, cache = random_ids(1, 34), CompressedCache(model, POLICY)
-    call(model, cache, ids)
-    cache.crop(-10)
-    call(model, cache, random_ids(1, 50, seed=1))
-    fresh = CompressedCache(model, POLICY)
-    call(model, fresh, torch.cat([ids[:, :24], random_ids(1, 50, seed=1)], dim=1))
-    assert torch.equal(cache.kept_positions(3), fresh.kept_positions(3))
-
-
 def test_rows_can_be_reordered_selected_and_repeated(model):
     ids, token = random_ids(3, PROMPT), random_ids(3, 1, seed=1)
 
@@ -167,16 +139,6 @@ def test_reset_forgets_everything(model, filled):
     fresh = CompressedCache(model, POLICY)
     assert torch.equal(call(model, filled, ids), call(model, fresh, ids))
     assert torch.equal(filled.kept_positions(1), fresh.kept_positions(1))
-
-
-def test_kept_positions_are_ascending_true_positions_with_the_window(filled):
-    for layer in range(4):
-        kept = filled.kept_positions(layer)
-        assert kept.shape == (2, 2, BUDGET + 4)
-        assert kept.dtype == torch.int64
-        assert (kept.diff(dim=-1) > 0).all()
-        window = torch.arange(PROMPT - WINDOW, PROMPT + 4)
-        assert (kept[..., -WINDOW - 4 :] == window).all()
 
 
 def test_kept_positions_of_a_padded_row_start_at_its_first_token(model):
@@ -278,20 +240,6 @@ def test_another_batch_size_is_refused_and_changes_nothing(model, filled):
     call(model, filled, random_ids(2, 1))
 
 
-def test_another_model_is_refused(filled):
-    other = copy.deepcopy(tiny_model("llama"))
-    with pytest.raises(CacheMismatchError, match="another LlamaAttention"):
-        call(other, filled, random_ids(2, 1))
-
-
-def test_a_model_whose_attention_was_set_back_is_refused():
-    model = copy.deepcopy(tiny_model("llama"))
-    cache = CompressedCache(model, POLICY)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(CacheMismatchError, match="another attention implementation"):
-        call(model, cache, random_ids(1, PROMPT))
-
-
 def test_a_cache_is_refused_after_an_interrupted_forward_until_it_is_reset(model):
     cache = CompressedCache(model, POLICY)
     broken = model.model.layers[2].mlp.register_forward_hook(_fail)
@@ -320,11 +268,6 @@ def test_expect_prompt_refuses(filled, tokens):
 def test_a_policy_must_be_one(model, policy):
     with pytest.raises(InvalidTypeError, match=r"policy: expected a policy such as"):
         CompressedCache(model, policy)
-
-
-def test_a_model_must_be_one():
-    with pytest.raises(InvalidTypeError, match=r"model: expected a transformers PreTrainedModel"):
-        CompressedCache(torch.nn.Linear(2, 2), POLICY)
 
 
 REFUSED = {
@@ -410,17 +353,6 @@ def test_a_refused_forward_pass_leaves_nothing_behind(model):
     fresh = CompressedCache(model, POLICY)
     assert torch.equal(call(model, cache, ids), call(model, fresh, ids))
     assert cache.report().kept_tokens == BUDGET
-
-
-def test_a_refusal_does_not_spoil_the_next_call_without_a_cache():
-    model = copy.deepcopy(tiny_model("llama"))
-    cache = CompressedCache(model, POLICY)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(CacheMismatchError):
-        call(model, cache, random_ids(1, PROMPT))
-    another = CompressedCache(model, POLICY)
-    assert model(random_ids(1, 9)).logits.shape == (1, 9, VOCABULARY)
-    assert another.get_seq_length() == 0
 
 
 def test_bytes_of_linear_attention_are_counted():

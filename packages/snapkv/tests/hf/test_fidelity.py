@@ -105,26 +105,6 @@ def test_a_bias_on_the_scores_is_refused(dtype):
         require_faithful_scores(layer, whole_output(layer, bias=bias), module())
 
 
-def test_a_small_temperature_is_noticed_in_float32():
-    layer = states()
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, whole_output(layer, scaling=0.25 * 1.01), module())
-
-
-def test_attention_to_another_query_is_refused():
-    layer = states()
-    output = whole_output(replace(layer, queries=layer.queries[:, :, :-1]))
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, output, module())
-
-
-def test_values_of_another_head_are_refused():
-    layer = states()
-    output = whole_output(replace(layer, values=layer.values.flip(1)))
-    with pytest.raises(UnsupportedModelError):
-        require_faithful_scores(layer, output, module())
-
-
 @dtypes
 def test_an_output_that_is_not_a_number_is_refused(dtype):
     layer = states(dtype)

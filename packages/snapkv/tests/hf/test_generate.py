@@ -1,6 +1,5 @@
 """Every way `model.generate` can run, on a compressed cache, against masked full attention."""
 
-import copy
 import gc
 import inspect
 import pickle
@@ -11,7 +10,7 @@ import pytest
 import torch
 from transformers import TextStreamer, pipeline
 
-from snapkv import CacheMismatchError, CompressedCache, FullCache, InvalidArgumentError, SnapKV
+from snapkv import CacheMismatchError, CompressedCache, InvalidArgumentError, SnapKV
 from tests.families import SLIDING_LAYERS_CRASH_AFTER_DRAFTS, random_ids, tiny_model
 from tests.oracle import masked_generate, unwrapped
 
@@ -56,13 +55,7 @@ def test_mode_equals_masked_full_attention(family, mode):
 
 
 @families
-def test_compression_changes_what_is_generated(family):
-    model, ids = tiny_model(family), random_ids(2, PROMPT)
-    assert not torch.equal(generate(model, ids)[0], generate(model, ids, FullCache())[0])
-
-
-@families
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["greedy", "beam sampling"])
 def test_covering_budget_equals_plain_transformers(family, mode):
     model, ids = tiny_model(family), random_ids(2, PROMPT)
     torch.manual_seed(0)
@@ -89,7 +82,7 @@ def test_left_padded_batch_equals_each_row_alone(family):
 
 
 @families
-@pytest.mark.parametrize("chunk", [3, 8, 27, 79, 80, 200], ids="chunk {}".format)
+@pytest.mark.parametrize("chunk", [3, 27, 79, 200], ids="chunk {}".format)
 def test_chunked_prefill_equals_one_pass(family, chunk):
     model, ids = tiny_model(family), random_ids(1, PROMPT)
     whole, whole_cache = generate(model, ids)
@@ -152,13 +145,6 @@ def test_drafts_behind_a_padded_prompt_equal_greedy():
     assert torch.equal(looked, greedy)
 
 
-def test_eager_prompt_lookup_equals_greedy():
-    model, ids = tiny_model("gpt_oss", "eager"), random_ids(1, PROMPT) % 9 + 3
-    greedy, _ = generate(model, ids)
-    looked, _ = generate(model, ids, prompt_lookup_num_tokens=6, max_matching_ngram_size=1)
-    assert torch.equal(looked, greedy)
-
-
 class _Recorder(TextStreamer):
     def __init__(self):
         self.tokens = []
@@ -184,16 +170,6 @@ def test_restart_feeds_only_what_is_new():
     second = model.generate(first, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 7})
     assert torch.equal(second, whole)
     assert cache.get_seq_length() == PROMPT + 11
-
-
-def test_second_turn_is_stored_whole_behind_the_first():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    first, cache = generate(model, ids, max_new_tokens=5)
-    turn = torch.cat([first, random_ids(1, 9, seed=3)], dim=1)
-    model.generate(turn, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 1})
-    assert cache.get_seq_length() == turn.shape[1]
-    tail = cache.kept_positions(0)[0, 0, 36:]
-    assert tail.tolist() == list(range(PROMPT, turn.shape[1]))
 
 
 def test_prompt_that_fits_is_compressed_when_a_later_turn_outgrows_the_budget():
@@ -258,19 +234,6 @@ def test_other_caches_pass_through_the_wrapped_model():
     assert torch.equal(model.generate(ids, **OPTIONS), plain)
     assert torch.equal(model.generate(ids, **OPTIONS, use_cache=False), plain)
     assert cache.get_seq_length() == 0
-
-
-def test_copied_model_generates_with_its_own_weights():
-    model, ids = tiny_model("llama"), random_ids(1, PROMPT)
-    cache = CompressedCache(model, POLICY)
-    other = copy.deepcopy(model)
-    del cache
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.neg_()
-    assert other.generate.model is other
-    tokens, _ = generate(other, ids)
-    assert not torch.equal(tokens, generate(model, ids)[0])
 
 
 def test_longer_mask_means_that_only_new_ids_were_passed():

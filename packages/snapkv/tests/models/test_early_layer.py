@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, InvalidArgumentError, OutputError, SnapKV
-from snapkv.prefill import early_layer, gemfilter, selective
+from snapkv.prefill import gemfilter, selective
 from snapkv.prefill.early_layer import (
     default_early_layer,
     known_early_layer,
@@ -90,14 +90,6 @@ def test_what_does_not_say_it_is_no_knowledge_and_named_once(model, content, cap
     assert known_early_layer(model) == 3
 
 
-def test_a_file_that_cannot_be_read_is_no_knowledge(model, caplog):
-    path = remember_early_layer(model, 3)
-    path.unlink()
-    path.mkdir()
-    assert known_early_layer(model) is None
-    assert str(path) in caplog.text
-
-
 @pytest.mark.parametrize("layer", [0, LAYERS])
 def test_no_layer_of_the_model_is_refused(model, layer, early_layers):
     with pytest.raises(InvalidArgumentError, match="layer: expected"):
@@ -109,12 +101,6 @@ def test_a_folder_that_cannot_be_written_is_named_in_one_line(model, early_layer
     early_layers.write_text("in the way")
     with pytest.raises(OutputError, match="early-layers-"):
         remember_early_layer(model, 3)
-
-
-def test_the_folder_is_in_the_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.undo()  # the place that other tests are given
-    monkeypatch.setenv("SNAPKV_CACHE_DIR", str(tmp_path))
-    assert early_layer.early_layers_folder() == tmp_path / "early-layers"
 
 
 def test_what_was_found_of_the_demo_model_comes_with_the_package(demo):

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, FullCache, SnapKV, UnsupportedModelError
-from tests.families import CASES, FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
+from tests.families import CASES, FAMILIES, IMPLEMENTATIONS, ONCE, random_ids, tiny_model
 from tests.oracle import masked_decode_logits, unwrapped
 
 PROMPT = 90
@@ -13,6 +13,7 @@ BUDGET = 40
 POLICY = SnapKV(BUDGET, window_size=8, kernel_size=5)
 
 cases = pytest.mark.parametrize(("family", "implementation"), CASES)
+once = pytest.mark.parametrize(("family", "implementation"), ONCE)
 
 
 @torch.no_grad()
@@ -57,7 +58,7 @@ def test_decode_logits_equal_masked_full_attention(family, implementation):
     assert (full - got).abs().max() > 1e-3, "compression must matter for this test to mean anything"
 
 
-@cases
+@once
 def test_dropping_a_different_set_is_noticed(family, implementation):
     """The oracle can fail: one kept position swapped for a dropped one changes the logits."""
     model, ids = tiny_model(family, implementation), random_ids(1, PROMPT)
@@ -71,7 +72,7 @@ def test_dropping_a_different_set_is_noticed(family, implementation):
     assert (expected - got).abs().max() > 1e-3
 
 
-@cases
+@once
 def test_tokens_and_logits_are_bit_identical_when_the_budget_covers_the_prompt(
     family, implementation
 ):
@@ -84,7 +85,7 @@ def test_tokens_and_logits_are_bit_identical_when_the_budget_covers_the_prompt(
         assert torch.equal(got, plain), policy
 
 
-@cases
+@once
 def test_first_token_is_that_of_the_full_cache(family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
     nothing = ids[:, :0]
@@ -92,7 +93,7 @@ def test_first_token_is_that_of_the_full_cache(family, implementation):
     assert torch.equal(feed(model, CompressedCache(model, POLICY), ids, nothing), full)
 
 
-@cases
+@once
 def test_stored_rows_are_exact_copies(family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(2, PROMPT)
     full, small = CompressedCache(model, FullCache()), CompressedCache(model, POLICY)
@@ -108,7 +109,7 @@ def test_stored_rows_are_exact_copies(family, implementation):
             assert torch.equal(part, expected)
 
 
-@cases
+@once
 @pytest.mark.parametrize("policy", [POLICY, SnapKV(keep_ratio=0.3, window_size=8)], ids=str)
 def test_left_padded_rows_decode_as_they_do_alone(family, implementation, policy):
     lengths = [PROMPT, 61, 30, 5]  # whole, shorter, below the budget, below the window
@@ -126,7 +127,7 @@ def test_left_padded_rows_decode_as_they_do_alone(family, implementation, policy
                 assert padded[head][padded[head] >= 0].tolist() == kept.tolist()
 
 
-@cases
+@once
 def test_per_query_head_selection_equals_its_masked_oracle(family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(1, PROMPT)
     continuation = random_ids(1, 3, seed=1)

@@ -31,11 +31,11 @@ from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.prefill import gemfilter, layer_by_layer, selective
 from snapkv.prefill.selective import _TokensThatGoOn, _voting
-from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
+from tests.families import FAMILIES, IMPLEMENTATIONS, ONCE, random_ids, tiny_model
 
 HYBRID = ("cohere2", "gemma2", "gemma3_text", "gpt_oss")
 WHOLE = tuple(family for family in FAMILIES if family not in HYBRID)
-CASES = [(family, name) for family in WHOLE for name in IMPLEMENTATIONS[family]]
+CASES = [case for case in ONCE if case[0] in WHOLE]
 OPTIONS = {"layer": 2, "keep_ratio": 0.25, "least_tokens": 4}
 TOKENS, NEW = 120, 4
 
@@ -133,11 +133,10 @@ def test_a_later_turn_reads_what_reached_each_layer(family):
         torch.testing.assert_close(read(model, cache, turn), expected, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(("name", "turns"), CASES_OF_ROWS)
-def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns, implementation):
+def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns):
     policy = POLICIES[name]
-    model, lengths = tiny_model("llama", implementation), (120, 37, 90, 18, 21)
+    model, lengths = tiny_model("llama"), (120, 37, 90, 18, 21)
     ids, mask = left_padded(lengths, seed=7)
     questions = random_ids(len(lengths), 5, seed=8)
     with selective(model, **OPTIONS):
@@ -257,7 +256,7 @@ def test_where_all_tokens_go_on_reading_is_exact(options):
             assert torch.equal(cache.kept_positions(layer), expected.kept_positions(layer))
 
 
-@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "phi3", "qwen3_moe"])
 def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
     model, ids = tiny_model(family), random_ids(1, TOKENS, seed=9)
     chosen, new = chosen_positions(model, ids), random_ids(1, NEW, seed=10)
@@ -271,19 +270,6 @@ def test_gemfilter_reads_the_chosen_tokens_at_their_places_alone(family):
         for step, token in enumerate(new.split(1, dim=1)):
             expected = read(model, plain, token, position_ids=torch.tensor([[TOKENS + step]]))
             torch.testing.assert_close(read(model, cache, token), expected, atol=2e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_gemfilter_leaves_tokens_at_the_positions_that_were_given(rows):
-    model, ids, new = tiny_model("llama"), random_ids(rows, TOKENS, seed=9), random_ids(rows, 1)
-    logits = []
-    for first in (0, 100):  # only distances matter
-        cache = CompressedCache(model, FullCache())
-        places = torch.arange(first, first + TOKENS)[None]
-        with gemfilter(model, **OPTIONS):
-            read(model, cache, ids, position_ids=places)
-            logits.append(read(model, cache, new, position_ids=places[:, -1:] + 1))
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("reading", [selective, gemfilter])

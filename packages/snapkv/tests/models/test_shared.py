@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, KVzip, SnapKV
-from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.errors import UnsupportedModelError
 from snapkv.kvzip import read_context
 from snapkv.prefill import SharedReading
 from snapkv.prefill.shared import shared_bytes
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import ONCE, random_ids, tiny_model
 from tests.golden.cases import BUDGET, POLICIES
 
 OPTIONS = {
@@ -52,7 +52,7 @@ def assert_alike(model, ids, shared, policy, **options):
         assert one[1] == other[1]
 
 
-@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize(("family", "implementation"), ONCE)
 def test_methods_of_every_family_share_a_reading(family, implementation):
     model, ids = tiny_model(family, implementation), random_ids(1, 90)
     shared = SharedReading(model, ids)
@@ -60,7 +60,7 @@ def test_methods_of_every_family_share_a_reading(family, implementation):
         assert_alike(model, ids, shared, POLICIES[name]())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama"])
 def test_every_policy_shares_one_reading_with_all_others(family):
     model, ids = tiny_model(family), random_ids(1, 90)
     shared, served = SharedReading(model, ids), 0
@@ -103,23 +103,6 @@ def test_the_first_of_two_readings_is_shared_and_the_second_is_not():
         given = read_context(model, ids, policy)
     for one, other in zip(stored(given), stored(own), strict=True):
         assert torch.equal(one[0], other[0])
-
-
-def test_another_prompt_is_read_by_the_model():
-    model, ids = tiny_model("llama"), random_ids(1, 80)
-    other = ids.flip(1)
-    expected = generated(model, other, CompressedCache(model, SnapKV(BUDGET, window_size=6)))[0]
-    with SharedReading(model, ids).given():
-        found = generated(model, other, CompressedCache(model, SnapKV(BUDGET, window_size=6)))[0]
-    assert torch.equal(found, expected)
-
-
-def test_the_model_is_as_it_was_behind_the_block():
-    model, ids = tiny_model("llama"), random_ids(1, 40)
-    shared = SharedReading(model, ids)
-    with pytest.raises(OutOfMemoryError), shared.given():
-        raise OutOfMemoryError("memory: none")
-    assert "forward" not in vars(model)
 
 
 def test_a_reading_in_another_way_is_refused_within():

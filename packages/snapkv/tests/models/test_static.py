@@ -19,11 +19,11 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.prefill import layer_by_layer
-from tests.families import CASES, random_ids, tiny_model
+from tests.families import ONCE, random_ids, tiny_model
 
 POLICY = SnapKV(40, window_size=8)
 HYBRID = ("cohere2", "gemma2", "gemma3_text", "gpt_oss")
-FULL = [case for case in CASES if case[0] not in HYBRID]
+FULL = [case for case in ONCE if case[0] not in HYBRID]
 NEW_TOKENS = 12
 
 

@@ -67,6 +67,7 @@ def run_all(dtype):
     from snapkv.ops import ScoreOptions
     from snapkv.ops.votes import triton
 
+    reduces = itertools.cycle(("mean", "max", "none"))  # three for every two kinds of a shape
     for shape, extras in itertools.product(SHAPES.values(), (False, True)):
         B, Hq, Hkv, W, T, D = shape
         queries = torch.empty(B, Hq, W, D, dtype=dtype)
@@ -75,8 +76,7 @@ def run_all(dtype):
         if extras:
             options = ScoreOptions(scaling=1.0, softcap=50.0, sink_logits=torch.zeros(Hq))
             pads = torch.zeros(B, dtype=torch.int64)
-        for reduce in ("mean", "max", "none"):
-            triton.window_votes(queries, keys, options, group_reduce=reduce, pad_tokens=pads)
+        triton.window_votes(queries, keys, options, group_reduce=next(reduces), pad_tokens=pads)
         triton.gather_tokens(keys, torch.zeros(B, Hkv, 2048, dtype=torch.int64))
         run_ragged(queries[:, :, :1], Hkv, options)
         run_ragged(queries, Hkv, options)

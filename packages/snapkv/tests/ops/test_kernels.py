@@ -21,7 +21,10 @@ def test_in_the_interpreter_they_err_no_more_than_the_reference(cases):
     run(f"tests.ops.{cases}", "triton", TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("capability", DEVICES)
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(one, marks=() if one in (80, 120) else pytest.mark.slow) for one in DEVICES],
+)
 def test_compiled_for_a_device_they_fit_into_its_registers_and_shared_memory(capability, tmp_path):
     run("tests.ops.compile_cases", str(capability), TRITON_CACHE_DIR=str(tmp_path))
 

@@ -15,10 +15,11 @@ from snapkv.cache.saving.writing import append_line, open_for_lines
 from snapkv.cli import panels
 from snapkv.cli.fields import integers
 from snapkv.cli.options import ComparedOptions, ReadingOptions, with_options
-from snapkv.cli.outputs import Output, RowsFile, WritingOptions
+from snapkv.cli.outputs import RowsFile, WritingOptions
 from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, OutputError
 from snapkv.validation import require_each_at_least
+from snapkv_lab.cli.workers import Plot
 
 _MOST_GB = 10**9
 
@@ -55,17 +56,12 @@ class BenchOptions(ComparedOptions, WritingOptions):
     ] = "1"
     rounds: Annotated[int, panels.work(help="Turns of every cache that count"), WholeNumber(2)] = 5
     output: Annotated[
-        str | None,
-        panels.output(help="File to add the rows to, as JSON"),
-        RowsFile(key="bench"),
+        str | None, panels.output(help="File to add the rows to, as JSON"), RowsFile(key="bench")
     ] = None
-    plot: Annotated[
-        str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()
-    ] = None
+    plot: Plot = None
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Check the lists, too, before torch and the model are waited for."""
         for name in ("lengths", "batch"):
             require_each_at_least(name, integers(name, getattr(self, name)), 1)
         of_models = ("model", "revision", "trust_remote_code")
@@ -94,7 +90,6 @@ class PrefillOptions(BenchOptions, ReadingOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse two ways to read at once."""
         super().__post_init__()
         if self.prefill and self.chunk_tokens is not None:
             raise InvalidArgumentError(
@@ -213,12 +208,7 @@ def throughput(
 
 
 def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
-    """Load the model, measure, and show or store the rows.
-
-    Args:
-        options: what to load and to compare.
-        bench: gives the rows, of `model`, `contenders`, `lengths` and `rounds`.
-    """
+    """Load the model, measure, and show or store the rows."""
     from rich.console import Console
 
     from snapkv.cli.grid import give

@@ -12,7 +12,7 @@ from snapkv.cli.options import ReadingOptions, SweepOptions, with_options
 from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError, MissingDependencyError, install_command
-from snapkv_lab.cli.workers import WorkerOptions, answering
+from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering, results_in
 from snapkv_lab.evaluate.sample import SETTINGS, Template
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import TASKS
@@ -22,10 +22,7 @@ from snapkv_lab.evaluate.tasks import TASKS
 class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     """What every task takes."""
 
-    setting: Annotated[
-        Literal["visible", "hidden", "both"],
-        panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
-    ] = "visible"
+    setting: SettingWord = "visible"
     turns: Annotated[
         list[str] | None,
         panels.sweep(
@@ -50,14 +47,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
             help="Say the loss of the right answer too: nats per token behind what was kept",
         ),
     ] = False
-    results: Annotated[
-        str | None,
-        panels.output(
-            help="Folder of the answers; a run that was stopped is continued there",
-            show_default="snapkv-results/TASK-MODEL-HASH",
-        ),
-        RESULTS,
-    ] = None
+    results: Annotated[str | None, results_in("TASK"), RESULTS] = None
     plot: Annotated[
         str | None,
         panels.output(help="Write the figure: .png, .svg or .pdf"),
@@ -138,14 +128,7 @@ class LmEvalOptions(SweepOptions):
         ),
         WholeNumber(1),
     ] = 1
-    results: Annotated[
-        str | None,
-        panels.output(
-            help="Folder of the answers; a run that was stopped is continued there",
-            show_default="snapkv-results/lm-eval-MODEL-HASH",
-        ),
-        RESULTS,
-    ] = None
+    results: Annotated[str | None, results_in("lm-eval"), RESULTS] = None
 
 
 @with_options(LmEvalOptions)

@@ -1,7 +1,7 @@
 """`snapkv leaderboard`: methods, shares of the cache and tasks on one model, in one command."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +10,7 @@ from snapkv.cli.amounts import shares
 from snapkv.cli.options import with_options
 from snapkv.cli.outputs import RunFolder, results_folder
 from snapkv.cli.whole_numbers import WholeNumber
-from snapkv_lab.cli.workers import WorkerOptions, answering
+from snapkv_lab.cli.workers import SettingWord, WorkerOptions, answering
 from snapkv_lab.evaluate.sample import SETTINGS, Setting, Template
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ class LeaderboardOptions(WorkerOptions):
     hidden_ratios: Annotated[
         str, panels.sweep(help="Shares kept where the question is hidden, with commas")
     ] = "8:1,16:1,32:1"
-    setting: Annotated[
-        Literal["visible", "hidden", "both"],
-        panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
-    ] = "both"
+    setting: SettingWord = "both"
     length: Annotated[int, panels.sweep(help="Tokens of a prompt, about"), WholeNumber(1)] = 2048
     limit: Annotated[int, panels.sweep(help="Samples of every cell"), WholeNumber(1)] = 2
     template: Annotated[
@@ -68,7 +65,6 @@ class LeaderboardOptions(WorkerOptions):
     json: panels.AsJson = False
 
     def __post_init__(self) -> None:
-        """Check the shares before torch is waited for."""
         _ = self.shares
 
     @property

@@ -40,9 +40,6 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 def compared_caches(options: Any) -> list[Contender]:
     """The baselines of a bench, then every policy at every budget in every storage.
 
-    Args:
-        options: the `BenchOptions`.
-
     Raises:
         InvalidArgumentError: an unknown baseline, policy, parameter or storage.
     """
@@ -74,12 +71,6 @@ def methods(
     """The baselines, then every policy at every budget.
 
     A policy without a budget, or with one among its parameters, comes once.
-
-    Args:
-        baselines: as `policies`, but at their own budgets.
-        policies: names, each with parameters where it has any:
-            ``snapkv:kernel_size=13,pooling=avg``.
-        budgets: tokens per head and layer, window included.
 
     Raises:
         InvalidArgumentError: an unknown policy, parameter or value.
@@ -178,13 +169,6 @@ def contenders(
 
     Left out are methods that keep more than such a budget for sure, that do not work with the
     model, or that never choose in sight of a question.
-
-    Args:
-        loaded: the model.
-        named: see `contending`.
-        shares: of the prompt's tokens that are kept, each below 1.
-        prompt_tokens: how long the prompts are.
-        question: the setting.
 
     Raises:
         InvalidArgumentError: all of them are.

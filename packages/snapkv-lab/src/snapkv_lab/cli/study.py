@@ -7,8 +7,8 @@ import typer
 
 from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions, with_options
-from snapkv.cli.outputs import RESULTS, Output, WritingOptions, results_folder
-from snapkv_lab.cli.workers import WorkerOptions, answering
+from snapkv.cli.outputs import RESULTS, WritingOptions, results_folder
+from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
 from snapkv_lab.study import STUDIES, Study
 from snapkv_lab.study.base import ReadingStudy
 from snapkv_lab.study.sensitivity import Sensitivity
@@ -21,17 +21,8 @@ if TYPE_CHECKING:
 class StudyOptions(ModelOptions, WritingOptions):
     """What every study takes."""
 
-    results: Annotated[
-        str | None,
-        panels.output(
-            help="Folder of the rows; a study that was stopped is continued there",
-            show_default="snapkv-results/study-NAME-MODEL-HASH",
-        ),
-        RESULTS,
-    ] = None
-    plot: Annotated[
-        str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()
-    ] = None
+    results: Annotated[str | None, results_in("study-NAME", "rows; a study"), RESULTS] = None
+    plot: Plot = None
     json: panels.AsJson = False
 
 

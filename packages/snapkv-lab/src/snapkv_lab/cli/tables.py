@@ -102,8 +102,5 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
 def study_table(found: Table) -> Grid:
     """What a study found, as it says it."""
     return Grid(
-        title=found.title,
-        headings=found.header,
-        rows=tuple(found.lines),
-        left=len(found.header),
+        title=found.title, headings=found.header, rows=tuple(found.lines), left=len(found.header)
     )

@@ -1,19 +1,35 @@
-"""From `--devices`, `--ray` and `--workers` to who answers a run."""
+"""Options of several commands; and from `--devices`, `--ray`, `--workers` to who answers a run."""
 
 import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions
+from snapkv.cli.outputs import Output
 from snapkv.cli.whole_numbers import WholeNumber
 from snapkv.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from snapkv.app.models import LoadedModel
     from snapkv_lab.evaluate.workers.base import Executor
+
+
+SettingWord = Annotated[
+    Literal["visible", "hidden", "both"],
+    panels.sweep(help="The question is visible to the vote, hidden from it, or both"),
+]
+Plot = Annotated[str | None, panels.output(help="Write the figure: .png, .svg or .pdf"), Output()]
+
+
+def results_in(kind: str, what: str = "answers; a run") -> Any:
+    """The option that names a folder of results, which are continued."""
+    return panels.output(
+        help=f"Folder of the {what} that was stopped is continued there",
+        show_default=f"snapkv-results/{kind}-MODEL-HASH",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +41,7 @@ class WorkerOptions(ModelOptions):
         panels.sweep(help="A worker on each of these, with commas: cuda:0,cuda:1 or cpu,cpu"),
     ] = None
     ray: Annotated[
-        str | None,
-        panels.sweep(help="Workers on Ray: local, auto or the address of a cluster"),
+        str | None, panels.sweep(help="Workers on Ray: local, auto or the address of a cluster")
     ] = None
     workers: Annotated[
         int | None,

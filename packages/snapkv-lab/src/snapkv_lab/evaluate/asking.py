@@ -128,11 +128,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers questions with a model.
-
-    Attributes:
-        loaded: model and tokenizer.
-    """
+    """Answers questions with a model."""
 
     loaded: LoadedModel
 
@@ -175,7 +171,6 @@ class Answerer:
             yield reader.answer(method.policy, method.prefill, sample.protection, ends)
 
     def _references(self, asked: Asked, prompt: Prompt) -> dict[str, References]:
-        """What answers every turn, by its name."""
         found = {}
         for turn in asked.sample.turns:
             if turn is not asked.sample:

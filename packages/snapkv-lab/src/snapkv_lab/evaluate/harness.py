@@ -124,7 +124,6 @@ class HarnessRun:
         }
 
     def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
-        """What lm-eval makes of a model's answers."""
         try:
             results: dict[str, Any] = simple_evaluate(
                 model=model,

@@ -151,12 +151,7 @@ def is_full(row: Record) -> bool:
 
 
 def cell_differences(rows: Sequence[Record], of: Measure = "score") -> list[Difference | None]:
-    """Of every row to the full cache's of its cell; None for that one itself, or without one.
-
-    Args:
-        rows: of `snapkv_lab.evaluate.summary`.
-        of: what is compared.
-    """
+    """Of every row to the full cache's of its cell; None for that one itself, or without one."""
     full = _full_rows(rows)
     return [_difference([[pairs]]) if (pairs := _pairs(row, full, of)) else None for row in rows]
 
@@ -167,11 +162,6 @@ def line_differences(
     """By method and question: the mean over the columns of an axis, as a table shows scores.
 
     Cells in which a method and the full cache share no answer are left out of both means.
-
-    Args:
-        rows: of `snapkv_lab.evaluate.summary`.
-        axis: the key of the cells that gives the columns.
-        of: what is compared.
     """
     rows = list(rows)
     full = _full_rows(rows)
@@ -229,9 +219,6 @@ def relative_differences(rows: Iterable[Record]) -> dict[tuple[str, str], float]
     Both means are over the cells in which both have a score, so that a cell for which the full
     cache had no memory changes nothing. Missing are the full cache itself, and methods that share
     no cell with it or with a full cache that scores 0.
-
-    Args:
-        rows: of `snapkv_lab.evaluate.summary`.
     """
     baseline: dict[str, float] = {}
     others: dict[tuple[str, str], dict[str, float]] = {}

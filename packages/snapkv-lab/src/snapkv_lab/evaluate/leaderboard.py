@@ -32,11 +32,6 @@ def task_of_one_length(name: str, length: int, samples: int) -> Task:
     Where it has the setting, answers are begun for the model, since what is compared is caches and
     not how models follow instructions.
 
-    Args:
-        name: on the command line.
-        length: tokens of a prompt, about.
-        samples: of every cell.
-
     Raises:
         InvalidArgumentError: an unknown task, one whose lengths are not set, or what it refuses.
     """

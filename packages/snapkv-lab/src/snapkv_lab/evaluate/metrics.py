@@ -152,7 +152,7 @@ def bleu(said: str, wanted: str) -> float:
 
     Without a run of four words in common it is 0.
     """
-    from sacrebleu.metrics import BLEU  # takes its time, for one task alone
+    from sacrebleu.metrics.bleu import BLEU  # takes its time, for one task alone
 
     counted = BLEU(tokenize="none", smooth_method="none", force=True)
     return float(counted.corpus_score([said], [[wanted]]).score) / 100

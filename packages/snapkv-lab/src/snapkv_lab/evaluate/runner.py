@@ -79,11 +79,6 @@ class Run:
 
         What was lost to memory before is asked once more.
 
-        Args:
-            folder: of the answers.
-            on_progress: told of every answer.
-            executor: who answers; this process by default. The folder is the same.
-
         Raises:
             InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
                 policy under the same label; the settings give no sample, or one of them twice.
@@ -117,7 +112,6 @@ class Run:
         return samples
 
     def _asked(self, samples: Sequence[Sample]) -> list[Asked]:
-        """Every sample in every setting, asked of all methods."""
         return [
             Asked(
                 sample=sample,
@@ -227,7 +221,6 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Record]) 
 
 
 def _limited(samples: list[Sample], limit: int | None) -> list[Sample]:
-    """The first samples of every cell."""
     if limit is None:
         return samples
     taken, kept = Counter[str](), []

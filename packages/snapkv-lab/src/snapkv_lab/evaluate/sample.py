@@ -108,12 +108,7 @@ class Sample:
         return prompt if setting == "visible" else prompt.hiding(question)
 
     def later_turn(self, tokenizer: Any, template: Template) -> str:
-        """What stands between an answer and the answer to this one, of the same conversation.
-
-        Args:
-            tokenizer: the model's.
-            template: as in `prompt`.
-        """
+        """What stands between an answer and the answer to this one, of the same conversation."""
         if self.is_chat(tokenizer, template):
             return next_turn(tokenizer, self.question) + self.answer_start
         return self._plain(self.plain_question or self.question, tokenizer, template)

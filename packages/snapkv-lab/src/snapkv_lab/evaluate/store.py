@@ -79,7 +79,6 @@ class Store:
         return wanted in self._done
 
     def __getitem__(self, wanted: Key) -> Record:
-        """The newest record of that."""
         return self._records[wanted]
 
     @property

@@ -32,11 +32,6 @@ def summarise(records: Iterable[Record], keys: Iterable[Key], task: Task) -> lis
     conversations (by sample, the one it is of). Where records have the loss of the references, it
     also holds loss (mean, nats per token, None where none is known), loss_interval, loss_difference
     and losses.
-
-    Args:
-        records: answers; a folder may hold more than are asked for.
-        keys: the answers to look at.
-        task: what was asked.
     """
     known = {key(record): record for record in records}
     found = [known[wanted] for wanted in keys if wanted in known]
@@ -194,7 +189,6 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
 
 
 def _by_cell(rows: Iterable[Record], name: str) -> list[Cell]:
-    """Scores or losses of the rows that have any."""
     return [
         (list(row[name].values()), conversations_of(row, row[name]))
         for row in rows

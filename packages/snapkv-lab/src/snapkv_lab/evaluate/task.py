@@ -33,12 +33,7 @@ class Task(ABC):
     has_turns: ClassVar[bool] = False
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """The task with the settings that were left to the model.
-
-        Args:
-            name: hub id, file or folder of the model.
-            max_tokens: positions that it has; None where there is no limit.
-        """
+        """The task with the settings that were left to the model."""
         del name, max_tokens
         return self
 

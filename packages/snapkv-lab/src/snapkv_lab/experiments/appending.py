@@ -1,6 +1,7 @@
 """Time per token behind as many stored tokens: appended in place, or copied for every token.
 
-    python -m snapkv_lab.experiments.appending    measure, write the rows, render the page (two minutes)
+    python -m snapkv_lab.experiments appending
+        measure, write the rows, render the page (two minutes)
 
 transformers' own cache concatenates what is stored and what is new. Caches are filled directly.
 Rows: `docs/results/appending.jsonl`. Page: `docs/results/tables/appending.md`.

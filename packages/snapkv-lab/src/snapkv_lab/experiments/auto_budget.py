@@ -1,11 +1,12 @@
 """A budget that the votes choose, against fixed ones; and how often the words for it were right.
 
-    python -m snapkv_lab.experiments.auto_budget             measure what is not there yet, render the page
-    python -m snapkv_lab.experiments.auto_budget --render    render the page from the rows that are there
+    python -m snapkv_lab.experiments auto_budget  measure what is not there yet, render the page
+    python -m snapkv_lab.experiments auto_budget --render
+        render the page from the rows that are there
 
-The texts and questions are those of `snapkv_lab.experiments.pooling`. A row is one question: what the full
-cache has right, and of every policy what it has right, its loss, what it kept, and what its votes
-lost. Rows: `docs/results/auto_budget.jsonl`. Page: `docs/results/tables/auto_budget.md`.
+The texts and questions are those of `snapkv_lab.experiments.pooling`. A row is one question: what
+the full cache has right, and of every policy what it has right, its loss, what it kept, and what
+its votes lost. Rows: `docs/results/auto_budget.jsonl`. Page: `docs/results/tables/auto_budget.md`.
 """
 
 import json

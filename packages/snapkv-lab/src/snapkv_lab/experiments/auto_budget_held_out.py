@@ -1,13 +1,13 @@
 """Words and automatic budgets on texts of 1k to 7k tokens, of kinds that chose neither.
 
-    python -m snapkv_lab.experiments.auto_budget_held_out             measure what is not there yet
-    python -m snapkv_lab.experiments.auto_budget_held_out --first 4   the same, from that round on
+    python -m snapkv_lab.experiments auto_budget_held_out             measure what is not there yet
+    python -m snapkv_lab.experiments auto_budget_held_out --first 4   the same, from that round on
 
-The texts are those of `snapkv_lab.experiments.held_out`. Each is read once with the full cache; every policy
-compresses a copy of it and generates an answer, which is right if it has the expected words. A row
-is a question, with the answers where the full cache has it right. Rows:
-`docs/results/auto_budget_held_out.jsonl`. `python -m snapkv_lab.experiments.results` makes the page of them,
-`docs/results/tables/auto_budget_held_out.md`.
+The texts are those of `snapkv_lab.experiments.held_out`. Each is read once with the full cache;
+every policy compresses a copy of it and generates an answer, which is right if it has the expected
+words. A row is a question, with the answers where the full cache has it right. Rows:
+`docs/results/auto_budget_held_out.jsonl`. `python -m snapkv_lab.experiments results` makes the
+page of them, `docs/results/tables/auto_budget_held_out.md`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Few bits for what is kept: right answers, bytes and time per token, with eviction and without.
 
-    python -m snapkv_lab.experiments.bits            measure, write the rows, render the page (three minutes)
-    python -m snapkv_lab.experiments.bits --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments bits  measure, write the rows, render the page (three minutes)
+    python -m snapkv_lab.experiments bits --render   render the page from the rows that are there
 
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
 end. Rows: `docs/results/bits.jsonl`. Page: `docs/results/tables/bits.md`.

@@ -1,7 +1,7 @@
 """What is lost where a prompt is read in pieces under a cap, against reading it layer by layer.
 
-    python -m snapkv_lab.experiments.chunked            measure, write the rows, render the page (two minutes)
-    python -m snapkv_lab.experiments.chunked --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments chunked  measure, write the rows, render the page (two minutes)
+    python -m snapkv_lab.experiments chunked --render   render the page from the rows that are there
 
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
 end. Rows: `docs/results/chunked.jsonl`. Page: `docs/results/tables/chunked.md`.

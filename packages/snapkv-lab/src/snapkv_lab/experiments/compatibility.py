@@ -1,6 +1,6 @@
 """With which releases the package was checked: a row for every check, and the page of them.
 
-    python -m snapkv_lab.experiments.compatibility              render the page from the rows
+    python -m snapkv_lab.experiments compatibility              render the page from the rows
     make release-check NOTE=--note                  note a row for every environment
     export PYTEST_ADDOPTS="-p benchmarks.compatibility --note-as test-oldest"
     make test-oldest                                note a row for a run of tests

@@ -1,8 +1,10 @@
 """The paper's experiments and later ones on the demo model, in a setting that two cores can run.
 
-    python -m snapkv_lab.experiments.evaluation needle     run one experiment, or go on where it stopped
-    python -m snapkv_lab.experiments.evaluation            all of them
-    python -m snapkv_lab.experiments.evaluation --render   draw the figures and the page from the answers there
+    python -m snapkv_lab.experiments evaluation needle
+        run one experiment, or go on where it stopped
+    python -m snapkv_lab.experiments evaluation            all of them
+    python -m snapkv_lab.experiments evaluation --render
+        draw the figures and the page from the answers there
 
 Answers and rows: `docs/results/evaluation/NAME/`. Page: `docs/results/tables/evaluation.md`.
 """

@@ -1,7 +1,8 @@
 """A newcomer's first day: ten files and questions, asked with no flag at all.
 
-    python -m snapkv_lab.experiments.first_day            measure, write the rows, render the page
-    python -m snapkv_lab.experiments.first_day --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments first_day            measure, write the rows, render the page
+    python -m snapkv_lab.experiments first_day --render
+        render the page from the rows that are there
 
 Every pair is one run of `snapkv ask FILE... -q QUESTION --compare --json`, so it follows whatever
 that command does by default. Rows: `docs/results/first_day.jsonl`. Page:

@@ -1,8 +1,10 @@
 """What is promised of a machine with two cores, measured there: ratios of runs that take turns.
 
-    python -m snapkv_lab.experiments.flat             measure, write the rows, render the page (an hour or less)
-    python -m snapkv_lab.experiments.flat --render    render the page from the rows that are there
-    python -m snapkv_lab.experiments.flat --small     short prompts, rows on standard output: does it run?
+    python -m snapkv_lab.experiments flat
+        measure, write the rows, render the page (an hour or less)
+    python -m snapkv_lab.experiments flat --render    render the page from the rows that are there
+    python -m snapkv_lab.experiments flat --small
+        short prompts, rows on standard output: does it run?
 
 Decoding time behind prompts of several lengths, against the full cache in batches, what the vote
 adds to reading, and memory. To be run with nothing else on the machine. Rows:

@@ -1,8 +1,8 @@
 """Everything that is measured on a GPU, in one call of less than ten minutes.
 
-    python -m snapkv_lab.experiments.gpu                 all parts; rows are added to docs/results/gpu.jsonl
-    python -m snapkv_lab.experiments.gpu --part decode   one of them
-    python -m snapkv_lab.experiments.gpu --small         tiny sizes on a CPU, so that this file cannot rot
+    python -m snapkv_lab.experiments gpu  all parts; rows are added to docs/results/gpu.jsonl
+    python -m snapkv_lab.experiments gpu --part decode   one of them
+    python -m snapkv_lab.experiments gpu --small  tiny sizes on a CPU, so that this file cannot rot
 
 With `--kvpress-python`, kvpress's SnapKV is measured beside the paper's cell and reading, in an
 environment of its own.

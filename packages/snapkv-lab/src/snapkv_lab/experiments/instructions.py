@@ -1,6 +1,6 @@
 """Which instructions at the start of a prompt survive, as they are and protected.
 
-    python -m snapkv_lab.experiments.instructions    render the page of tables from the rows
+    python -m snapkv_lab.experiments instructions    render the page of tables from the rows
 
 Rows, `docs/results/instructions.jsonl`, are the lines of `samples.jsonl` of `snapkv eval
 instructions --lengths 768 --samples-each 2 --cloze --budget 96`: with the question visible and

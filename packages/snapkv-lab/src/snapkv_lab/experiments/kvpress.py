@@ -1,9 +1,10 @@
 """Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
 
-    make kvpress                    its environment: it does not take the transformers used here
-    python -m snapkv_lab.experiments.kvpress    measure, write the rows, render the page (about nine minutes)
-    python -m snapkv_lab.experiments.kvpress --bench decode --shape llama-3.1-8b --lengths 4096 65536
-                                    a bench of `snapkv bench` with kvpress in it; rows as JSON
+    make kvpress  its environment: it does not take the transformers used here
+    python -m snapkv_lab.experiments kvpress
+        measure, write the rows, render the page (about nine minutes)
+    python -m snapkv_lab.experiments kvpress --bench decode --shape llama-3.1-8b --lengths 4096
+        a bench of `snapkv bench` with kvpress in it; rows as JSON
 
 kvpress runs in processes of their own, which wait while another works. Rows:
 `docs/results/kvpress.jsonl`. Page: `docs/results/tables/kvpress.md`.

@@ -1,7 +1,8 @@
 """Every method on the demo model, as `snapkv leaderboard` compares them.
 
-    python -m snapkv_lab.experiments.leaderboard            run it, or go on where it stopped
-    python -m snapkv_lab.experiments.leaderboard --render   draw the figure and the page from its rows
+    python -m snapkv_lab.experiments leaderboard            run it, or go on where it stopped
+    python -m snapkv_lab.experiments leaderboard --render
+        draw the figure and the page from its rows
 
 Answers and rows: `docs/results/leaderboard/`. Page: `docs/results/tables/leaderboard.md`.
 """
@@ -31,7 +32,7 @@ def measured() -> Record:
 def render(found: Record) -> str:
     """The page, with the command that makes it again."""
     page = as_markdown(found, f"../{FOLDER.name}/{FILES[1]}")
-    return f"{page}\nMade by `python -m snapkv_lab.experiments.leaderboard`.\n"
+    return f"{page}\nMade by `python -m snapkv_lab.experiments leaderboard`.\n"
 
 
 def main() -> int:

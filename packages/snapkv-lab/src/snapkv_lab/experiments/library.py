@@ -1,7 +1,7 @@
 """Documents that were read once: how soon the first token comes, and whether answers stay right.
 
-    python -m snapkv_lab.experiments.library            measure, write the rows, render the page (an hour)
-    python -m snapkv_lab.experiments.library --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments library  measure, write the rows, render the page (an hour)
+    python -m snapkv_lab.experiments library --render   render the page from the rows that are there
 
 Ten documents of Python's standard library and thirty questions whose answers stand in them, and
 questions of SQuAD over paragraphs of one article. Every document is read once for every way of

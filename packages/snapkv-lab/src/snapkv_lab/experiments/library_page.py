@@ -1,4 +1,4 @@
-"""The page of documents that were read once, from its rows; see `snapkv_lab.experiments.library`."""
+"""The page of documents that were read once, from its rows; see `library`."""
 
 from collections.abc import Sequence
 from statistics import fmean, median

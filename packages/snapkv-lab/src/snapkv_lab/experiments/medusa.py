@@ -1,9 +1,10 @@
 """Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
 
-    python -m snapkv_lab.experiments.medusa            measure, write the rows, render the page
-    python -m snapkv_lab.experiments.medusa --dtype bfloat16   measure one dtype, keep the rows of the other
-    python -m snapkv_lab.experiments.medusa --render   render the page from the rows that are there
-    python -m snapkv_lab.experiments.medusa --small    a minute's worth, printed and not written
+    python -m snapkv_lab.experiments medusa            measure, write the rows, render the page
+    python -m snapkv_lab.experiments medusa --dtype bfloat16
+        measure one dtype, keep the rows of the other
+    python -m snapkv_lab.experiments medusa --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments medusa --small    a minute's worth, printed and not written
 
 Rows: `docs/results/medusa.jsonl`. Page: `docs/results/tables/medusa.md`.
 """

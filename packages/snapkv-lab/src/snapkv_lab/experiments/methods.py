@@ -1,13 +1,17 @@
 """Every method side by side at equal budgets: right answers, bytes and time per token.
 
-    python -m snapkv_lab.experiments.methods                  measure, write the rows, render the page
-    python -m snapkv_lab.experiments.methods --only quality   measure the answers, keep the rows of the times
-    python -m snapkv_lab.experiments.methods --only timing    measure the times, keep the rows of the answers
-    python -m snapkv_lab.experiments.methods --only pooling   measure the answers around the wide kernel
-    python -m snapkv_lab.experiments.methods --only 'second reading'
-    python -m snapkv_lab.experiments.methods --only r-kv      measure the answers of R-KV, or of another part
-    python -m snapkv_lab.experiments.methods --only 'first tokens'   measure what sinks are worth
-    python -m snapkv_lab.experiments.methods --render         render the page from the rows that are there
+    python -m snapkv_lab.experiments methods  measure, write the rows, render the page
+    python -m snapkv_lab.experiments methods --only quality
+        measure the answers, keep the rows of the times
+    python -m snapkv_lab.experiments methods --only timing
+        measure the times, keep the rows of the answers
+    python -m snapkv_lab.experiments methods --only pooling
+        measure the answers around the wide kernel
+    python -m snapkv_lab.experiments methods --only 'second reading'
+    python -m snapkv_lab.experiments methods --only r-kv
+        measure the answers of R-KV, or of another part
+    python -m snapkv_lab.experiments methods --only 'first tokens'   measure what sinks are worth
+    python -m snapkv_lab.experiments methods --render  render the page from the rows that are there
 
 Rows: `docs/results/methods.jsonl`. Page: `docs/results/tables/methods.md`.
 """

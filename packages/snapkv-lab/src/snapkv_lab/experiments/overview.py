@@ -1,6 +1,7 @@
 """The picture of docs/index.md: what a prompt takes, in the full cache and in a compressed one.
 
-python -m snapkv_lab.experiments.overview    draw docs/results/overview.svg from the rows of `snapkv_lab.experiments.speed`
+python -m snapkv_lab.experiments overview
+        draw docs/results/overview.svg from the rows of `snapkv_lab.experiments.speed`
 """
 
 from typing import TYPE_CHECKING

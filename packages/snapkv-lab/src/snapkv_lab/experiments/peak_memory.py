@@ -1,6 +1,6 @@
 """How much memory reading a prompt needs at its peak, each cache in a process of its own.
 
-    python -m snapkv_lab.experiments.peak_memory snapkv 4096     one row on standard output
+    python -m snapkv_lab.experiments peak_memory snapkv 4096     one row on standard output
 
 Linux only: the peak of the process is reset and read through ``/proc``. The allocator is told to
 hand freed tensors back at once, so that resident memory counts live tensors and not its reserves.

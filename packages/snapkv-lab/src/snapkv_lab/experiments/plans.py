@@ -1,6 +1,6 @@
 """The table of docs/planning.md: the paper's models, planned from their shapes.
 
-python -m snapkv_lab.experiments.plans    put the table into docs/planning.md
+python -m snapkv_lab.experiments plans    put the table into docs/planning.md
 """
 
 from pathlib import Path
@@ -11,8 +11,8 @@ from snapkv.plan import Plan, Request, footprint_of, shapes
 from snapkv.validation import format_bytes
 from snapkv_lab.experiments.records import between, markdown_table
 
-PAGE = Path(__file__).parent.parent / "docs/planning.md"
-BEGIN, END = "<!-- planned: python -m snapkv_lab.experiments.plans -->\n", "<!-- /planned -->\n"
+PAGE = Path(__file__).parents[5] / "docs/planning.md"
+BEGIN, END = "<!-- planned: python -m snapkv_lab.experiments plans -->\n", "<!-- /planned -->\n"
 _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b")
 
 

@@ -1,8 +1,9 @@
 """Which pooling of the votes, and which window: right answers and loss at equal budgets.
 
-    python -m snapkv_lab.experiments.pooling             measure what is not there yet, render page and figure
-    python -m snapkv_lab.experiments.pooling --render    render page and figure from the rows that are there
-    python -m snapkv_lab.experiments.pooling screening   only this part: many settings, few texts
+    python -m snapkv_lab.experiments pooling  measure what is not there yet, render page and figure
+    python -m snapkv_lab.experiments pooling --render
+        render page and figure from the rows that are there
+    python -m snapkv_lab.experiments pooling screening   only this part: many settings, few texts
 
 A row is one question about one text: what the full cache answers, and what every setting does. It
 is written when it is measured, and a run that was stopped goes on behind it. Rows:

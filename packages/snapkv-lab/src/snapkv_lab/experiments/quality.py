@@ -1,7 +1,7 @@
 """Quality of every method on the retrieval task, at several budgets and prompt lengths.
 
-    python -m snapkv_lab.experiments.quality            measure, write the rows, render the page
-    python -m snapkv_lab.experiments.quality --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments quality            measure, write the rows, render the page
+    python -m snapkv_lab.experiments quality --render   render the page from the rows that are there
 
 Rows: `docs/results/quality.jsonl`. Page: `docs/results/tables/quality.md`.
 """

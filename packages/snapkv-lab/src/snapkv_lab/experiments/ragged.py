@@ -1,7 +1,7 @@
 """Decoding from heads that keep different numbers of tokens, against a uniform cache of the same.
 
-    python -m snapkv_lab.experiments.ragged            measure, write the rows, render the page
-    python -m snapkv_lab.experiments.ragged --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments ragged            measure, write the rows, render the page
+    python -m snapkv_lab.experiments ragged --render   render the page from the rows that are there
 
 Rows: `docs/results/ragged.jsonl`. Page: `docs/results/tables/ragged.md`.
 """

@@ -1,8 +1,8 @@
 """Ten questions about one document, and fifty turns in one cache: what recall keeps, and its cost.
 
-    python -m snapkv_lab.experiments.recall                    measure, write the rows, render the page
-    python -m snapkv_lab.experiments.recall --documents 1 --tokens 512 --budgets 96
-    python -m snapkv_lab.experiments.recall --render           render the page from the rows that are there
+    python -m snapkv_lab.experiments recall  measure, write the rows, render the page
+    python -m snapkv_lab.experiments recall --documents 1 --tokens 512 --budgets 96
+    python -m snapkv_lab.experiments recall --render  render the page from the rows that are there
 
 Rows: `docs/results/recall.jsonl`. Page: `docs/results/tables/recall.md`.
 """

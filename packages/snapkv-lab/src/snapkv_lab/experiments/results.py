@@ -1,6 +1,7 @@
 """The pages of tables, and the small tables of docs/results.md and README.md that come from them.
 
-    python -m snapkv_lab.experiments.results    render every page of tables and both pages from the rows
+    python -m snapkv_lab.experiments results
+        render every page of tables and both pages from the rows
 
 A page of tables, `docs/results/tables/NAME.md`, is made of nothing but rows. The two other pages
 are written by hand around tables between `<!-- shown: NAME -->` and `<!-- end -->`, whose cells are

@@ -1,6 +1,6 @@
 """Pictures of the inspector's page on a real document, for the documentation.
 
-    python -m snapkv_lab.experiments.screenshots    write docs/inspector-*.png
+    python -m snapkv_lab.experiments screenshots    write docs/inspector-*.png
 
 Needs selenium, Chromium and its driver, as `make test-browser` installs them, and Pillow, which
 comes with matplotlib. The document is the first half of the source of Python's gzip module, the

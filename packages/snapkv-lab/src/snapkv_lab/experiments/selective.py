@@ -1,9 +1,11 @@
 """Reading with fewer tokens from the middle of the model on: how much sooner, how much worse.
 
-    python -m snapkv_lab.experiments.selective            measure all, write the rows, render the page
-    python -m snapkv_lab.experiments.selective quality    measure this part, keep the rows of the others
-    python -m snapkv_lab.experiments.selective --small    the same in a few minutes, for a look
-    python -m snapkv_lab.experiments.selective --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments selective  measure all, write the rows, render the page
+    python -m snapkv_lab.experiments selective quality
+        measure this part, keep the rows of the others
+    python -m snapkv_lab.experiments selective --small    the same in a few minutes, for a look
+    python -m snapkv_lab.experiments selective --render
+        render the page from the rows that are there
 
 The parts: `time` of reading on the demo model, `shape`, the same at a longer prompt on a model of
 random weights, and `quality` at one budget. Rows: `docs/results/selective.jsonl`. Page:

@@ -1,9 +1,11 @@
 """vLLM with compressed prompts beside stock vLLM, in turns, in one process.
 
-    .venv-vllm/bin/python -m snapkv_lab.experiments.serving            measure, write the rows, render the page
-    .venv-vllm/bin/python -m snapkv_lab.experiments.serving --only reading    one part, keep the other rows
-    .venv-vllm/bin/python -m snapkv_lab.experiments.serving --small    small sizes, printed only
-    .venv-vllm/bin/python -m snapkv_lab.experiments.serving --render   render the page from the rows
+    .venv-vllm/bin/python -m snapkv_lab.experiments serving
+        measure, write the rows, render the page
+    .venv-vllm/bin/python -m snapkv_lab.experiments serving --only reading
+        one part, keep the other rows
+    .venv-vllm/bin/python -m snapkv_lab.experiments serving --small    small sizes, printed only
+    .venv-vllm/bin/python -m snapkv_lab.experiments serving --render   render the page from the rows
 
 Needs `make .venv-vllm/.installed`. Rows: `docs/results/serving.jsonl`. Page:
 `docs/results/tables/serving.md`.

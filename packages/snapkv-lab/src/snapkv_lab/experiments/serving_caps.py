@@ -1,10 +1,12 @@
 """Needles under a cap in vLLM, beside the library's answers to the same prompts.
 
-    .venv-vllm/bin/python -m snapkv_lab.experiments.serving_caps            measure and render the page
-    .venv-vllm/bin/python -m snapkv_lab.experiments.serving_caps --render   only render it from the rows
+    .venv-vllm/bin/python -m snapkv_lab.experiments serving_caps  measure and render the page
+    .venv-vllm/bin/python -m snapkv_lab.experiments serving_caps --render
+        only render it from the rows
 
-Documents, method and caps are those of `snapkv_lab.experiments.chunked`. Needs `make .venv-vllm/.installed`.
-Rows: `docs/results/serving_caps.jsonl`. Page: `docs/results/tables/serving_caps.md`.
+Documents, method and caps are those of `snapkv_lab.experiments.chunked`. Needs `make
+.venv-vllm/.installed`. Rows: `docs/results/serving_caps.jsonl`. Page:
+`docs/results/tables/serving_caps.md`.
 """
 
 import os

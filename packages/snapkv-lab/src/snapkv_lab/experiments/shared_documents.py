@@ -1,7 +1,8 @@
 """Many questions about one document in vLLM: shared and compressed, or read with every request.
 
-    .venv-vllm/bin/python -m snapkv_lab.experiments.shared_documents            measure and render the page
-    .venv-vllm/bin/python -m snapkv_lab.experiments.shared_documents --render   only render it from the rows
+    .venv-vllm/bin/python -m snapkv_lab.experiments shared_documents  measure and render the page
+    .venv-vllm/bin/python -m snapkv_lab.experiments shared_documents --render
+        only render it from the rows
 
 One engine answers every question in turns: from the document that was compressed once, behind a
 cached prefix as stock vLLM does, and, for some questions, reading all of it. Needs

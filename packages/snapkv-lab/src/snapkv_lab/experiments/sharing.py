@@ -1,6 +1,6 @@
 """What an evaluation with ten methods takes beside one with one method: a prompt is read once.
 
-    python -m snapkv_lab.experiments.sharing    measure, write the rows, render the page (ten minutes)
+    python -m snapkv_lab.experiments sharing  measure, write the rows, render the page (ten minutes)
 
 Rows: `docs/results/sharing.jsonl`. Page: `docs/results/tables/sharing.md`.
 """

@@ -1,7 +1,7 @@
 """Time and memory: reading a long prompt with compression, and decoding after it.
 
-    python -m snapkv_lab.experiments.speed            measure, write the rows, render the page
-    python -m snapkv_lab.experiments.speed --render   render the page from the rows that are there
+    python -m snapkv_lab.experiments speed            measure, write the rows, render the page
+    python -m snapkv_lab.experiments speed --render   render the page from the rows that are there
 
 Rows: `docs/results/speed.jsonl`. Page: `docs/results/tables/speed.md`.
 """

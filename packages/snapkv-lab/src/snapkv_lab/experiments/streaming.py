@@ -1,8 +1,9 @@
 """Perplexity over a text many times as long as the cache, with attention sinks and without.
 
-    python -m snapkv_lab.experiments.streaming                  measure, write the rows, render the page
-    python -m snapkv_lab.experiments.streaming --tokens 32768   the same over that many tokens
-    python -m snapkv_lab.experiments.streaming --render         render the page from the rows that are there
+    python -m snapkv_lab.experiments streaming  measure, write the rows, render the page
+    python -m snapkv_lab.experiments streaming --tokens 32768   the same over that many tokens
+    python -m snapkv_lab.experiments streaming --render
+        render the page from the rows that are there
 
 Rows: `docs/results/streaming.jsonl`. Page: `docs/results/tables/streaming.md`.
 """

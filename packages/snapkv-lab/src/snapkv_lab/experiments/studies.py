@@ -1,8 +1,9 @@
 """The paper's observations, on the demo model.
 
-    python -m snapkv_lab.experiments.studies            measure, write the rows, render page and figures
-    python -m snapkv_lab.experiments.studies overlap    measure this one, keep the rows of the others
-    python -m snapkv_lab.experiments.studies --render   render page and figures from the rows that are there
+    python -m snapkv_lab.experiments studies  measure, write the rows, render page and figures
+    python -m snapkv_lab.experiments studies overlap  measure this one, keep the rows of the others
+    python -m snapkv_lab.experiments studies --render
+        render page and figures from the rows that are there
 
 Rows: `docs/results/studies.jsonl`, for each study one line that says how it was run and one per
 row. Page and figures: `docs/results/tables/studies.md`, `docs/results/studies/*.svg`. What was

@@ -1,7 +1,8 @@
 """Two checkouts of this project beside each other: has a change cost time?
 
-    python -m snapkv_lab.experiments.versions --against ../before          all cells, a ratio for each
-    python -m snapkv_lab.experiments.versions --against ../before --small  short prompts: does it run?
+    python -m snapkv_lab.experiments versions --against ../before  all cells, a ratio for each
+    python -m snapkv_lab.experiments versions --against ../before --small
+        short prompts: does it run?
 
 Each checkout runs in a process of its own, which loads the demo model once; they take turns, round
 by round, the first one changing. A ratio is the median over pairs of the same round.
@@ -137,7 +138,7 @@ class _Checkout:
     def __init__(self, root: Path, tokens: int) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(root / "src"),
+            "PYTHONPATH": str(_source(root)),
             "OMP_NUM_THREADS": str(THREADS),
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": "0",
@@ -167,9 +168,15 @@ class _Checkout:
         return float(json.loads(self._answer()))
 
 
+def _source(root: Path) -> Path:
+    """Where a checkout has its source; until 0.1.0 there was one package."""
+    today = root / "packages/snapkv/src"
+    return today if today.is_dir() else root / "src"
+
+
 def compare(before: Path, tokens: int, rounds: int) -> None:
     """Measure and print a line for each cell."""
-    sides = {"before": _Checkout(before, tokens), "now": _Checkout(HERE.parents[1], tokens)}
+    sides = {"before": _Checkout(before, tokens), "now": _Checkout(HERE.parents[5], tokens)}
     for cell in CELLS:
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(rounds + 1):
@@ -197,7 +204,7 @@ def main() -> None:
     if given.worker:
         _work(given.tokens)
         return
-    if given.against is None or not (given.against / "src" / "snapkv").is_dir():
+    if given.against is None or not (_source(given.against) / "snapkv").is_dir():
         parser.error(f"--against: expected a checkout of this project, got {given.against}")
     tokens, rounds = (640, 2) if given.small else (given.tokens, given.rounds)
     compare(given.against.resolve(), tokens, rounds)

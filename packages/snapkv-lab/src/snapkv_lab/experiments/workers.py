@@ -1,7 +1,8 @@
 """What two workers take for an evaluation that one has answered: processes of one thread each.
 
-    python -m snapkv_lab.experiments.workers            measure, write the rows, render the page (five minutes)
-    python -m snapkv_lab.experiments.workers --render   only render the page from the rows
+    python -m snapkv_lab.experiments workers
+        measure, write the rows, render the page (five minutes)
+    python -m snapkv_lab.experiments workers --render   only render the page from the rows
 
 Rows: `docs/results/workers.jsonl`. Page: `docs/results/tables/workers.md`.
 """

@@ -365,6 +365,5 @@ def _bench_panel(panel: "Axes", rows: Sequence[Record], measured: _Measured) -> 
 
 
 def _value(row: Record, key: str) -> float:
-    """A number, or the median of its percentiles."""
     value = row[key]
     return float(value["p50"] if isinstance(value, dict) else value)

@@ -82,9 +82,6 @@ def board_lines(found: Record) -> list[BoardLine]:
     """By setting the full cache, then from the largest share to the smallest the best mean first.
 
     Methods without an answer in some task come behind those that have one in all.
-
-    Args:
-        found: as `snapkv_lab.evaluate.leaderboard.board` gives it.
     """
     rows, differences = found["rows"], line_differences(found["rows"], "task")
     settings, lines = _settings_of(found), []
@@ -111,7 +108,6 @@ def board_lines(found: Record) -> list[BoardLine]:
 
 
 def _settings_of(found: Record) -> list[str]:
-    """Of the question, in the order of the rows."""
     return list(dict.fromkeys(row["question"] for row in found["rows"]))
 
 
@@ -215,12 +211,7 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
 
 
 def as_markdown(found: Record, figure: str = FILES[1]) -> str:
-    """The page as Markdown.
-
-    Args:
-        found: the rows, see `board_lines`.
-        figure: where the figure is, seen from the page.
-    """
+    """The page as Markdown."""
     parts = [f"# Leaderboard of {escaped(found['model']['name'])}", *ABOUT]
     parts.append(escaped(_facts_line(found)))
     parts.append(f"![Score against held share, by method]({figure})")
@@ -254,7 +245,6 @@ def as_page(found: Record) -> str:
 
 
 def _settings(found: Record) -> list[dict[str, Any]]:
-    """The tables of each setting."""
     lines, made = board_lines(found), []
     for setting in _settings_of(found):
         own = [line for line in lines if line.scores.question == setting]
@@ -278,7 +268,6 @@ def _left_out(found: Record) -> list[tuple[str, str]]:
 
 
 def _facts_line(found: Record) -> str:
-    """The model, and how much was asked of it."""
     model, versions = found["model"], found["leaderboard"]
     runs = found["runs"].items()
     asked = ", ".join(f"{place.replace('/', ' ')} {run['samples']}" for place, run in runs)

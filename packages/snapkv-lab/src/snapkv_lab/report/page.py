@@ -20,12 +20,7 @@ from snapkv.errors import missing_package
 from snapkv.policies import FullCache
 from snapkv.validation import format_bytes
 from snapkv_lab.drawing import encoded, require_drawable
-from snapkv_lab.evaluate.intervals import (
-    METHOD,
-    Difference,
-    line_differences,
-    relative_differences,
-)
+from snapkv_lab.evaluate.intervals import METHOD, Difference, line_differences, relative_differences
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.evaluate.summary import (
@@ -255,14 +250,7 @@ def markdown_table(
     left: int,
     bold: Collection[tuple[int, int]] = (),
 ) -> str:
-    """Texts as a table.
-
-    Args:
-        headings: of the columns.
-        rows: texts under the headings.
-        left: how many of the first columns stand on the left.
-        bold: places (row, column).
-    """
+    """Texts as a table."""
     lines = [[escaped(heading) for heading in headings]]
     lines.append(["---"] * left + ["---:"] * (len(headings) - left))
     for row, texts in enumerate(rows):
@@ -369,7 +357,6 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
 
 
 def _cells(results: Results) -> dict[str, Any]:
-    """The table of cells as texts."""
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     loss = ("loss", "loss 95 %", "loss difference") if has_losses(results) else ()
     headings = [*_BEFORE_SCORES, *axes, "score", "95 %", "difference", *loss, "samples"]

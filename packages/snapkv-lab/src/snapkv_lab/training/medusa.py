@@ -1,24 +1,33 @@
 """Training Medusa heads on a frozen model (Medusa-1, section 2.2.1).
 
 Only the heads learn; they share the model's output projection, so 3 heads of a 135M model are 2 MB.
-Labels are the model's own answers: head k at position t learns the token at t + k + 1. Heads share
-nothing that learns and Adam does not mind the scale of a loss, so their losses are simply added.
+Labels are the model's own answers to questions about documents (self-distillation, section 2.3.2),
+written to a file batch by batch; a run that was stopped goes on behind the last one. Head k at
+position t learns the token at t + k + 1. Heads share nothing that learns and Adam does not mind the
+scale of a loss, so their losses are simply added.
 """
 
+import functools
 import json
 import math
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
+from snapkv.app.answering import end_token_ids, generate_options
+from snapkv.app.answering_together import until_end
 from snapkv.app.models import LoadedModel
-from snapkv.app.settings import MedusaTraining
-from snapkv.cache.saving.writing import naming, replace_file
+from snapkv.app.prompts import question_prompt
+from snapkv.app.settings import GenerationSettings, MedusaTraining
+from snapkv.cache.saving.writing import append_line, naming, open_for_lines, replace_file
 from snapkv.decoding.heads import (
     MedusaHeads,
     last_states,
@@ -28,7 +37,7 @@ from snapkv.decoding.heads import (
 )
 from snapkv.decoding.tree import HEAD_RANKS
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.training.answers import AnswerWriter, Exchange, Progress
+from snapkv_lab.evaluate.store import Progress
 
 ANSWERS, STATE = "answers.jsonl", "training.safetensors"
 
@@ -49,13 +58,6 @@ def train(
     progress: Progress,
 ) -> MedusaHeads:
     """Train heads for a model and write them to a folder.
-
-    Args:
-        loaded: the model, which stays as it is, and its tokenizer.
-        texts: documents that the model is asked about.
-        folder: of the heads, the answers and the state of the training.
-        plan: how to train.
-        progress: called with what is done, and how much of how much.
 
     Returns:
         The heads, with their accuracies on held-out answers.
@@ -79,7 +81,6 @@ def train(
 
 
 def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -> None:
-    """Refuse to mix the answers of two runs."""
     path = folder / "plan.json"
     run = {"model": loaded.name, "revision": loaded.revision, **asdict(plan)}
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != run:
@@ -88,6 +89,121 @@ def _require_same_run(folder: Path, loaded: LoadedModel, plan: MedusaTraining) -
             f"{path.read_text(encoding='utf-8')}; pass another folder"
         )
     replace_file(path, json.dumps(run))
+
+
+QUESTIONS = (
+    "What is this text about? Answer in a few sentences.",
+    "Summarize the text above.",
+    "Explain the most important part of the text step by step.",
+    "Which facts does the text state? List them.",
+    "Write a short introduction to the text for a beginner.",
+    "Repeat the first paragraph of the text word for word.",
+)
+"""Asked in turn, one per passage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A prompt and what the model answered, as token ids."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerWriter:
+    """Has a model answer questions about passages of documents.
+
+    The plan says how many, how long, and in which order.
+    """
+
+    loaded: LoadedModel
+    texts: Sequence[str]
+    plan: MedusaTraining
+
+    def into(self, path: Path, progress: Progress) -> list[Exchange]:
+        """All answers; those the file holds already are not generated again.
+
+        Raises:
+            OutputError: the file cannot be written.
+            InvalidArgumentError: the documents have fewer passages than answers are wanted, or the
+                file is of another run.
+        """
+        prompts = self._prompts()
+        done = list(_read(path, prompts))
+        with open_for_lines(path) as file:
+            while len(done) < self.plan.answers:
+                progress("answering", len(done), self.plan.answers)
+                asked = prompts[len(done) : len(done) + self.plan.batch]
+                answered = self._answered(asked)
+                for exchange in answered:
+                    line = {"prompt": exchange.prompt, "answer": exchange.answer}
+                    append_line(file, json.dumps(line), path)
+                done += answered
+        return done
+
+    def _prompts(self) -> list[tuple[int, ...]]:
+        passages, plan = list(self._passages()), self.plan
+        if len(passages) < plan.answers:
+            raise InvalidArgumentError(
+                f"data: expected text for {plan.answers} passages of {plan.passage_tokens} tokens, "
+                f"got {len(passages)}; pass more documents, or ask for fewer answers"
+            )
+        random.Random(plan.seed).shuffle(passages)
+        tokenizer = self.loaded.tokenizer
+        return [
+            tuple(
+                question_prompt(tokenizer, passage, QUESTIONS[number % len(QUESTIONS)])
+                .token_ids(tokenizer)[0]
+                .tolist()
+            )
+            for number, passage in enumerate(passages[: plan.answers])
+        ]
+
+    def _passages(self) -> Iterator[str]:
+        tokenizer, length = self.loaded.tokenizer, self.plan.passage_tokens
+        for text in self.texts:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            for start in range(0, len(ids) - length + 1, length):
+                yield tokenizer.decode(ids[start : start + length])
+
+    def _answered(self, prompts: Sequence[tuple[int, ...]]) -> list[Exchange]:
+        """The model's greedy answers to left-padded prompts, end tokens included."""
+        model, longest = self.loaded.model, max(map(len, prompts))
+        settings = GenerationSettings(max_new_tokens=self.plan.max_new_tokens)
+        ends = end_token_ids(model, settings)
+        padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        ids = padded(rows, padding_value=next(iter(ends), 0))
+        mask = padded([torch.ones_like(row) for row in rows])
+        output = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
+            **generate_options(model, settings),
+        )
+        return [
+            Exchange(prompt=prompt, answer=until_end(row, ends))
+            for prompt, row in zip(prompts, output[:, longest:].tolist(), strict=True)
+        ]
+
+
+def _read(path: Path, prompts: Sequence[tuple[int, ...]]) -> Iterator[Exchange]:
+    """What a file holds; a line that was cut off when the run was stopped is taken out of it."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        replace_file(path, whole)
+    for number, line in enumerate(whole.splitlines()[: len(prompts)]):
+        found = json.loads(line)
+        if tuple(found["prompt"]) != prompts[number]:
+            raise InvalidArgumentError(
+                f"to: expected answers to the prompts of this run in {path}, got others; pass "
+                "another folder, or the documents and settings it was begun with"
+            )
+        yield Exchange(prompt=prompts[number], answer=tuple(found["answer"]))
 
 
 class _States:
@@ -209,7 +325,6 @@ class _Training:
         write_tensors(tensors, self._path, {"step": str(step)})
 
     def _resume(self) -> int:
-        """The first step that has not been made."""
         if not self._path.exists():
             return 0
         with safe_open(self._path, framework="pt") as file:

@@ -28,19 +28,6 @@ def test_a_study_of_own_documents_and_questions(snapkv, demo_only, document, tmp
     assert str(out) in shown.err.replace("\n", "")
 
 
-def test_a_document_that_is_too_short_is_read_as_it_is_and_said(
-    snapkv, demo_only, document, tmp_path
-):
-    """The command of the README, with an answer of two tokens."""
-    small = ("--generation-windows", "1", "--generation-tokens", "2")
-    command = ("study", "hit-rate", "--document", document, *small, "--results", tmp_path / "out")
-    done = snapkv(*command)
-    assert done.status == 0, done.err
-    (said,) = [line for line in done.err.splitlines() if line.startswith("notice: ")]
-    assert "tokens instead of 3,072" in said
-    assert json.loads(snapkv(*command, "--json").out)["warnings"] == [said.removeprefix("notice: ")]
-
-
 def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
     small = ("--kinds", "digits", "--items", "4", "--samples", "1", "--document-tokens", "150")
     command = ("study", "induction", *small, "--budget", "40", "--results", tmp_path / "out")
@@ -50,20 +37,6 @@ def test_the_study_of_induction_says_what_to_type(snapkv, demo_only, tmp_path):
     assert "--kernel-size 0+" in said
     assert "--pooling fading --decay 0." in said
     assert json.loads((tmp_path / "out" / "pooling.json").read_text())["pooling"]["decay"]
-
-
-def test_the_study_of_the_early_layer_says_what_it_has_stored(
-    snapkv, demo_only, tmp_path, early_layers
-):
-    small = ("--samples", "1", "--document-tokens", "150", "--digits", "4", "--budget", "60")
-    command = ("study", "early-layer", *small, "--layers", "29", "--tolerance", "9")
-    done = snapkv(*command, "--keep-ratio", "0.9", "--results", tmp_path / "out")
-    assert done.status == 0, done.err
-    assert "number goes on" in " ".join(done.out.split())
-    *_, rows, last = done.err.splitlines()
-    assert rows == f"rows: {tmp_path / 'out'}"
-    (stored,) = early_layers.iterdir()
-    assert last == f"selective reading begins behind 29 layers from now on: stored in {stored}"
 
 
 def test_the_study_of_heads_says_what_it_has_stored_and_ask_goes_by_it(
@@ -95,22 +68,10 @@ def test_the_study_of_heads_says_what_it_has_stored_and_ask_goes_by_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("hit-rat",), "No such command"),
         (("hit-rate", "--samples", "0"), "samples: expected at least 1"),
-        (("hit-rate", "--plot", "figure.bmp"), "plot: expected a file name that ends in"),
-        (("hit-rate", "--group-reduce", "some"), "--group-reduce"),
         (("instructions", "-q", "Why?"), "question: expected at least two"),
-        (("overlap", "--document", "missing.txt"), "expected an existing file"),
-        (("sensitivity", "--windows", "16,x"), "windows: expected items of type int"),
         (("sensitivity", "--poolings", "max,median"), "pooling: expected"),
-        (
-            ("induction", "--kinds", "digits,letters"),
-            "kinds: expected one of digits, words, tokens",
-        ),
-        (("heads", "--kinds", "letters"), "kinds: expected one of digits, words, tokens"),
         (("early-layer", "--layers", "30"), "layers: expected layers from 1 to 29"),
-        (("induction", "--budget", "20"), "budget: expected more than window_size=16"),
-        (("sensitivity", "--budget", "32"), "expected more than window_size=32"),
     ],
     ids=" ".join,
 )

@@ -59,45 +59,17 @@ def test_means_over_the_same_cells_are_compared():
     }
 
 
-def test_visible_and_hidden_are_compared_apart_and_by_the_policy_not_its_label():
-    rows = [
-        row("everything", 10, 0.8, policy="full"),
-        row("everything", 10, 0.4, question="hidden", policy="full"),
-        row("snapkv@64", 10, 0.4),
-        row("snapkv@64", 10, 0.4, question="hidden"),
-    ]
-    assert relative_differences(rows) == {
-        ("snapkv@64", "visible"): pytest.approx(-0.5),
-        ("snapkv@64", "hidden"): pytest.approx(0.0),
-    }
-
-
 @pytest.mark.parametrize(
     "rows",
     [
         [row("snapkv@64", 10, 0.4)],
         [row("full", 10, 0.0), row("snapkv@64", 10, 0.4)],
         [row("full", 10, 0.5), row("snapkv@64", 20, 0.4)],
-        [row("full", 10, 0.5)],
     ],
-    ids=["no full cache", "it scores 0", "no cell in common", "nothing else"],
+    ids=["no full cache", "it scores 0", "no cell in common"],
 )
 def test_without_something_to_compare_with_there_is_no_difference(rows):
     assert relative_differences(rows) == {}
-
-
-def test_the_table_shows_the_difference_where_there_is_one():
-    table = printed([row("full", 10, 0.8), row("snapkv@64", 10, 0.79), row("other", 20, 0.5)])
-    cells = [[cell.strip() for cell in line.split("│")] for line in table.splitlines()]
-    shown = {line[1]: line[6:9] for line in cells if len(line) > 6}
-    assert "vs full" in table
-    assert shown == {
-        "full": ["one sample", "-", "-"],
-        "snapkv@64": ["one sample", "-1.2 %", "-1.0 (one sample)"],
-        "other": ["one sample", "-", "-"],
-    }
-    assert "percentile bootstrap over samples, 2,000 resamples" in table
-    assert "vs full" not in printed([row("snapkv@64", 10, 0.79)])
 
 
 def several(method, cell, scores, **given):
@@ -115,14 +87,6 @@ def test_a_difference_is_paired_sample_by_sample():
     assert found["tova", "visible"] == Difference(mean=0.0, interval=(-1.0, 1.0), samples=4)
     assert not any(difference.is_seen for difference in found.values())
     assert ("full", "visible") not in found
-
-
-def test_only_samples_that_both_have_answered_are_compared():
-    rows = [
-        row("full", 10, 1.0) | {"scores": {"a": 1.0, "b": 0.5}},
-        row("h2o", 10, 0.5) | {"scores": {"b": 0.5, "c": 0.0}},
-    ]
-    assert cell_differences(rows) == [None, Difference(mean=0.0, interval=None, samples=1)]
 
 
 def test_a_lines_difference_is_the_mean_of_its_columns():
@@ -151,10 +115,7 @@ def test_the_difference_of_turns_is_drawn_by_conversations():
 
 @pytest.mark.parametrize(
     ("interval", "is_seen"),
-    [
-        ((-0.2, -0.1), True), ((0.1, 0.2), True), (None, False),
-        ((-0.1, 0.1), False), ((0.0, 0.1), False), ((-0.1, 0.0), False),
-    ],
+    [((-0.2, -0.1), True), (None, False), ((0.0, 0.1), False),],
 )  # fmt: skip
 def test_a_difference_is_seen_where_its_interval_leaves_out_zero(interval, is_seen):
     assert Difference(mean=0.0, interval=interval, samples=3).is_seen == is_seen

@@ -1,9 +1,6 @@
 """lm-eval's tasks from compressed caches: likelihoods by hand, local tasks, and one command."""
 
-import errno
 import json
-import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,24 +16,12 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache
-from snapkv.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    AdaKV,
-    FastGen,
-    FullCache,
-    KeyDiff,
-    PyramidKV,
-    SnapKV,
-    StreamingLLM,
-)
+from snapkv.policies import H2O, RKV, AdaKV, FastGen, FullCache, SnapKV
 from snapkv_lab.evaluate import harness
 from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.harness import CompressedLM, HarnessRun
+from snapkv_lab.evaluate.harness import CompressedLM
 from snapkv_lab.evaluate.store import Store
-from tests.lab.evaluate import killed_harness
-from tests.lab.evaluate.tiny import save_tiny, tiny_loaded
+from tests.lab.evaluate.tiny import tiny_loaded
 
 FULL = Method(label="full", policy=FullCache())
 
@@ -169,12 +154,6 @@ def ids(tiny):
     return context, tiny.tokenizer(" under the blue stone", return_tensors="pt").input_ids
 
 
-@pytest.mark.parametrize("policy", [FullCache(), SnapKV(4096)], ids=["full", "large budget"])
-def test_with_nothing_dropped_a_likelihood_is_the_model_s(tiny, ids, policy):
-    found, _ = log_likelihood(tiny, *ids, policy)
-    assert found == pytest.approx(plain_log_likelihood(tiny.model, *ids), abs=1e-4)
-
-
 @pytest.mark.parametrize("policy", [SnapKV(40), H2O(40)], ids=["snapkv", "h2o"])
 def test_a_continuation_is_scored_as_it_would_be_generated(tiny, ids, policy):
     found, _ = log_likelihood(tiny, *ids, policy)
@@ -182,31 +161,11 @@ def test_a_continuation_is_scored_as_it_would_be_generated(tiny, ids, policy):
     assert abs(found - plain_log_likelihood(tiny.model, *ids)) > 1e-3, "something was dropped"
 
 
-def test_greedy_s_own_continuation_is_told_apart(tiny, ids):
-    context, other = ids
-    with torch.no_grad():
-        own = tiny.model.generate(context, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert log_likelihood(tiny, context, own[:, context.shape[1] :], FullCache())[1]
-    assert not log_likelihood(tiny, context, other, FullCache())[1]
-
-
-EVERY_WAY = [
-    FullCache(),
-    SnapKV(40),
-    default_policy(40),
-    PyramidKV(40),
-    AdaKV(SnapKV(40)),
-    KeyDiff(40),
-    FastGen(),
-    StreamingLLM(40),
-    H2O(40),
-    TOVA(40),
-    RKV(40),
-]
+EVERY_WAY = [FullCache(), default_policy(40), AdaKV(SnapKV(40)), FastGen(), H2O(40), RKV(40)]
 
 
 @pytest.mark.parametrize("policy", EVERY_WAY, ids=lambda policy: policy.name)
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [2])
 def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
     tiny, ids, policy, batch_size
 ):
@@ -226,7 +185,7 @@ def test_continuations_that_share_a_context_have_the_scores_they_have_alone(
         assert greedy == (own[:, : one.shape[1]].equal(one))
 
 
-@pytest.mark.parametrize("policy", [SnapKV(40), AdaKV(SnapKV(40))], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", [AdaKV(SnapKV(40))], ids=lambda policy: policy.name)
 def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, policy):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -248,7 +207,7 @@ def test_models_with_recurrent_layers_score_several_continuations(tiny, ids, pol
     assert [score for score, _ in found] == pytest.approx(alone, abs=1e-4)
 
 
-@pytest.mark.parametrize("pair", [("The key is un", "der"), ("", "")])
+@pytest.mark.parametrize("pair", [("The key is un", "der")])
 def test_a_continuation_without_a_token_of_its_own_is_refused(tiny, tmp_path, pair):
     with Store(tmp_path, {}) as store:
         model = CompressedLM(tiny, Method(label="s", policy=SnapKV(40)), store)
@@ -300,31 +259,6 @@ def test_prompts_answered_together_have_the_answers_they_have_alone(tiny, tmp_pa
     assert found != alone
 
 
-def test_only_prompts_of_equal_settings_that_draw_nothing_are_answered_together(
-    tiny, tmp_path, asked, monkeypatch
-):
-    sizes = []
-    real = harness.answers_together
-
-    def together(loaded, prompts, policy, settings):
-        sizes.append((len(prompts), settings.max_new_tokens))
-        return real(loaded, prompts, policy, settings)
-
-    monkeypatch.setattr(harness, "answers_together", together)
-    drawn = {"max_gen_toks": 3, "do_sample": True, "temperature": 1.0}
-    limits = [3, 3, 3, 3, 2, 3]
-    given = [("One", {"max_gen_toks": limit}) for limit in limits] + [("One", drawn)] * 2
-    with Store(tmp_path, {}) as store:
-        CompressedLM(tiny, FULL, store, batch_size=3).generate_until(
-            requests("generate_until", *given)
-        )
-    assert sizes == [(3, 3)]
-    assert len(asked) == len(given)
-    settings = GenerationSettings(temperature=1.0)
-    with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers"):
-        real(tiny, [Prompt(text="One")] * 2, FullCache(), settings)
-
-
 def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
     """Blanks at the end belong to what follows; an empty context is one token."""
     blanks, moved, empty = lm.loglikelihood(
@@ -336,22 +270,8 @@ def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, lm):
     assert empty[0] == pytest.approx(plain_log_likelihood(tiny.model, first, opens), abs=1e-4)
 
 
-def test_answers_end_before_a_stop_string(lm):
-    (whole,) = lm.generate_until(requests("generate_until", (CONTEXT, {"max_gen_toks": 12})))
-    assert len(whole) > 4
-    stop = whole[3:5]
-    (cut,) = lm.generate_until(
-        requests("generate_until", (CONTEXT, {"until": stop, "max_gen_toks": 12}))
-    )
-    assert cut == whole[: whole.find(stop)]
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_beams": 4}, "got num_beams, which is not supported"),
-        ({"do_sample": True, "temperature": 1.0, "top_p": 0.9}, "got top_p"),
-    ],
+    ("settings", "message"), [({"num_beams": 4}, "got num_beams, which is not supported")]
 )
 def test_what_cannot_be_generated_is_refused_by_name(lm, settings, message):
     with pytest.raises(InvalidArgumentError, match=f"of a task, {message}"):
@@ -382,24 +302,12 @@ def test_one_command_runs_local_tasks_by_every_method(evaluate):
     assert {r["version"] for r in found["rows"] if r["task"] == "local_gate"} == {3.0}
 
 
-def test_the_demo_model_answers_in_its_template(evaluate, demo):
-    options = ("--template", "tokenizer", "--limit", "1", "--baseline", "none")
-    status, out, _ = evaluate("local_gate", *options, loaded=demo)
-    assert status == 0
-    assert "exact_match" in out
-    assert "default@64" in out
-
-
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        ("local_gat", (), "got 'local_gat'; did you mean local_gate"),
         ("local_whole", (), "got local_whole, which scores whole texts"),
         ("", (), "tasks: expected names of lm-eval's tasks"),
         ("local_gate", ("--include-path", "nowhere"), "include_path: expected a folder"),
-        ("local_gate", ("--policy", "full", "--baseline", "full"), "expected every method once"),
-        ("local_gate", ("--limit", "0"), "limit: expected at least 1, got 0"),
-        ("local_gate", ("--batch-size", "0"), "batch_size: expected at least 1, got 0"),
     ],
 )
 def test_bad_input_is_named_in_one_line(evaluate, tasks, options, message):
@@ -471,7 +379,7 @@ BOTH = "local_gate,local_choice"
 ANSWERS = 2 * (2 + 2 * 3)  # of both methods: two questions, and three choices of each of two
 
 
-@pytest.mark.parametrize(("stop", "batch"), [(1, 1), (9, 1), (10, 2)])
+@pytest.mark.parametrize(("stop", "batch"), [(10, 2)])
 def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, stop, batch):
     batches = ("--batch-size", str(batch))
     _, whole, _ = evaluate(BOTH, "--json", "--results", "whole", *batches)
@@ -492,38 +400,6 @@ def test_a_run_that_stopped_asks_only_what_is_missing(evaluate, asked, folder, s
 
 
 @pytest.mark.slow
-def test_what_draws_continues_with_the_same_draws(evaluate, asked, folder):
-    path = folder / "gate.yaml"
-    drawn = path.read_text().replace("temperature: 1, do_sample: false", "temperature: 2")
-    path.write_text(f"{drawn}repeats: 3\n".replace('["\\n", "."]', "[]"))
-    evaluate("local_gate", "--results", "whole")
-    texts = [row["response"] for row in written(folder / "whole")]
-    assert len(texts) == len(asked) == 12
-    assert len(set(texts)) > 8, "every repetition draws its own"
-    asked.clear()
-    asked.fails_at = 4
-    assert evaluate("local_gate", "--results", "stopped")[0] == 1
-    asked.fails_at = None
-    assert evaluate("local_gate", "--results", "stopped")[0] == 0
-    assert len(asked) == 12
-    assert [row["response"] for row in written(folder / "stopped")] == texts
-
-
-def test_without_a_folder_the_same_command_finds_its_own(evaluate, asked, folder):
-    _, first, said = evaluate("local_gate", "--baseline", "none")
-    assert len(asked) == 2
-    _, second, again = evaluate("local_gate", "--baseline", "none")
-    assert len(asked) == 2
-    assert second == first
-    assert said.splitlines()[-1] == again.splitlines()[-1]
-    assert said.splitlines()[-1].startswith("answers: snapkv-results/lm-eval-tiny-")
-    evaluate("local_gate", "--baseline", "full")
-    assert len(asked) == 4, "methods can be added"
-    evaluate("local_gate", "--limit", "1")
-    assert len(list((folder / "snapkv-results").iterdir())) == 2
-
-
-@pytest.mark.slow
 def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
     evaluate("local_gate", "--results", "run")
     asked.clear()
@@ -533,77 +409,3 @@ def test_a_changed_question_is_asked_anew(evaluate, asked, folder):
     assert status == 0
     assert len(asked) == 2
     assert all("Who opens the gate?" in prompt.text for prompt, *_ in asked)
-
-
-@pytest.mark.parametrize(
-    ("tasks", "options", "said"),
-    [
-        ("local_gate", (), 'another tasks: ["local_gate", "local_choice"] there, ["local_gate"]'),
-        (BOTH, ("--limit", "1"), "another limit: null there, 1 here"),
-        (BOTH, ("--num-fewshot", "0"), "another num_fewshot: null there, 0 here"),
-        (BOTH, ("--template", "tokenizer"), 'another template: "none" there, "tokenizer" here'),
-    ],
-)
-def test_another_run_in_the_folder_is_refused(evaluate, asked, folder, tasks, options, said):
-    evaluate(BOTH, "--results", "run")
-    before = written(folder / "run")
-    asked.clear()
-    status, _, err = evaluate(tasks, "--results", "run", *options)
-    assert status == 2
-    assert said in err.splitlines()[-1]
-    assert not asked
-    assert written(folder / "run") == before
-
-
-def test_a_method_of_another_policy_under_the_same_label_is_refused(tiny, folder):
-    def into(policy):
-        method = Method(label="mine", policy=policy)
-        run = HarnessRun(
-            loaded=tiny, tasks=["local_gate"], methods=[method], include_path=folder, limit=1
-        )
-        return run.into(folder / "run")
-
-    into(SnapKV(64))
-    with pytest.raises(InvalidArgumentError, match="policy: expected mine to be what it was"):
-        into(SnapKV(40))
-
-
-def test_a_disk_without_room_is_not_taken_for_missing_data(evaluate, folder, monkeypatch):
-    synced = []
-
-    def full(_):
-        synced.append(True)
-        if len(synced) > 2:  # the run's settings and one answer
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("snapkv.cache.saving.writing.os.fsync", full)
-    status, _, err = evaluate("local_gate", "--results", "run")
-    assert status == 1
-    assert "output: expected to write 'run/samples.jsonl'" in err.splitlines()[-1]
-    assert "No space left on device" in err.splitlines()[-1]
-
-
-def killed_after(folder, answers):
-    """A run in a process of its own, killed when so many answers are there."""
-    process = killed_harness.started(folder, "killed")
-    path, deadline = folder / "killed" / "samples.jsonl", time.monotonic() + 90
-    while not path.exists() or path.read_bytes().count(b"\n") < answers:
-        assert process.is_alive(), "the run ended before it was killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.kill()
-    process.join(timeout=30)
-    assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_kill_loses_nothing_and_doubles_nothing(folder, demo):
-    save_tiny(folder / "model", demo.tokenizer)
-    killed_after(folder, 9)
-    path = folder / "killed" / "samples.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])  # what a machine that goes down can leave
-    for output in ("killed", "whole"):
-        killed_harness.run(folder, output)
-    for name in ("run.json", "samples.jsonl", "summary.jsonl"):
-        ours, other = ((folder / output / name).read_bytes() for output in ("killed", "whole"))
-        assert ours == other

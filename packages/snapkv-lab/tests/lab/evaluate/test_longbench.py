@@ -6,12 +6,11 @@ import zipfile
 
 import pytest
 
-from snapkv.errors import DocumentError, InvalidArgumentError, MissingDependencyError
+from snapkv.errors import DocumentError, MissingDependencyError
 from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
     HUB,
     SETS,
-    chosen_sets,
     max_prompt_tokens,
     prompt_format,
     read_rows,
@@ -67,29 +66,10 @@ def samples(tokenizer, **settings):
 # Prompts
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_a_prompt_has_the_hash_of_the_published_one(name):
-    text = "{context}".join(prompt_format(SETS[name]))
-    assert hashlib.sha256(text.encode()).hexdigest() == SETS[name].prompt_sha256
-
-
-@pytest.mark.parametrize(
-    ("name", "end"),
-    [
-        ("triviaqa", "\n\n?"),
-        ("samsum", "\n\n?"),
-        ("trec", "\n?"),
-        ("passage_count", "\n\nThe final answer is: "),
-        ("passage_retrieval_en", "\n\nThe answer is: "),
-        ("lcc", "Next line of code:\n"),
-        ("repobench-p", "?Next line of code:\n"),
-        ("qasper", "\n\nQuestion: ?\n\nAnswer:"),
-        ("hotpotqa", "\n\nQuestion: ?\nAnswer:"),
-    ],
-)
-def test_what_stands_behind_the_text_ends_as_published(name, end):
-    """Six of these ends are another in lm-eval 0.4.13."""
-    assert prompt_format(SETS[name])[1].replace("{input}", "?").endswith(end)
+def test_a_prompt_has_the_hash_of_the_published_one():
+    for data_set in SETS.values():
+        text = "{context}".join(prompt_format(data_set))
+        assert hashlib.sha256(text.encode()).hexdigest() == data_set.prompt_sha256
 
 
 def test_another_prompt_than_the_published_one_is_not_used(monkeypatch, tmp_path):
@@ -110,45 +90,6 @@ def test_braces_in_a_text_stay_as_they_are(demo, tmp_path):
 
 
 # Sets
-
-
-def test_there_are_the_paper_s_16_sets_in_its_order():
-    categories = list(dict.fromkeys(one.category for one in SETS.values()))
-    assert categories == [
-        "single-document QA",
-        "multi-document QA",
-        "summarization",
-        "few-shot learning",
-        "synthetic",
-        "code",
-    ]
-    assert len(SETS) == 16
-    assert [one.name for one in chosen_sets(("lcc", "qasper"), extended=False)] == ["qasper", "lcc"]
-
-
-def test_longbench_e_has_13_of_them():
-    missing = set(SETS) - {one.name for one in chosen_sets((), extended=True)}
-    assert missing == {"narrativeqa", "musique", "qmsum"}
-
-
-def test_only_few_shot_and_code_prompts_get_no_chat_template():
-    bare = {name for name, one in SETS.items() if not one.chat}
-    assert bare == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"datasets": ("hotpot",)}, "got 'hotpot'; did you mean hotpotqa"),
-        ({"datasets": ("musique",), "extended": True}, "sets of LongBench-E, got 'musique'"),
-        ({"max_prompt_tokens": 8}, "max_prompt_tokens: expected at least 64, got 8"),
-        ({"min_new_tokens": -1}, "min_new_tokens: expected at least 0"),
-        ({"code_similarity": "jaro"}, "code_similarity: expected one of difflib, levenshtein"),
-    ],
-)
-def test_wrong_settings_are_named(settings, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        LongBench(**settings)
 
 
 def test_every_sample_is_the_whole_prompt_parted_behind_the_text(demo, data):
@@ -187,20 +128,13 @@ def test_a_dialogue_is_summarised_on_one_line_that_is_not_empty(demo, data):
     assert [demo.tokenizer.decode(token) for token in one.settings.stop_token_ids] == ["\n"]
 
 
-def test_the_paper_s_run_let_no_answer_be_empty(demo, data):
-    for one in samples(demo.tokenizer, data=str(data), min_new_tokens=1):
-        assert one.settings.min_new_tokens == 1
-
-
 @pytest.mark.parametrize(
     ("name", "prediction", "score"),
     [
         ("qasper", "Under the blue stone\nand more", 2 * 3 / 8),
         ("triviaqa", "\nUnder the blue stone\nand more", 1.0),
-        ("trec", "Date\nFood", 1.0),
         ("trec", "Date or Food", 0.5),
         ("samsum", "under the blue stone\nBen", 1.0),
-        ("passage_count", "3 or 4", 0.5),
         ("passage_retrieval_en", "Paragraph 3", 1.0),
         ("lcc", "under the blue stone\n}", 1.0),
     ],
@@ -227,7 +161,7 @@ def published_cut(tokenizer, prompt, max_length):
     return first + tokenizer.decode(ids[-half:], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("length", [64, 101, 150, 10_000])
+@pytest.mark.parametrize("length", [64, 101])
 def test_a_long_prompt_loses_its_middle_as_published(demo, data, length):
     whole = samples(demo.tokenizer, data=str(data))
     cut = samples(demo.tokenizer, data=str(data), max_prompt_tokens=length)
@@ -261,7 +195,6 @@ def test_the_question_is_found_in_what_another_tokenizer_gives_back():
     ("model", "positions", "tokens"),
     [
         ("mistralai/Mistral-7B-Instruct-v0.2", 32_768, 31_500),
-        ("/models/LWM-Text-Chat-1M", 1_048_576, 1_048_576),
         ("demo", 8_192, 8_192 - 512 - 256),
         ("demo", 512, 256),
         ("demo", None, None),
@@ -293,14 +226,7 @@ def test_rows_come_out_of_the_archive_and_out_of_a_folder_around_it(data, tmp_pa
     ("name", "line", "message"),
     [
         ("qasper", "{broken", r"a JSON object in .*qasper.jsonl, line 2, got '{broken'"),
-        ("qasper", "[1]", r"a JSON object in .*line 2"),
-        ("qasper", json.dumps(row("qasper", context=7)), "context to be a text in .*line 2, got 7"),
-        ("qasper", json.dumps(row("qasper", context="")), "context to be a text in .*line 2"),
-        ("qasper", json.dumps({"context": "x"}), "input to be a text .*line 2, got no such field"),
         ("qasper", json.dumps(row("qasper", answers=[])), "answers to be a list of texts"),
-        ("qasper", json.dumps(row("qasper", answers="x")), "answers to be a list of texts"),
-        ("qasper", json.dumps(row("qasper", length="9")), "length to be a whole number"),
-        ("trec", json.dumps(row("trec", all_classes=None)), "all_classes to be a list of texts"),
         (
             "passage_retrieval_en",
             json.dumps(row("passage_retrieval_en", answers=["3"])),
@@ -364,8 +290,3 @@ def test_the_paper_s_rows_stand_beside_its_models():
     )
     assert published["full"]["narrativeqa"] == pytest.approx(0.2682)
     assert published["h2o@4096"]["repobench-p"] == pytest.approx(0.511)
-
-
-def test_there_is_nothing_to_compare_other_models_or_longbench_e_with():
-    assert LongBench().published("mistralai/Mistral-7B-Instruct-v0.3") == {}
-    assert LongBench(extended=True).published("mistralai/Mistral-7B-Instruct-v0.2") == {}

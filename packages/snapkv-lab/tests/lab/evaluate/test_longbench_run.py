@@ -11,12 +11,7 @@ import pytest
 
 from snapkv.app.settings import GenerationSettings
 from snapkv.cli.app import run
-from snapkv.errors import InvalidArgumentError
-from snapkv.policies import FullCache
-from snapkv_lab.evaluate.asking import Method
-from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Sample
-from snapkv_lab.evaluate.tasks import LongBench
 from tests.lab.evaluate.test_longbench import TEXT, row, write
 from tests.lab.evaluate.tiny import tiny_loaded
 
@@ -73,25 +68,6 @@ def test_one_command_answers_and_scores_every_set(evaluate, tmp_path):
     assert evaluate("--json")[1] == out, "a second run answers nothing anew"
 
 
-def test_the_demo_model_counts_paragraphs(evaluate, demo):
-    status, out = evaluate("--json", "--limit", "1", loaded=demo, datasets=("passage_count",))
-    assert status == 0
-    full, compressed = json.loads(out)["rows"]
-    assert full["status"] == compressed["status"] == "ok"
-    assert compressed["held_bytes"] < full["held_bytes"]
-
-
-def test_the_question_can_be_hidden_and_the_prompt_cut(evaluate, tmp_path):
-    cut = ("--setting", "hidden", "--max-prompt-tokens", "128", "--limit", "1")
-    status, _ = evaluate(*cut, "--baseline", "none")
-    assert status == 0
-    lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert len(records) == len(NAMES)
-    assert all(record["question"] == "hidden" for record in records)
-    assert max(record["prompt_tokens"] for record in records) <= 128 + 40  # and the chat template
-
-
 def test_the_table_shows_what_the_paper_measured_with_the_model(evaluate, tiny, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     status, out = evaluate("--limit", "1", "--baseline", "none", loaded=replace(tiny, name=MISTRAL))
@@ -138,9 +114,3 @@ def test_prompts_are_wrapped_as_in_the_paper_s_run(demo, model, before, behind):
     assert not prompt.has_special_tokens
     bare = sample(chat=False).prompt(tokenizer, "longbench", "visible")
     assert bare.text == "Text. Why?"
-
-
-def test_a_model_that_the_paper_did_not_run_has_no_such_template(demo):
-    method = Method(label="full", policy=FullCache())
-    with pytest.raises(InvalidArgumentError, match="template: expected a model named like"):
-        Run(loaded=demo, task=LongBench(), methods=[method], template="longbench")

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -67,17 +68,12 @@ def test_rouge_l_is_the_package_s_where_subsequences_are_ambiguous():
         assert rouge_l(*texts) == pytest.approx(package_rouge_l(*texts), abs=1e-9), texts
 
 
-@pytest.mark.parametrize("text", ["", ".", "..."])
+@pytest.mark.parametrize("text", ["", "..."])
 def test_a_text_without_a_sentence_has_no_rouge(text):
     """The package raises, and LongBench counts that as 0."""
     with pytest.raises(ValueError, match="Hypothesis is empty"):
         package_rouge_l(text, "a b")
     assert rouge_l(text, "a b") == rouge_l("a b", text) == 0.0
-
-
-def test_rouge_l_by_hand():
-    """Common words a, c of {a, b, c} and {a, d, c, e}: 2/3 and 2/4, so 4/7."""
-    assert rouge_l("a b c", "a d c. e") == pytest.approx(4 / 7, abs=1e-6)
 
 
 def test_rouge_l_of_long_sentences_has_a_score_where_the_package_fails():
@@ -94,12 +90,6 @@ def test_f1_is_the_published_one_on_real_answers(answers):
     for prediction, reference in answers:
         wanted = oracle.qa_f1(prediction, reference)
         assert metrics.qa_f1(prediction, reference) == pytest.approx(wanted, abs=1e-9)
-
-
-def test_f1_by_hand():
-    """Answer words: green, door; said: it, is, green, green, door. 2/5 and 2/2, so 4/7."""
-    assert metrics.qa_f1("It is a green, green door!", "the Green door") == pytest.approx(4 / 7)
-    assert metrics.qa_f1("the", "door") == 0.0
 
 
 CLASSES = ("Food", "Food type", "Date", "Number of something", "Number", "Other number")
@@ -120,10 +110,6 @@ def test_classification_skips_what_stands_behind_a_removed_class():
     assert metrics.classification("Number of something", "Number of something", classes) == 0.5
     parted = ("Number", "Date", "Number of", "Number of something")
     assert metrics.classification("Number of something", "Number of something", parted) == 0.5
-
-
-def test_an_answer_that_names_no_class_scores_nothing():
-    assert metrics.classification("Foods", "Date", CLASSES) == 0.0
 
 
 def numbered_answers():
@@ -171,17 +157,10 @@ def test_the_two_code_similarities_are_different_numbers():
     assert sum(plain != subsequence for plain, subsequence in both) > len(pairs) / 5
 
 
-def test_levenshtein_similarity_by_hand():
-    """ "kitten" and "sitting" share "ittn": 2 * 4 of 13 characters, 62 percent."""
-    assert metrics.code_similarity("kitten", "sitting", "levenshtein") == 0.62
-
-
 @pytest.mark.parametrize(
     ("prediction", "reference", "score"),
     [
-        ("\n\nx = 1\ny = 2", "x = 1", 1.0),
         ("# set x\nx = 1", "x = 1", 1.0),
-        ("```python\nx = 1", "x = 1", 1.0),
         ("// only a comment", "x = 1", 0.0),
         ("   \nx = 1", "x = 1", 0.5),
     ],
@@ -192,11 +171,16 @@ def test_the_first_line_of_code_counts(prediction, reference, score):
     assert oracle.code_similarity(prediction, reference) == score
 
 
-def test_first_line_drops_what_a_model_goes_on_with():
-    assert metrics.first_line("\n\nDate\nQuestion: ...") == "Date"
-    assert metrics.first_line("") == ""
-
-
-def test_the_best_reference_counts():
-    assert metrics.best(metrics.qa_f1, "blue door", ("red", "a blue door", "door")) == 1.0
-    assert metrics.best(metrics.qa_f1, "blue", ("red",)) == 0.0
+# BLEU
+@pytest.mark.parametrize(
+    ("said", "wanted", "expected"),
+    [
+        ("a b c d e", "a b c d f", 0.2**0.25),
+        ("a a a a a", "a a a a", 0.2**0.25),
+        ("a b c d", "a b c d e", math.exp(-1 / 4)),
+        ("a b c d", "d c b a", 0.0),
+        ("", "a b c d", 0.0),
+    ],
+)
+def test_bleu_by_hand(said, wanted, expected):
+    assert metrics.bleu(said, wanted) == pytest.approx(expected, abs=1e-12)

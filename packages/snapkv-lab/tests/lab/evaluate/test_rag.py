@@ -8,17 +8,9 @@ import re
 import pytest
 
 from snapkv.errors import DocumentError, InvalidArgumentError
-from snapkv.policies import FullCache, SnapKV
-from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.corpora import Corpus, Index, load_corpus
-from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import TASKS, RagCitation, RagPipeline, RagPosition, rag
-from snapkv_lab.evaluate.tasks.rag import (
-    cited,
-    drawn,
-    found,
-    phrase_questions,
-)
+from snapkv_lab.evaluate.tasks.rag import cited, found
 
 SMALL = {
     "rag-citation": {"documents": (5,), "samples_each": 2},
@@ -62,16 +54,11 @@ def question_of(sample, corpus):
 @pytest.mark.parametrize(
     ("text", "phrases", "is_found"),
     [
-        ("It was the Chief of Protocol.", ["Chief of Protocol"], True),
         ("THE CHIEF, of a Protocol", ["chief of protocol"], True),
         ("In 1999.", ["199"], False),
-        ("It is not known.", ["no"], False),
         ("in Greenwich Village New York City", ["Greenwich Village, New York City"], True),
         ("3677 seated", ["3,677 seated"], True),
-        ("Berlin", ["Paris", "Berlin"], True),
-        ("", ["Berlin"], False),
         ("", ["The The"], False),
-        ("anything", ["!!!"], False),
     ],
 )
 def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text, phrases, is_found):
@@ -82,19 +69,12 @@ def test_a_phrase_is_found_as_whole_words_without_punctuation_and_articles(text,
     ("text", "numbers"),
     [
         ("It was Berlin [3][7].", {3, 7}),
-        (" Hamlet [2]; William Shakespeare [6]", {2, 6}),
-        ("It was Berlin [3, 7] and so on [3].", {3, 7}),
-        ("[3 and 7]", {3, 7}),
         ("[3, 5, and 7]", {3, 5, 7}),
-        ("[3 7]", {3, 7}),
         ("[Document 3] and [documents 5; 7]", {3, 5, 7}),
         ("The answer comes from documents [3, 7", {3, 7}),
         ("In 1999, document 3 says so, and Documents 5, 6 and 8.", {3, 5, 6, 8}),
-        ("Doc 3 & doc: 4", {3, 4}),
         ("Document 3 says so [4].", {4}),
         ("In 1999 there were 3 of them.", set()),
-        ("[see above]", set()),
-        ("", set()),
     ],
 )
 def test_citations_are_numbers_in_brackets_or_behind_the_word(text, numbers):
@@ -103,17 +83,7 @@ def test_citations_are_numbers_in_brackets_or_behind_the_word(text, numbers):
 
 @pytest.mark.parametrize(
     ("prediction", "score"),
-    [
-        ("[{0}, {1}]", 1.0),
-        ("[{1}][{0}]", 1.0),
-        ("[{0}]", 2 / 3),  # precision 1, recall 1/2
-        ("[{0}, {0}]", 2 / 3),
-        ("[{0}, 77]", 1 / 2),  # precision 1/2, recall 1/2
-        ("[1, 2, 3, 4, 5]", 4 / 7),  # precision 2/5, recall 1
-        ("[77, 78]", 0.0),
-        ("[none]", 0.0),
-        ("", 0.0),
-    ],
+    [("[{0}, {1}]", 1.0), ("[{0}]", 2 / 3), ("[{0}, 77]", 1 / 2), ("[77, 78]", 0.0)],
 )
 def test_citations_are_scored_by_f1(small, prediction, score):
     task = RagCitation(**SMALL["rag-citation"])
@@ -139,22 +109,6 @@ def test_citation_numbers_are_those_of_the_gold_documents_among_near_ones(small,
     assert samples == list(task.samples(None)), "the same every time"
 
 
-def test_other_seeds_ask_others_and_more_samples_begin_with_the_same(small):
-    def names(**settings):
-        return [s.name for s in RagCitation(documents=(5,), **settings).samples(None)]
-
-    assert names(samples_each=10)[:4] == names(samples_each=4)
-    assert names(samples_each=4) != names(samples_each=4, seed=1)
-    assert drawn([1, 2, 3], 3, seed=0) == drawn([1, 2, 3], 3, seed=0)
-
-
-def test_questions_of_yes_no_and_of_other_words_are_left_out_of_phrases():
-    kept = phrase_questions(load_corpus("hotpotqa").questions)
-    answers = {question.answers[0].lower() for question in kept}
-    assert len(kept) == 7405 - 458 - 42
-    assert not answers & {"yes", "no", "!!!", "the the"}
-
-
 def test_gold_documents_move_and_the_others_stay(small):
     task = RagPosition(documents=(5, 9), samples_each=3)
     samples = list(task.samples(None))
@@ -175,13 +129,6 @@ def test_gold_documents_move_and_the_others_stay(small):
         assert rest == others[9, name][: count - 2], "more documents are the same and further ones"
 
 
-def test_the_answer_stands_in_no_other_document(small):
-    for sample in RagPosition(documents=(30,), samples_each=20).samples(None):
-        gold = {passage.title for passage in question_of(sample, small).gold}
-        for _, title, text in shown(sample):
-            assert title in gold or not found(f"{title} {text}", sample.references)
-
-
 def test_the_pipeline_reads_the_first_of_what_was_reranked(small, index):
     task = RagPipeline(documents=(3, 6), retrieve=12, samples_each=2)
     samples = list(task.samples(None))
@@ -195,8 +142,10 @@ def test_the_pipeline_reads_the_first_of_what_was_reranked(small, index):
         assert titles[1] != retrieved[:6], "reranking changes the order"
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("template", ["tokenizer", "none"])
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [("rag-citation", "tokenizer"), ("rag-position", "none"), ("rag-pipeline", "tokenizer")],
+)
 def test_a_hidden_question_is_behind_what_is_compressed(small, demo, name, template):
     task = TASKS[name](**SMALL[name])
     sample = next(task.samples(demo.tokenizer))
@@ -210,49 +159,11 @@ def test_a_hidden_question_is_behind_what_is_compressed(small, demo, name, templ
     assert "\nDocument: " not in rest
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RagCitation(documents=(1,)), "documents: expected at least 2"),
-        (lambda: RagPosition(documents=()), "documents: expected at least 3"),
-        (lambda: RagPipeline(documents=(0,)), "documents: expected at least 1"),
-        (lambda: RagCitation(samples_each=0), "samples_each: expected at least 1"),
-        (lambda: RagPipeline(documents=(10, 30), retrieve=20), "retrieve: expected .* 30, got 20"),
-    ],
-)
-def test_settings_out_of_range_are_named(make, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        make()
-
-
 def test_more_samples_than_questions_are_refused(small):
     with pytest.raises(
         InvalidArgumentError, match=r"at most 50, .* got 51; pass --samples-each 50"
     ):
         list(RagCitation(documents=(5,), samples_each=51).samples(None))
-
-
-METHODS = [
-    Method(label="full", policy=FullCache()),
-    Method(label="snapkv@64", policy=SnapKV(64, window_size=16)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_a_real_model_answers_from_the_full_and_the_compressed_cache(small, demo, tmp_path, name):
-    task = TASKS[name](**SMALL[name] | {"documents": (3,), "samples_each": 1})
-    rows = Run(loaded=demo, task=task, methods=METHODS).into(tmp_path).rows
-    assert {row["status"] for row in rows} == {"ok"}
-    assert all(0 <= row["score"] <= 1 for row in rows)
-    kept = {(row["method"], row["kept_tokens"] < row["prompt_tokens"]) for row in rows}
-    assert kept == {("full", False), ("snapkv@64", True)}
-
-
-def test_more_documents_than_the_model_has_positions_for_are_marked(small, demo, tmp_path):
-    task = RagCitation(documents=(100,), samples_each=1)
-    rows = Run(loaded=demo, task=task, methods=METHODS).into(tmp_path).rows
-    assert {row["status"] for row in rows} == {"too long"}
 
 
 def document(title, **changed):
@@ -279,15 +190,12 @@ def write(path, *rows):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+@pytest.mark.parametrize("name", ["rows.jsonl.gz"])
 def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path, name):
     file = write(tmp_path / name, line(), "", line(question="What?"))
     task = RagPosition(documents=(4,), samples_each=2, data=file)
     samples = list(task.samples(None))
-    assert {sample.name for sample in samples[:2]} == {
-        "4/beginning/line 1",
-        "4/beginning/line 3",
-    }
+    assert {sample.name for sample in samples[:2]} == {"4/beginning/line 1", "4/beginning/line 3"}
     titles = {s.cell["position"]: [title for _, title, _ in shown(s)] for s in samples}
     assert titles == {
         "beginning": ["Gold", "A", "B", "C"],
@@ -301,15 +209,9 @@ def test_a_file_of_questions_takes_the_place_of_hotpotqa(tmp_path, name):
 
 BAD = {
     "not JSON": ("{", r"JSON object .*line 2, got '\{'"),
-    "no object": ("[]", "JSON object .*line 2"),
     "no question": (line(question=None), "question to be a text .*line 2, got None"),
-    "blank question": (line(question=" "), "question to be a text"),
-    "answers a text": (line(answers="Ann"), "answers to be a list of texts .*line 2, got 'Ann'"),
-    "no answer": (line(answers=[]), "answers to be a list of texts"),
     "answer without words": (line(answers=["Ann", "!"]), "answers to be a list of texts"),
-    "no documents": ({"question": "Who?", "answers": ["Ann"]}, "ctxs to be .*got no such field"),
     "no gold": (line(ctxs=[document("A")]), "ctxs to be documents of which one isgold .*line 2"),
-    "document": (line(ctxs=["A"]), "ctxs to be a list of objects"),
     "text": (
         line(ctxs=[document("A"), document("B", text=3)]),
         r"ctxs\[1\].text to be a text .*line 2, got 3",
@@ -330,11 +232,8 @@ def test_a_malformed_row_is_named_by_file_line_and_field(tmp_path, row, message)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.jsonl", b"", "expected rows in"),
         ("rows.jsonl", b"\xff\xfe", "JSON lines in UTF-8"),
-        ("rows.jsonl.gz", b"not gzip", r"a \.gz of one"),
         ("rows.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:20], r"a \.gz of one"),
-        ("rows.jsonl", None, "No such file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
@@ -343,11 +242,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
         path.write_bytes(content)
     with pytest.raises(DocumentError, match=message):
         list(RagPosition(samples_each=1, data=str(path)).samples(None))
-
-
-def test_a_row_with_too_few_documents_is_named(tmp_path):
-    file = write(tmp_path / "rows.jsonl", line())
-    with pytest.raises(
-        InvalidArgumentError, match=r"documents: expected 1 to 4, .* line 1 .* got 5"
-    ):
-        list(RagPosition(documents=(5,), samples_each=1, data=file).samples(None))

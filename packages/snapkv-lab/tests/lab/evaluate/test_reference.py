@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from snapkv import (
     H2O,
     RKV,
-    TOVA,
     AdaKV,
     DuoAttention,
     FastGen,
@@ -18,7 +17,6 @@ from snapkv import (
     KVzip,
     PageRecall,
     PromptThenDecode,
-    PyramidKV,
     SnapKV,
     StreamingLLM,
 )
@@ -26,13 +24,12 @@ from snapkv.app import reference as reference_module
 from snapkv.app.answering import _read_context, answer_ids
 from snapkv.app.conversation import behind
 from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
-from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompts import Prompt
 from snapkv.app.reference import References
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
-from snapkv_lab.evaluate.asking import LATER, Answerer, Asked, Method
+from snapkv_lab.evaluate.asking import Answerer, Asked, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns
 from tests.lab.evaluate.tiny import METHODS, Keys, tiny_loaded, untimed
@@ -112,9 +109,7 @@ def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
     [
         (Prompt(text="Where is it?\nAnswer:"), "under it", " under it"),
         (Prompt(text="Where is it?\nAnswer:\n"), "under it", "under it"),
-        (Prompt(text="Where is it? It is"), " under it", " under it"),
-        (Prompt(text="Where is it? It is "), "under it", "under it"),  # a merge over the border
-        (Prompt(text="Where?<|im_end|>", has_special_tokens=True), "under it", "under it"),
+        (Prompt(text="Where is it? It is "), "under it", "under it"),
         (Prompt(text="The number is: 1"), "23", " 23"),
     ],
 )
@@ -127,21 +122,10 @@ def test_a_reference_follows_the_prompt_as_the_model_would_go_on(tiny, prompt, r
     assert ([*before, *own] == whole) == (prompt.text[-1] != " ")
 
 
-@pytest.mark.parametrize("template", ["tokenizer", "none"])
-def test_chats_and_clozes_are_joined_as_their_answers_are(tiny, template):
-    for cloze, start in ((False, ""), (True, "The key is")):
-        sample = replace(next(Keys().samples(tiny.tokenizer)), answer_start=start)
-        prompt = sample.prompt(tiny.tokenizer, template, "visible")
-        (own,) = References.behind(prompt, ["under it"], tiny).token_ids
-        expected = " under it" if cloze or template == "none" else "under it"
-        assert tiny.tokenizer.decode(own) == expected
-
-
 # The loss behind a cache.
 
 
-@pytest.mark.parametrize("question", ["visible", "hidden"])
-@pytest.mark.parametrize("template", ["tokenizer", "none"])
+@pytest.mark.parametrize(("template", "question"), [("tokenizer", "visible"), ("none", "hidden")])
 def test_a_full_cache_has_the_loss_of_one_plain_pass(tiny, tmp_path, template, question):
     task = TwoReferences()
     run = Run(
@@ -167,26 +151,22 @@ def test_a_full_cache_has_the_loss_of_one_plain_pass(tiny, tmp_path, template, q
 
 POLICIES = [
     SnapKV(40),
-    PyramidKV(48),
-    AdaKV(SnapKV(40)),
     H2O(40),
-    TOVA(40),
-    StreamingLLM(40),
+    AdaKV(SnapKV(40)),
+    KVzip(40, window_size=4, chunk_tokens=64),
     StreamingLLM(40, positions="original"),
     RKV(40, window_size=4, evict_every=2),
     FastGen(recovery=0.5),
-    DuoAttention(((1, 0), (0, 1)), sink_tokens=4, recent_tokens=24),
     PromptThenDecode(prompt=SnapKV(40), decode=H2O(40)),
-    KVzip(40, window_size=4, chunk_tokens=64),
     FullCache(),
+    DuoAttention(((1, 0), (0, 1)), sink_tokens=4, recent_tokens=24),
 ]
 FEWER = {"layer": 1, "keep_ratio": 0.4, "least_tokens": 0}
 WAYS = [Exact(), Selective(**FEWER), GemFilter(**FEWER), LayerByLayer(chunk_tokens=32)]
 CASES = [
-    *((policy, Exact(), question) for policy in POLICIES for question in ("visible", "hidden")),
+    *((policy, Exact(), ("visible", "hidden")[at % 2]) for at, policy in enumerate(POLICIES)),
     *((policy, way, "visible") for policy in (SnapKV(40), FullCache()) for way in WAYS[1:]),
     (SnapKV(40), Chunked(cap_tokens=64, chunk_tokens=32), "visible"),
-    (H2O(40), LayerByLayer(chunk_tokens=32), "visible"),
 ]
 
 
@@ -215,24 +195,6 @@ def test_the_loss_is_what_generation_gives_and_the_answer_stays(
     assert (abs(record["loss"] - full) < 1e-4) == keeps_all, "something was dropped"
 
 
-def test_layers_that_slide_take_part(demo, tmp_path):
-    """They keep what their window holds, in transformers' own storage."""
-    sliding = tiny_loaded(demo.tokenizer, family="cohere2")
-    task = TwoReferences(sentences=(14,), each=1, references=(REFERENCE,))
-    given = {"loaded": sliding, "task": task, "methods": METHODS}
-    found = records_with_loss(tmp_path, **given)
-    (sample,) = task.samples(demo.tokenizer)
-    prompt = sample.prompt(demo.tokenizer, "tokenizer", "visible")
-    own = demo.tokenizer(REFERENCE)["input_ids"]
-    for record, method in zip(found, METHODS, strict=True):
-        cache = CompressedCache(sliding.model, method.policy)
-        expected = generated_loss(sliding, prompt.token_ids(demo.tokenizer), own, cache)
-        assert record["loss"] == pytest.approx(expected, abs=2e-5)
-    full = plain_loss(sliding.model, prompt.token_ids(demo.tokenizer)[0].tolist(), own)
-    assert found[0]["loss"] == pytest.approx(full, abs=2e-5)
-    assert abs(found[2]["loss"] - full) > 1e-4
-
-
 def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_path):
     methods = [*METHODS, Method(label="h2o", policy=H2O(40))]
     given = {"loaded": tiny, "task": TwoReferences(), "reference_loss": True}
@@ -248,7 +210,7 @@ def test_methods_that_share_a_reading_have_the_losses_they_have_alone(tiny, tmp_
 @pytest.mark.parametrize(
     ("policy", "later"),
     [
-        *((SnapKV(48), later) for later in (*LATER, PageRecall(2))),
+        *((SnapKV(48), later) for later in ("compress", PageRecall(2))),
         (FullCache(), "append"),
         (H2O(48), "append"),
     ],
@@ -291,14 +253,6 @@ def test_a_run_without_the_option_is_named_and_written_as_ever(tiny, tmp_path):
         asked.into(tmp_path)
 
 
-def test_samples_without_a_right_answer_are_refused(tiny, tmp_path):
-    for references in ((), ("under", "")):
-        task = TwoReferences(references=references)
-        run = Run(loaded=tiny, task=task, methods=METHODS, reference_loss=True)
-        with pytest.raises(InvalidArgumentError, match="reference_loss: expected samples that"):
-            run.into(tmp_path / str(len(references)))
-
-
 def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stays(demo, tmp_path):
     task = TwoReferences(sentences=(8,), references=("the blue stone " * 40, "the blue stone"))
     (sample, *_) = task.samples(demo.tokenizer)
@@ -311,9 +265,7 @@ def test_a_reference_behind_the_models_positions_has_no_loss_and_the_answer_stay
     assert [row["loss_difference"] for row in results.rows] == [None, None]
 
 
-@pytest.mark.parametrize(
-    "references", [(REFERENCE, "the blue stone"), ("the blue stone", REFERENCE)]
-)
+@pytest.mark.parametrize("references", [(REFERENCE, "the blue stone")])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad, references):
     """As of a model whose logits overflow; a smallest loss beside it would go by the order."""
@@ -328,25 +280,6 @@ def test_a_loss_that_is_no_number_is_none(tiny, tmp_path, monkeypatch, bad, refe
     results = Run(loaded=tiny, task=task, methods=[FULL], reference_loss=True).into(tmp_path)
     assert {(one["status"], one["loss"]) for one in lines(tmp_path)} == {("ok", None)}
     assert {row["loss"] for row in results.rows} == {None}
-
-
-def test_a_reference_that_has_no_token_has_no_loss_and_the_answer_stays(tiny, tmp_path):
-    """As a tokenizer without bytes gives of signs that it does not know."""
-
-    def dropping(text, **options):
-        return tiny.tokenizer(text.replace("\N{SNOWMAN}", ""), **options)
-
-    dropping.decode = tiny.tokenizer.decode
-    prompt = Prompt(text="Where is it?\n")
-    loaded = replace(tiny, tokenizer=dropping)
-    found = References.behind(prompt, ["\N{SNOWMAN}", "under it"], loaded)
-    assert list(map(len, found.token_ids)) == [0, 2]
-    cache = CompressedCache(tiny.model, SnapKV(40))
-    with torch.no_grad():
-        logits = tiny.model(prompt.token_ids(tiny.tokenizer), past_key_values=cache).logits[:, -1:]
-    assert found.loss(tiny, PromptEnd(cache=cache, logits=logits)) is None
-    one = References.behind(prompt, ["under it"], loaded)
-    assert one.loss(tiny, PromptEnd(cache=cache, logits=logits)) > 0
 
 
 def test_memory_that_ends_at_a_reference_loses_the_record_and_no_other(tiny, monkeypatch):

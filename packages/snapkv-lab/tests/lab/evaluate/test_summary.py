@@ -2,13 +2,7 @@
 
 import pytest
 
-from snapkv_lab.evaluate.summary import (
-    IN_PERCENT,
-    axis_values,
-    score_lines,
-    shown_interval,
-    summarise,
-)
+from snapkv_lab.evaluate.summary import axis_values, score_lines, shown_interval, summarise
 from tests.lab.evaluate.tiny import Keys
 
 
@@ -80,33 +74,6 @@ def test_what_has_no_answer_is_counted_and_in_no_mean():
     assert (row["status"], row["samples"], row["score"]) == ("too long", 0, None)
 
 
-def test_rows_come_as_they_are_asked_for_and_only_those():
-    records = [
-        record("b", "snapkv", 0.0),
-        record("a", "full", 1.0),
-        record("a", "snapkv", 1.0),
-        record("b", "full", 0.0),
-        record("a", "h2o", 0.25),
-    ]
-    wanted = [(s, m, "visible") for s in "ab" for m in ("full", "snapkv")]
-    rows = summarise(records, [*wanted, ("z", "full", "visible")], Keys())
-    assert [(row["method"], row["score"]) for row in rows] == [("full", 0.5), ("snapkv", 0.5)]
-
-
-def test_settings_and_cells_are_rows_of_their_own():
-    records = [
-        record("a", "full", 1.0, question=question, cell={"length": length})
-        for length in (1, 2)
-        for question in ("visible", "hidden")
-    ]
-    for number, one in enumerate(records):
-        one["sample"] = str(number)
-    rows = summarise(records, keys(records), Keys())
-    assert [(r["question"], r["cell"]["length"]) for r in rows] == [
-        ("visible", 1), ("hidden", 1), ("visible", 2), ("hidden", 2),
-    ]  # fmt: skip
-
-
 def test_a_line_is_the_mean_of_its_columns_means():
     cells = [
         ("full", 1, 0, 1.0), ("full", 1, 50, 0.5), ("full", 2, 0, 0.0),
@@ -132,21 +99,6 @@ def test_a_line_is_the_mean_of_its_columns_means():
     assert snapkv.shown(2) == "out of memory"
     assert snapkv.mean == 0.2
     assert (snapkv.held_bytes, snapkv.token_ms) == (100, 1.0)
-
-
-def test_a_method_without_any_score_has_no_mean():
-    records = [record("a", "full", None, status="too long")]
-    (line,) = score_lines(summarise(records, keys(records), Keys()), "length")
-    assert (line.mean, line.held_bytes, line.token_ms) == (None, None, None)
-    assert (IN_PERCENT.text(line.mean), line.shown_interval) == ("-", "-")
-
-
-def test_a_row_is_compared_with_the_full_caches_sample_by_sample():
-    records = [record(name, "full", score) for name, score in zip("abc", (1, 1, 0), strict=True)]
-    records += [record("a", "h2o", 0.0), record("b", "h2o", 1.0), record("d", "h2o", 1.0)]
-    full, h2o = summarise(records, keys(records), Keys())
-    assert full["difference"] is None
-    assert h2o["difference"] == {"score": -0.5, "interval": [-1.0, 0.0], "samples": 2}
 
 
 def test_losses_are_rows_and_lines_of_their_own():
@@ -177,27 +129,6 @@ def test_losses_are_rows_and_lines_of_their_own():
     assert (full.loss, h2o.loss) == (pytest.approx(2.125), 3.0)  # of the columns
     assert full.loss_interval == (1.25, 3.0)
     assert h2o.loss_interval is None
-
-
-def test_where_no_loss_was_taken_nothing_is_said_of_it():
-    records = [record("a", "full", 1.0), record("a", "h2o", 0.0)]
-    rows = summarise(records, keys(records), Keys())
-    assert not any("loss" in name for row in rows for name in row)
-    assert {line.loss for line in score_lines(rows, "length")} == {None}
-
-
-def test_a_line_has_the_interval_of_its_mean_and_of_every_column():
-    scores = {("a", 1): 0.0, ("b", 1): 1.0, ("a", 2): 1.0, ("b", 2): 1.0}
-    records = [
-        record(f"{name}{length}", "full", score, cell={"length": length})
-        for (name, length), score in scores.items()
-    ]
-    (line,) = score_lines(summarise(records, keys(records), Keys()), "length")
-    assert line.intervals == {1: (0.0, 1.0), 2: (1.0, 1.0)}
-    assert (line.interval, line.shown_interval) == ((0.5, 1.0), "50.0 to 100.0")
-    (line,) = score_lines(summarise(records, keys(records[:3]), Keys()), "length")
-    assert line.intervals == {1: (0.0, 1.0), 2: None}
-    assert (line.interval, line.shown_interval) == (None, "one sample")
 
 
 @pytest.mark.parametrize(

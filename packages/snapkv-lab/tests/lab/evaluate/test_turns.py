@@ -4,13 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
-from snapkv import H2O, AdaKV, FullCache, KVzip, PageRecall, SnapKV, StreamingLLM
+from snapkv import H2O, FullCache, KVzip, PageRecall, SnapKV
 from snapkv.app.prefills import Chunked
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.evaluate import asking
-from snapkv_lab.evaluate.asking import LATER, Method, converse
+from snapkv_lab.evaluate.asking import LATER, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.sample import Conversation
 from snapkv_lab.evaluate.tasks import Needle, Turns
@@ -34,7 +33,7 @@ def lines(folder):
 
 
 @pytest.mark.parametrize("cloze", [False, True], ids=["free", "cloze"])
-@pytest.mark.parametrize("questions", [1, 3])
+@pytest.mark.parametrize("questions", [3])
 def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
     task = Turns(cloze=cloze, **SMALL | {"questions": questions})
     samples = list(task.samples(demo.tokenizer))
@@ -57,27 +56,7 @@ def test_every_question_is_about_a_line_of_its_own(demo, cloze, questions):
         assert 150 < ids.shape[1] + sample.settings.max_new_tokens <= 200
 
 
-def test_a_later_turn_is_the_question_and_the_answers_beginning(demo):
-    free, cloze = (
-        next(iter(Turns(cloze=cloze, **SMALL).samples(demo.tokenizer))).turns[1]
-        for cloze in (False, True)
-    )
-    name = cloze.answer_start.removesuffix(":")
-    assert cloze.later_turn(demo.tokenizer, "none") == (
-        f"\n\nThe number of one of the names:\n\n{name}:"
-    )
-    name = free.question.split()[5].removesuffix("?")
-    assert free.later_turn(demo.tokenizer, "none") == (
-        f"\n\nQuestion: What is the number of {name}?\nAnswer:"
-    )
-    chat = free.later_turn(demo.tokenizer, "tokenizer")
-    assert f"What is the number of {name}? Answer with the number." in chat
-    assert chat.startswith("<|im_end|>")
-    assert chat.endswith("assistant\n")
-
-
-@pytest.mark.parametrize("template", ["none", "tokenizer"])
-@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize(("question", "template"), [("visible", "tokenizer"), ("hidden", "none")])
 def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
     tiny, tmp_path, template, question
 ):
@@ -118,7 +97,7 @@ def test_a_full_cache_answers_as_if_the_whole_conversation_were_read_anew(
             assert said[turn.name] == text.partition("\n")[0]
 
 
-@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("question", ["hidden"])
 def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
     ways = {way: way for way in LATER} | {"pages": PageRecall(2, page_tokens=8)}
     methods = [Method(label=name, policy=SnapKV(48), later=way) for name, way in ways.items()]
@@ -137,7 +116,7 @@ def test_what_is_kept_is_what_the_way_says(tiny, tmp_path, question):
     }
 
 
-@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("question", ["hidden"])
 def test_with_pages_for_everything_every_turn_is_answered_as_from_the_full_cache(
     tiny, tmp_path, question
 ):
@@ -179,7 +158,7 @@ def test_recall_brings_back_what_an_earlier_turn_dropped_and_compress_does_not(
         assert any(new) == (way == "recall")
 
 
-@pytest.mark.parametrize("policy", [KVzip(48), AdaKV(KVzip(48, plus=True))], ids=["kvzip", "plus"])
+@pytest.mark.parametrize("policy", [KVzip(48)], ids=["kvzip"])
 def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, tmp_path, policy):
     methods = [Method(label="kvzip", policy=policy)]
     results = run_of(tiny, methods, questions=("hidden",)).into(tmp_path / "out")
@@ -192,34 +171,7 @@ def test_a_text_that_is_read_twice_is_read_so_once_and_questions_appended(tiny, 
         run_of(tiny, [Method(label="r", policy=policy, later="recall")], questions=("hidden",))
 
 
-@pytest.mark.parametrize("template", ["none", "tokenizer"])
-def test_the_token_that_ends_an_answer_stays_in_a_chat_and_in_no_plain_text(demo, template):
-    """Otherwise plain questions would stand behind the end of a chat's turn."""
-    loaded, end = tiny_loaded(demo.tokenizer), demo.tokenizer.eos_token_id
-    with torch.no_grad():  # every answer ends at once
-        bias = torch.zeros(len(demo.tokenizer)).index_fill(0, torch.tensor([end]), 1e4)
-        loaded.model.lm_head.bias = torch.nn.Parameter(bias)
-    sample = next(iter(Turns(**SMALL).samples(demo.tokenizer)))
-    prompt = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)
-    answers = converse(
-        loaded, sample, Method(label="full", policy=FullCache()), template, "visible"
-    )
-    first, second, _ = answers
-    assert first.token_ids == second.token_ids == (end,)
-    text = sample.turns[1].later_turn(demo.tokenizer, template)
-    new = demo.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert (end in new) == (template == "tokenizer")
-    assert second.prompt_tokens == prompt.shape[1] + len(new)
-
-
-def test_what_evicts_while_generating_answers_appended_questions(tiny, tmp_path):
-    methods = [Method(label="h2o", policy=H2O(48)), Method(label="w", policy=StreamingLLM(48))]
-    results = run_of(tiny, methods).into(tmp_path / "out")
-    assert all(row["status"] == "ok" for row in results.rows)
-    assert all(row["kept_tokens"] <= 48 for row in results.rows)
-
-
-@pytest.mark.parametrize("later", ["recall", PageRecall(2)], ids=["recall", "pages"])
+@pytest.mark.parametrize("later", [PageRecall(2)], ids=["pages"])
 def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny, tmp_path, later):
     methods = [Method(label="recall", policy=SnapKV(48), later=later)]
     whole = run_of(tiny, methods).into(tmp_path / "whole")
@@ -230,13 +182,6 @@ def test_a_run_that_stopped_between_two_turns_goes_on_with_the_same_answers(tiny
     assert untimed(lines(tmp_path / "cut")) == untimed(lines(tmp_path / "whole"))
     assert untimed(again.rows) == untimed(whole.rows)
     assert len(written) == 6
-
-
-def test_a_conversation_that_is_all_there_is_not_held_again(tiny, tmp_path, monkeypatch):
-    methods = [Method(label="full", policy=FullCache())]
-    run_of(tiny, methods).into(tmp_path / "out")
-    monkeypatch.setattr(asking, "answer_ids", None)
-    assert len(run_of(tiny, methods).into(tmp_path / "out").rows) == 3
 
 
 def test_where_a_conversation_ends_early_its_other_questions_say_why(tiny, tmp_path, monkeypatch):
@@ -277,11 +222,3 @@ def test_ways_that_have_no_effect_or_cannot_be_are_refused(tiny):
         run_of(tiny, [replace(chunked, later=PageRecall(2))])
     with pytest.raises(InvalidArgumentError, match="evicts after every token"):
         run_of(tiny, [Method(label="h", policy=H2O(48), later="compress")])
-
-
-@pytest.mark.parametrize("name", ["lengths", "questions", "samples_each"])
-def test_wrong_settings_are_refused(demo, name):
-    with pytest.raises(InvalidArgumentError, match=name):
-        Turns(**{name: (0,) if name == "lengths" else 0})
-    with pytest.raises(InvalidArgumentError, match="lengths: expected room"):
-        list(Turns(lengths=(20,)).samples(demo.tokenizer))

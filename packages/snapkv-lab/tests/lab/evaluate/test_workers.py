@@ -1,14 +1,11 @@
 """Questions dealt out to workers: nothing is lost or comes twice, the records are the same."""
 
 import os
-import random
 import signal
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
-from snapkv.app import models
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.evaluate.asking import Asked
 from snapkv_lab.evaluate.runner import Run
@@ -21,7 +18,7 @@ from snapkv_lab.evaluate.workers.base import (
     WorkerNotLoadedError,
     WorkerPool,
 )
-from snapkv_lab.evaluate.workers.processes import Processes, one_device
+from snapkv_lab.evaluate.workers.processes import Processes
 from tests.lab.evaluate.test_runner import records
 from tests.lab.evaluate.tiny import METHODS, Keys, save_tiny, untimed
 
@@ -125,13 +122,6 @@ def test_a_question_that_ends_every_worker_is_lost_and_the_rest_goes_on(work):
     assert max(asked.tries for asked in worker.begun) == MOST_TRIES - 1
 
 
-def test_a_worker_without_a_place_leaves_its_questions_to_the_others(work):
-    gone, here = Scripted(ends=lambda asked: True, places=1), Scripted()
-    given = list(Deterministic([gone, here], "cpu").answers(work))
-    assert keys(given) == wanted(work)
-    assert len(gone.begun) == 1
-
-
 def test_no_place_for_any_worker_is_said(work):
     gone = Scripted(ends=lambda asked: True, places=1)
     with pytest.raises(
@@ -140,28 +130,12 @@ def test_no_place_for_any_worker_is_said(work):
         list(Deterministic([gone], "cpu").answers(work))
 
 
-def test_a_worker_that_finds_a_place_later_is_asked_then(work):
-    here = Scripted()
-    late = Scripted(has_room=lambda: len(here.begun) > 2)
-    given = list(Deterministic([here, late], "cpu").answers(work))
-    assert keys(given) == wanted(work)
-    assert len(here.begun) > 2
-    assert late.begun
-
-
 def test_a_worker_that_ends_before_it_has_the_model_leaves_the_question_as_it_is(work):
     slow = Scripted(unloaded=MOST_TRIES - 1)
     given = list(Deterministic([slow], "cpu").answers(work))
     assert keys(given) == wanted(work)
     assert {record["status"] for record in given} == {"ok"}
     assert {asked.tries for asked in slow.begun} == {0}
-
-
-def test_one_that_never_gets_the_model_is_given_up_and_the_others_go_on(work):
-    never, here = Scripted(unloaded=99), Scripted()
-    given = list(Deterministic([never, here], "cpu").answers(work))
-    assert keys(given) == wanted(work)
-    assert len(never.begun) == MOST_TRIES
 
 
 def test_none_that_gets_the_model_is_said_and_no_question_is_lost(work):
@@ -233,46 +207,6 @@ def test_two_processes_leave_the_folder_that_one_leaves(run, equipment, tmp_path
     assert texts[0] == texts[1]
 
 
-def test_workers_take_the_loss_of_the_references_too(run, equipment, tmp_path):
-    asked = replace(run, reference_loss=True, questions=("visible",), limit=1)
-    asked.into(tmp_path / "serial")
-    with Processes(["cpu"], equipment) as pool:
-        asked.into(tmp_path / "worker", executor=pool)
-    given = by_key(tmp_path / "worker")
-    assert given == by_key(tmp_path / "serial")
-    assert all(record["loss"] > 0 for record in given.values())
-
-
-def test_a_run_goes_on_with_processes_and_without(run, equipment, tmp_path):
-    less = replace(run, methods=METHODS[:1])
-    less.into(tmp_path)
-    with Processes(["cpu"], equipment) as pool:
-        run.into(tmp_path, executor=pool)
-    assert len(records(tmp_path)) == len(by_key(tmp_path))
-    again = run.into(tmp_path)
-    assert {row["status"] for row in again.rows} == {"ok"}
-
-
-@pytest.mark.slow
-def test_twenty_kills_of_random_workers_change_nothing(run, equipment, tmp_path):
-    expected = run.into(tmp_path / "whole")
-    draw, kills = random.Random(1), []
-    with Processes(["cpu", "cpu"], equipment) as pool:
-
-        def kill(*progress):
-            living = [worker._process for worker in pool._workers if worker._process is not None]
-            if living and len(kills) < KILLS and draw.random() < 0.8:
-                os.kill(draw.choice(living).pid, signal.SIGKILL)
-                kills.append(progress)
-
-        given = run.into(tmp_path / "killed", kill, executor=pool)
-        assert len(kills) == KILLS
-        if any(row["failed"] for row in given.rows):  # what was hit too often is asked once more
-            given = run.into(tmp_path / "killed", executor=pool)
-    assert by_key(tmp_path / "killed") == by_key(tmp_path / "whole")
-    assert untimed(given.rows) == untimed(expected.rows)
-
-
 def test_a_killed_worker_loses_no_answer(run, equipment, tmp_path):
     few = replace(run, questions=("visible",), limit=1)
     expected = few.into(tmp_path / "whole")
@@ -293,26 +227,11 @@ def test_an_error_of_a_worker_is_raised_here_and_the_folder_goes_on(run, folder,
     assert {row["status"] for row in run.into(tmp_path).rows} == {"ok"}
 
 
-def test_a_fault_in_a_worker_is_raised_here_with_where_it_was(run, equipment, tmp_path):
-    odd = replace(run, task=Odd(each=1))
-    refused = pytest.raises(RuntimeError, match=r"(?s)in a worker:.*OddError: no score")
-    with refused, Processes(["cpu"], equipment) as pool:
-        odd.into(tmp_path, executor=pool)
-
-
 def test_processes_that_cannot_start_are_said_and_nothing_is_recorded(run, tmp_path):
     refused = pytest.raises(OutOfMemoryError, match="a process ended with code 3")
     with refused, Processes(["cpu"], Equipment(load={"name": Ends()})) as pool:
         run.into(tmp_path, executor=pool)
     assert records(tmp_path) == []
-
-
-def test_results_name_one_device_for_all_that_answer_alike(monkeypatch):
-    monkeypatch.setattr(models, "chosen_device", torch.device)
-    assert one_device(["cpu", "cpu"]) == "cpu"
-    assert one_device(["cuda:1", "cuda"]) == one_device(["cuda:0"]) == "cuda:0"
-    with pytest.raises(InvalidArgumentError, match=r"devices of one kind.*got cpu, cuda:0"):
-        one_device(["cpu", "cuda:0"])
 
 
 def test_no_worker_outlives_the_block(equipment, work):

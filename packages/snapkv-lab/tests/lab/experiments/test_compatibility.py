@@ -46,7 +46,7 @@ def test_a_row_says_what_was_run_with_what_and_on_which_commit():
 
 
 def test_every_python_that_the_package_names_has_passed_a_release_check():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((ROOT / "packages/snapkv/pyproject.toml").read_text("utf-8"))["project"]
     named = re.findall(r"Python :: (3\.\d+)\b", "\n".join(project["classifiers"]))
     rows = [each for each in read_rows(compatibility.ROWS) if each["check"] == "release-check"]
     passed = [each["environment"]["python"] for each in rows if each["outcome"] == "passed"]

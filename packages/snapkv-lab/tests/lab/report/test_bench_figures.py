@@ -3,7 +3,6 @@
 import pytest
 
 from snapkv import InvalidArgumentError
-from snapkv_lab.drawing import save
 from snapkv_lab.report.figures import draw_bench as draw
 
 
@@ -31,10 +30,7 @@ def test_curves_are_medians_over_ascending_lengths_and_missing_cells_are_marked(
     one, eight = draw(DECODE).axes
     assert (one.get_title(), eight.get_title()) == ("batch 1", "batch 8")
     drawn = {line.get_label(): line.get_xydata().tolist() for line in one.lines}
-    assert drawn == {
-        "transformers": [[1024, 20]],
-        "snapkv@512": [[1024, 9], [4096, 10]],
-    }
+    assert drawn == {"transformers": [[1024, 20]], "snapkv@512": [[1024, 9], [4096, 10]]}
     assert [(text.get_text(), text.get_position()[0]) for text in one.texts] == [("OOM", 4096)]
     assert [label.get_text() for label in one.get_xticklabels()] == ["1k", "4k"]
 
@@ -44,25 +40,6 @@ def test_memory_shows_the_peak_and_what_is_held_in_one_colour():
     peak, held = draw(rows).axes[0].lines
     assert (peak.get_ydata()[0], held.get_ydata()[0]) == (2, 0.5)
     assert (peak.get_color(), held.get_linestyle()) == (held.get_color(), ":")
-
-
-@pytest.mark.parametrize(
-    ("bench", "values", "height"),
-    [("prefill", {"ms": times(1500)}, 1.5), ("throughput", {"tokens_per_second": 640.0}, 640)],
-)
-def test_seconds_and_tokens_per_second(bench, values, height):
-    rows = [cell(bench, "snapkv", 1024, batch=3, **values), cell(bench, "full", 1024, batch=0)]
-    panels = draw(rows).axes
-    assert len(panels) == (2 if bench == "prefill" else 1)
-    assert panels[-1].lines[0].get_ydata()[0] == height
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-def test_the_same_rows_give_the_same_file(tmp_path, suffix):
-    paths = [tmp_path / f"{name}{suffix}" for name in "ab"]
-    for path in paths:
-        save(draw(DECODE), path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_nothing_to_draw_is_said():

@@ -1,10 +1,7 @@
 """What a figure shows is what the rows say."""
 
-import dataclasses
 import json
 import math
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
 from snapkv_lab.report import figures
 from tests.lab.evaluate.tiny import Keys
-from tests.lab.report.runs import Grid, grid, results, row, sets
+from tests.lab.report.runs import grid, results, row, sets
 
 matplotlib = pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[5]
@@ -51,15 +48,6 @@ def test_a_heat_map_per_method_on_one_fixed_scale():
     assert all(math.isnan(line[2]) for line in shown)
 
 
-def test_the_colours_are_those_that_readers_of_needle_tests_know():
-    (panel, *_) = panels(figures.draw(grid())["scores"])
-    colours = panel.images[0].get_cmap()
-    found = [tuple(round(255 * part) for part in colours(value)[:3]) for value in (0.0, 0.5, 1.0)]
-    red, yellow, green = (0xF0, 0x49, 0x6E), (0xEB, 0xB8, 0x39), (0x0C, 0xD7, 0x9F)
-    assert (found[0], found[2]) == (red, green)
-    assert max(abs(a - b) for a, b in zip(found[1], yellow, strict=True)) <= 1
-
-
 def test_cells_without_an_answer_are_hatched_and_say_why():
     full, snapkv, _ = panels(figures.draw(grid())["scores"])
     assert len(full.patches) == 6
@@ -81,36 +69,6 @@ def test_the_models_positions_end_at_a_dashed_line():
     unlimited = grid()
     unlimited.run["model"] = {**unlimited.run["model"], "max_tokens": None}
     assert lines(unlimited) == [[], [], []]
-
-
-def test_large_grids_have_few_ticks_and_no_numbers():
-    rows = [
-        row("full", {"length": length, "depth": depth}, 0.5)
-        for length in range(1000, 36000, 1000)
-        for depth in range(0, 101, 4)
-    ]
-    (panel,) = panels(figures.draw(results(Grid(), rows))["scores"])
-    assert texts(panel) == []
-    assert len(ticks(panel.xaxis)) <= 12
-    assert ticks(panel.xaxis)[:2] == ["1,000", "4,000"]
-    assert len(ticks(panel.yaxis)) <= 12
-
-
-def test_lengths_are_sorted_and_names_are_not():
-    rows = [row("full", {"length": n, "depth": d}, 0.5) for n in (4096, 512) for d in ("b", "a")]
-    (panel,) = panels(figures.draw(results(Grid(), rows))["scores"])
-    assert ticks(panel.xaxis) == ["512", "4k"]
-    assert ticks(panel.yaxis) == ["b", "a"]
-    assert panel.get_ylabel() == "depth"
-
-
-def test_a_hidden_question_has_panels_of_its_own():
-    rows = [
-        row("full", {"length": 512, "depth": 0}, 1.0, question=question)
-        for question in ("visible", "hidden")
-    ]
-    titles = [panel.get_title() for panel in panels(figures.draw(results(Grid(), rows))["scores"])]
-    assert titles == ["full\nmean 100.0", "full, question hidden\nmean 100.0"]
 
 
 def test_named_columns_are_groups_of_bars_and_a_mean():
@@ -150,18 +108,6 @@ def test_several_budgets_are_a_curve_and_the_others_lines_across():
     assert axes.get_xscale() == "log"
 
 
-def test_one_budget_of_every_method_is_no_curve():
-    assert list(figures.draw(sets())) == ["scores"]
-
-
-def test_methods_that_never_answered_are_drawn_too():
-    rows = [row(f"snapkv@{n}", {"set": "qa"}, None, status="too long") for n in (64, 128)]
-    for task in (sets().task, Keys()):
-        cells = [{**r, "cell": {task.axes[0]: 8}} for r in rows]
-        made = figures.draw(results(task, cells))
-        assert all(drawing.encoded(figure, ".svg") for figure in made.values())
-
-
 def answered(method, cell, scores):
     named = {f"{json.dumps(cell)}/{number}": score for number, score in enumerate(scores)}
     return row(method, cell, sum(scores) / len(scores)) | {"scores": named}
@@ -189,16 +135,6 @@ def test_intervals_are_lines_on_bars_and_bands_around_curves():
     assert shaded(axes) == [(0, 100)]
 
 
-def test_intervals_are_in_the_titles_of_heat_maps_and_around_budgets():
-    cell = {"length": 512, "depth": 0}
-    rows = [answered(f"snapkv@{n}", cell, scores) for n, scores in ((64, (0, 1)), (128, (1, 1)))]
-    made = figures.draw(results(Grid(), rows))
-    assert [panel.get_title() for panel in panels(made["scores"])] == [
-        "snapkv@64\nmean 50.0 (0.0 to 100.0)", "snapkv@128\nmean 100.0 (no spread)",
-    ]  # fmt: skip
-    assert shaded(made["budgets"].axes[0]) == [(0, 100)]
-
-
 @pytest.mark.parametrize("suffix", drawing.FORMATS)
 def test_the_same_rows_give_the_same_file(suffix):
     first, again = (drawing.encoded(figures.draw(grid())["scores"], suffix) for _ in range(2))
@@ -212,38 +148,7 @@ def test_names_are_text_and_no_formula():
         ElementTree.fromstring(drawing.encoded(figure, ".svg"))
 
 
-def test_drawing_leaves_matplotlib_as_it_was():
-    before = dict(matplotlib.rcParams)
-    drawing.encoded(figures.draw(grid())["scores"], ".png")
-    assert dict(matplotlib.rcParams) == before
-
-
-def test_drawing_needs_no_window_and_no_pyplot():
-    code = (
-        "import sys; from tests.lab.report.runs import grid\n"
-        "from snapkv_lab.report import figures, page\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "from snapkv_lab import drawing\n"
-        "drawing.encoded(figures.draw(grid())['scores'], '.png')\n"
-        "sys.exit('matplotlib.pyplot' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0
-
-
-def test_figures_go_beside_each_other(tmp_path):
-    written = figures.save(figures.draw(grid()), str(tmp_path / "needle.svg"))
-    assert [path.name for path in written] == ["needle.svg", "needle-budgets.svg"]
-    assert all(path.read_bytes().startswith(b"<?xml") for path in written)
-
-
 @pytest.mark.parametrize("path", ["a.gif", "a", ".png", "a.png.txt"])
 def test_other_suffixes_are_refused(path):
     with pytest.raises(InvalidArgumentError, match=r"ends in \.png, \.svg, \.pdf, got"):
         drawing.require_drawable(path)
-
-
-def test_results_are_not_changed_by_drawing():
-    run = grid()
-    before = dataclasses.asdict(run)
-    figures.draw(run)
-    assert dataclasses.asdict(run) == before

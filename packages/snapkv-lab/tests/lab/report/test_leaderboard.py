@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from snapkv_lab import drawing
 from snapkv_lab.evaluate.leaderboard import board_row
 from snapkv_lab.report.leaderboard import (
     FILES,
@@ -107,12 +106,6 @@ def test_who_is_like_the_full_cache(found):
     )
 
 
-def test_who_has_answered_one_sample_is_no_ones_like():
-    rows = answered("full", "needle", (1.0,)), answered("h2o@0.5", "needle", (0.0,))
-    _, (line,) = seen(board_lines(board(*rows)))
-    assert line == ("50 %", "-", "-", "-", "h2o")
-
-
 def test_the_figure_has_a_panel_per_method_with_means_bands_and_the_full_cache(found):
     panels = {panel.get_title(): panel for panel in draw(found).axes if panel.get_title()}
     assert list(panels) == ["tova", "snapkv", "h2o"]
@@ -124,18 +117,6 @@ def test_the_figure_has_a_panel_per_method_with_means_bands_and_the_full_cache(f
     band = panels["h2o"].collections[0].get_paths()[0].vertices[:, 1]
     shown = [line for line in board_lines(found) if line.name == "h2o" and line.share == 0.5]
     assert (band.min(), band.max()) == (0, pytest.approx(100 * shown[0].scores.interval[1]))
-
-
-def test_a_method_that_is_only_in_one_setting_leaves_the_others_their_room(found):
-    """Also where it is the last, and where all are in the legend above."""
-    found["rows"].append(answered("kvzip@0.125", "needle", HALF, question="hidden", held=0.2))
-    made = draw(found)
-    drawing.encoded(made, ".png")
-    widths = [panel.get_position().width for panel in made.axes if panel.get_title()]
-    assert min(widths) > 0.15
-    assert {text.get_text() for text in made.legends[0].get_texts()} == {
-        "question visible", "question hidden", "full cache, visible", "full cache, hidden",
-    }  # fmt: skip
 
 
 def test_the_page_holds_the_tables_and_fetches_nothing(found):
@@ -155,21 +136,6 @@ def test_the_page_holds_the_tables_and_fetches_nothing(found):
     assert image["src"].startswith("data:image/svg+xml;base64,")
     assert "h2o at 12.5 % (hidden) 0.0" in image["alt"]
     assert "percentile bootstrap over samples, 2,000 resamples" in "".join(page.texts)
-
-
-def test_the_markdown_has_the_same_tables_and_names_the_figure(found):
-    text = as_markdown(found, figure="elsewhere/board.svg")
-    assert "](elsewhere/board.svg)" in text
-    assert "| kept | no difference seen | worse | better | one sample |\n" in text
-    assert "| 50 % | snapkv | h2o | tova | - |\n" in text
-    assert text.count("\n| tova | 50 % | 50.0 % | 100.0 (no spread) | 100.0 (no spread) |") == 1
-    assert "| lines/visible | kvzip: it reads twice |" in text
-
-
-def test_nothing_is_left_out_where_all_take_part(found):
-    found["left_out"] = {}
-    assert "Left out" not in as_markdown(found)
-    assert len(Page(as_page(found)).tables) == 5
 
 
 def test_names_stay_text():

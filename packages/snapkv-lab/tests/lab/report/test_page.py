@@ -1,21 +1,12 @@
 """The page is one file that shows what the rows say, to everybody; its tables are beside it."""
 
-import base64
 import csv
 import io
-import json
 from html.parser import HTMLParser
 
 import pytest
 
-from snapkv_lab.report.page import (
-    as_csv,
-    as_markdown,
-    as_page,
-    cell_table,
-    method_table,
-    write_report,
-)
+from snapkv_lab.report.page import as_csv, as_markdown, as_page, cell_table, method_table
 from tests.lab.report.runs import grid, results, row, sets
 
 pytest.importorskip("matplotlib")
@@ -87,50 +78,12 @@ def test_the_table_of_methods_with_the_best_of_every_column():
     assert table.best == {(0, 2), (1, 2), (0, 3), (1, 4), (1, 5)}
 
 
-def test_other_models_have_no_published_rows():
-    run = sets()
-    run.run["model"] = {**run.run["model"], "name": "other"}
-    assert len(method_table(run).rows) == 2
-
-
 def test_the_page_holds_the_table_and_marks_the_best():
     page = Page(as_page(sets()))
     methods = page.tables[0]
     table = method_table(sets())
     assert methods == [list(table.headings), *map(list, table.rows)]
     assert sum(attributes.get("class") == "best" for attributes in page.all("td")) == 5
-
-
-def test_every_cell_and_every_failure_is_on_the_page():
-    _, failures, cells, _ = Page(as_page(grid())).tables
-    assert len(cells) == 1 + 3 * 3 * 3
-    assert cells[0][:8] == [
-        *("method", "question", "length", "depth", "score", "95 %", "difference", "samples"),
-    ]
-    assert cells[2][:8] == ["snapkv@512", "visible", "1024", "0", "25.0", "one sample", "-", "1"]
-    assert cells[10][:8] == ["full", "visible", "4096", "0", "out of memory", "-", "-", "0"]
-    assert [line[:2] + line[3:] for line in failures[1:]] == [
-        ["full", "visible", "3", "length 4096"],
-        ["full", "visible", "3", "length 16384"],
-        ["snapkv@512", "visible", "3", "length 16384"],
-        ["snapkv@1024", "visible", "3", "length 16384"],
-    ]
-    assert failures[1][2] == "out of memory: the device had no memory left for it"
-
-
-def test_without_failures_there_is_no_such_table():
-    run = results(sets().task, [row("full", {"set": "qa"}, 1.0)])
-    assert len(Page(as_page(run)).tables) == 3
-
-
-def test_what_the_results_depend_on_is_on_the_page():
-    facts = dict(Page(as_page(grid())).tables[-1][1:])
-    assert facts["task: haystack"] == "essays"
-    assert facts["model: revision"] == "sha256:abc"
-    assert facts["model: max_tokens"] == "8192"
-    assert facts["limit"] == "null"
-    assert facts["data"] == "sha256:123"
-    assert facts["method snapkv@512: name"] == "snapkv"
 
 
 def test_nothing_on_the_page_is_fetched_from_elsewhere():
@@ -147,24 +100,6 @@ def test_nothing_on_the_page_is_fetched_from_elsewhere():
     assert "@import" not in source
     policy = [a["content"] for a in page.all("meta") if "http-equiv" in a]
     assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
-
-
-def test_the_page_can_be_read_without_seeing_it():
-    page = Page(as_page(grid()))
-    assert page.all("html") == [{"lang": "en"}]
-    assert {attributes["scope"] for attributes in page.all("th")} == {"col", "row"}
-    assert len(page.all("caption")) == len(page.tables)
-    images = page.all("img")
-    assert len(images) == 2  # the heat maps and the budgets
-    assert all("snapkv@1024 (visible) 62.5" in image["alt"] for image in images)
-    regions = [a for a in page.all("div") if a.get("class") == "wide"]
-    assert all(region["aria-label"] and region["tabindex"] == "0" for region in regions)
-    assert "prefers-color-scheme: dark" in "".join(page.texts)
-
-
-def test_the_figures_are_in_the_page():
-    for image in Page(as_page(grid())).all("img"):
-        assert b"<svg" in base64.b64decode(image["src"].partition(",")[2])
 
 
 NASTY = '<script>alert("x")</script>&amp;|*b*\n{{ 7 * 7 }}'
@@ -206,32 +141,6 @@ def test_the_csv_has_the_numbers_as_they_are():
         "difference_high": "",
     }  # fmt: skip
     assert (rows[9]["status"], rows[9]["failed"], rows[9]["score"]) == ("out of memory", "1", "")
-
-
-def test_the_markdown_is_the_table():
-    assert as_markdown(sets()) == (
-        "# keys: accuracy by set\n\nModel: demo\n\n"
-        "| method | question | qa | code | news | mean | 95 % | vs full | difference | cache "
-        "| ms/token |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| full | visible | **50.0** | **75.0** | out of memory | 62.5 | one sample | - | - "
-        "| 1.0 MiB | 12 |\n"
-        "| snapkv@512 | visible | **50.0** | 25.0 | **12.5** | **29.2** | one sample | -40.0 % "
-        "| -25.0 (one sample) | 1.0 MiB | 12 |\n"
-        "| paper: full | visible | 50.0 | 25.0 |  | 37.5 | - | - | - | - | - |\n"
-        "\n95 %: interval of the mean, percentile bootstrap over samples, 2,000 resamples, too "
-        "narrow where cells have few\n"
-    )
-
-
-def test_a_report_replaces_the_one_before(tmp_path):
-    assert write_report(grid(), str(tmp_path)).name == "index.html"
-    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    write_report(grid(), str(tmp_path))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first
-    write_report(sets(), str(tmp_path))
-    assert (tmp_path / "results.md").read_text() == as_markdown(sets())
-    assert json.dumps(sorted(first)) == '["index.html", "results.csv", "results.md"]'
 
 
 def test_intervals_and_differences_are_on_the_page_and_in_the_csv():

@@ -127,9 +127,6 @@ def last_states(model: Any) -> Iterator[LastStates]:
 
     It is behind the last norm, whatever the family does to the logits, and only of the tokens
     whose logits were asked for, so that a long prompt costs nothing.
-
-    Raises:
-        UnsupportedModelError: the model has no output projection of its own.
     """
     found = LastStates()
     with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):
@@ -137,11 +134,7 @@ def last_states(model: Any) -> Iterator[LastStates]:
 
 
 def output_projection(model: Any) -> Any:
-    """The module that turns states into logits.
-
-    Raises:
-        UnsupportedModelError: the model has none.
-    """
+    """The module that turns states into logits."""
     projection = model.get_output_embeddings()
     if projection is None:
         raise UnsupportedModelError(
@@ -219,11 +212,7 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: An
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, notes: dict[str, str] | None = None
 ) -> None:
-    """Put a safetensors file in place of the one before it, if any.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Put a safetensors file in place of the one before it, if any."""
     with replacing(path) as partial:
         try:
             save_file(tensors, partial, metadata={"format": "pt"} | (notes or {}))

@@ -83,12 +83,7 @@ class Request:
         return int(logits.argmax())
 
     def read_prompt(self, cache: Any, most_drafts: int) -> Tensor:
-        """Read what the cache has not seen of the prompt; (V,) logits behind its last token.
-
-        Raises:
-            CacheMismatchError: the cache has seen as much as that, or more.
-            InvalidArgumentError: it has no room for the text and so many drafts behind it.
-        """
+        """Read what the cache has not seen of the prompt; (V,) logits behind its last token."""
         prompt_tokens = self.ids.shape[1]
         self.cache.reading.require_room(prompt_tokens, self.limit - prompt_tokens + most_drafts)
         seen = cache.get_seq_length()
@@ -116,13 +111,10 @@ class Drafting(ABC):
 
     @abstractmethod
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
-        """Draft behind a text (N,), whose last token no cache has seen, and verify.
-
-        At most `most_drafts` tokens one behind the other.
+        """Draft at most so many tokens behind a text (N,), whose last one no cache has seen.
 
         Returns:
-            The accepted drafts and the token that the model takes behind them, and how many drafts
-            there were.
+            The accepted drafts and the token that the model takes behind them; how many were tried.
         """
 
     @abstractmethod
@@ -250,11 +242,7 @@ def _require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCo
 
 
 def begin_verifying(cache: Cache) -> None:
-    """From now on every forward pass holds drafts, some of which are forgotten behind it.
-
-    Raises:
-        UnsupportedModelError: layers that cannot forget; those with a sliding window can.
-    """
+    """From now on every forward pass holds drafts, some of which are forgotten behind it."""
     stuck = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
     if stuck:
         raise UnsupportedModelError(

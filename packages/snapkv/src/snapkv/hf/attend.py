@@ -81,10 +81,7 @@ class AttentionCall:
         return candidates.masks[given][1]
 
     def _has_few_queries(self) -> bool:
-        """Whether reading keys and values once per query head would be most of the work.
-
-        For one query torch does that on processors only, in the narrow types.
-        """
+        """Whether reading keys and values once per query head would be most of the work."""
         groups, Q = self.query.shape[1] // self.key.shape[1], self.query.shape[2]
         narrow = self.query.device.type == "cpu" and self.query.dtype.itemsize < 4
         return (
@@ -95,14 +92,7 @@ class AttentionCall:
         )
 
     def _attend_in_groups(self, mask: Tensor | None) -> Tensor:
-        """Attend as if the heads of a group were queries of one head: nothing is repeated.
-
-        Under a mask transformers repeats keys and values for every query head. With few queries,
-        as where drafts are verified, that takes longer than attention itself.
-
-        Args:
-            mask: (B, 1, Q, S) or, for one query, None.
-        """
+        """Attend as if the heads of a group were queries of one head: nothing is repeated."""
         B, Hq, Q, D = self.query.shape
         Hkv = self.key.shape[1]
         query = self.query.reshape(B, Hkv, -1, D)
@@ -173,15 +163,7 @@ def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
 
 
 def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor | None) -> Tensor:
-    """`_attend_ragged` where pads stand in the tail: each row by itself, without them.
-
-    What comes out of the pads' own queries is zero, as nothing looks at it.
-
-    Args:
-        call: whose keys and values are the tail.
-        states: what the heads hold before it.
-        real: (B, S) bool, which tokens of the tail are no pads; None for all.
-    """
+    """`_attend_ragged` where pads stand in the tail: each row by itself, without them."""
     if real is None or bool(real.all()):
         return _attend_ragged(call, states)
     B, Hq, Q, _ = call.query.shape
@@ -201,11 +183,7 @@ def _attend_ragged_rows(call: AttentionCall, states: RaggedStates, real: Tensor 
 
 
 def _attend_with_pages(call: AttentionCall, layer: CompressedLayer, pages: PageTable) -> Tensor:
-    """Attend to what is stored and to pages of what is not; each query chooses its own.
-
-    Drafts see of each other what the text, or their tree, says. So verifying them gives the tokens
-    of plain decoding.
-    """
+    """Attend to what is stored and to pages of what is not; each query chooses its own."""
     store, Q, S = layer.store, call.query.shape[2], call.key.shape[2]
     assert layer.offloaded is not None  # pages are of what lies there
     own = torch.ones(Q, Q, dtype=torch.bool, device=call.query.device).tril()

@@ -41,9 +41,6 @@ def register_attention(name: str) -> str:
     """Register the seam around an attention implementation; returns the name it has then.
 
     The registered functions are the same every time, so that what was compiled stays so.
-
-    Raises:
-        UnsupportedModelError: transformers has no mask function of that name.
     """
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise UnsupportedModelError(
@@ -83,10 +80,7 @@ def _make_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """The registered mask function: tells the cache of the padding that it makes the mask of.
-
-    With its answer at hand transformers need not ask the tensor whether it hides anything.
-    """
+    """The registered mask function: tells the cache of the padding that it makes the mask of."""
     watch = forward_context.take_padding()
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
@@ -153,11 +147,7 @@ def _attend_prompt(call: AttentionCall, layer: CompressedLayer) -> Attended:
 
 
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """The prompt ends in this pass: attend to all of it, then let the layer keep its part.
-
-    Drafts behind the prompt neither vote nor see what was dropped: they attend to the kept
-    tokens, as they would one by one. So verifying them gives the tokens of plain decoding.
-    """
+    """The prompt ends in this pass: attend to all of it, then let the layer keep its part."""
     layer, drafts = context.layer, context.drafts
     call = fitting(call, layer)
     own, slots = call.query.shape[2] - drafts, layer.store.slots - drafts
@@ -191,10 +181,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> AttentionCall:
-    """The attention of the drafts behind a prompt's own queries, to what was selected of it.
-
-    What attention sees may be an expansion of what is stored, so it is selected anew.
-    """
+    """The attention of the drafts behind a prompt's own queries, to what was selected of it."""
     behind = replace(call, query=call.query[:, :, own:])
     if selection is None or selection.head_tokens is not None:
         return behind
@@ -207,10 +194,7 @@ def _drafts_of(call: AttentionCall, selection: Selection | None, own: int) -> At
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """A later prompt ends in this pass: read it over what is stored, then let it vote on that.
-
-    Slots take the place of columns; drafts behind the prompt attend to what is kept, as above.
-    """
+    """A later prompt ends in this pass: read it over what is stored, then let it vote on that."""
     layer, drafts = context.layer, context.drafts
     slots, own = call.key.shape[2] - drafts, call.query.shape[2] - drafts
     read = replace(

@@ -25,11 +25,7 @@ StorageMaker = Callable[[], Storage]
 
 
 def require_model(model: Any) -> None:
-    """Raise unless it is a transformers model, or stands for one.
-
-    Raises:
-        InvalidTypeError: it is not.
-    """
+    """Raise unless it is a transformers model, or stands for one."""
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise InvalidTypeError(
             f"model: expected a transformers PreTrainedModel, got {type(model).__name__}; load one "
@@ -40,21 +36,7 @@ def require_model(model: Any) -> None:
 def layers_for(
     model: PreTrainedModel, policy: Policy, storage: StorageMaker = Dynamic
 ) -> list[CacheLayerMixin]:
-    """transformers' own choice of layers for the model, the full-attention ones compressed.
-
-    Args:
-        model: the model.
-        policy: what the compressed layers keep.
-        storage: of the compressed layers; see `storage_for`.
-
-    Raises:
-        InvalidTypeError: `model` is not a transformers model.
-        InvalidArgumentError: the policy has not been given the tokenizer it needs, or the scores
-            of another model's heads.
-        UnsupportedModelError: an encoder-decoder model, one without full attention, one with a
-            kind of layer that is not known to be handled correctly, or one that lacks what the
-            policy needs.
-    """
+    """transformers' own choice of layers for the model, the full-attention ones compressed."""
     require_model(model)
     config = model.config.get_text_config(decoder=True)
     _require_decoder(model, config)
@@ -105,19 +87,7 @@ def _identities(model: PreTrainedModel, policy: Policy, full: Sequence[int]) -> 
 def storage_for(
     policy: Policy, storage: str, room_tokens: int, quantize: Bits | None
 ) -> StorageMaker:
-    """How the storage of each layer is made.
-
-    Args:
-        policy: what will be kept.
-        storage: "dynamic" or "static".
-        room_tokens: for "static", how many tokens behind the prompt there is room for.
-        quantize: bits of what is kept of a prompt; None for the model's own dtype.
-
-    Raises:
-        InvalidArgumentError: an unknown storage or number of bits, or a policy that does not go
-            with it.
-        InvalidTypeError: `room_tokens` is not an integer.
-    """
+    """How the storage of each layer is made."""
     require_choice("storage", storage, ("dynamic", "static"))
     require_int("room_tokens", room_tokens, minimum=1)
     evicts = isinstance(policy, EvictingPolicy)

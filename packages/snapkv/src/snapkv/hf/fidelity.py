@@ -1,10 +1,9 @@
 """A check at run time that the votes are computed as the model's attention is.
 
-A family may do something to its scores that the votes do not know of (a bias, a temperature,
-another kind of softmax). Scoring it anyway would silently keep the wrong tokens. So at the end of
-every prompt the attention of the last query is computed once from the states the policy sees, and
-compared with what the model's own attention returned for it. One row costs next to nothing; on a
-GPU it is judged later, since to ask there is to wait.
+A family may do something to its scores that the votes do not know of (a bias, a temperature). So at
+the end of every prompt the attention of the last query is computed once from the states the policy
+sees, and compared with what the model's own attention returned for it. On a GPU it is judged later,
+since to ask there is to wait.
 """
 
 import math
@@ -61,9 +60,6 @@ class VoteCheck:
         """Compare a layer's attention with its votes; arguments as in `doubt_scores`.
 
         A GPU is waited for at the first layer, which tells on nearly every family, and at the last.
-
-        Raises:
-            UnsupportedModelError: they differ by more than rounding explains.
         """
         found = doubt_scores(layer, output.detach(), module, rounds_scores=rounds_scores)
         if found is not None:
@@ -113,9 +109,6 @@ def require_faithful(doubts: Iterable[Doubt]) -> None:
     """Raise unless every difference is one that rounding explains.
 
     Attention that rounds its scores errs by their size times epsilon.
-
-    Raises:
-        UnsupportedModelError: a larger one, or one that is not a number.
     """
     for doubt in doubts:
         difference, size, largest = doubt.found.tolist()

@@ -1,16 +1,13 @@
 """Telling a cache where the prompt ends and which tokens come, which only `generate` knows.
 
-Inside `generate` the first forward pass may be a piece of the prompt (`prefill_chunk_size`) or the
-prompt and unverified drafts (prompt lookup, assistant models); no forward pass can tell which. And
-no layer ever sees token ids. So methods of the model are wrapped on the instance: `generate`
-announces the prompt's length to a `CompressedCache`, and `prepare_inputs_for_generation`, which
-`generate` calls before every forward pass, the ids of the tokens that pass will read, in the order
-of the cache's rows. They then run unchanged. Other caches pass through.
+The first forward pass may be a piece of the prompt (`prefill_chunk_size`), or the prompt and
+drafts; no pass can tell which, and no layer ever sees token ids. So methods of the model are
+wrapped on the instance: `generate` announces the prompt's length to a `CompressedCache`, and
+`prepare_inputs_for_generation` the ids of the tokens of every pass. Other caches pass through.
 
-Where the cache is made between the brackets of the call, ``model.generate(ids, past_key_values=
-CompressedCache(model))``, Python has looked `generate` up before there was a cache, and the model's
-own runs. Two methods that it calls on its way are wrapped for that: `_prefill` announces what was
-not, and `_extract_generation_mode_kwargs` passes a streamer on.
+In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
+before there was a cache, and the model's own runs. For that `_prefill` announces what was not, and
+`_extract_generation_mode_kwargs` passes a streamer on.
 """
 
 import contextlib
@@ -26,11 +23,7 @@ from snapkv.errors import InvalidArgumentError
 
 
 class _Announcing:
-    """A method of a model that tells a `CompressedCache` what it knows.
-
-    Holds its model weakly, so that the model is freed as soon as nobody uses it, and is copied and
-    pickled with its model.
-    """
+    """A method of a model that tells a `CompressedCache` what it knows."""
 
     name: ClassVar[str]
 
@@ -196,11 +189,7 @@ def _require_ids(reading: Reading, kwargs: dict[str, Any]) -> None:
 
 
 def _require_plain_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Refuse what would leave the cache with something else than the prompt.
-
-    Token healing rewrites the prompt after its length was announced; without `use_cache` every step
-    feeds the whole text again, into the cache all the same.
-    """
+    """Refuse what would leave the cache with something else than the prompt."""
     config = kwargs.get("generation_config") or model.generation_config
     _require_use_cache(kwargs.get("use_cache", getattr(config, "use_cache", True)))
     if kwargs.get("token_healing", getattr(config, "token_healing", False)):

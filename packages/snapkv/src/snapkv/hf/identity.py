@@ -1,14 +1,22 @@
-"""Which model a saved cache belongs to."""
+"""Which model a saved cache belongs to, and what studies have found of a model, from run to run."""
 
+import functools
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.cache.saving.writing import naming, replace_file
 from snapkv.errors import CacheMismatchError
+
+Found = TypeVar("Found")
 
 _SAMPLES = 16
 _SETTINGS = (
@@ -48,38 +56,23 @@ def identity_of(model: PreTrainedModel, *, in_any_dtype: bool = False) -> dict[s
 
 
 def require_identity(own: Mapping[str, Any], saved: Any) -> None:
-    """Refuse a model other than the one that filled a cache.
-
-    Args:
-        own: what `identity_of` says of the model.
-        saved: what it said of the one that filled the cache.
-
-    Raises:
-        CacheMismatchError: it is another one; the message says in what.
-    """
+    """Refuse a model other than the one that filled a cache; both as `identity_of` gives them."""
     for part, value in own.items():
         other = saved.get(part) if isinstance(saved, dict) else None
-        if other != value:
-            shown = part in ("class", "dtype")
-            expected = (
-                f"the model that filled the cache ({part} {other})"
-                if shown
-                else (f"the model that filled the cache, with its {part}")
-            )
-            got = f"{part} {value}" if shown else f"a {own['class']} with other {part}"
-            raise CacheMismatchError(
-                f"model: expected {expected}, got {got}; load the model the cache was saved with"
-            )
+        if other == value:
+            continue
+        expected, got = f", with its {part}", f"a {own['class']} with other {part}"
+        if part in ("class", "dtype"):
+            expected, got = f" ({part} {other})", f"{part} {value}"
+        raise CacheMismatchError(
+            f"model: expected the model that filled the cache{expected}, got {got}; load the model "
+            "the cache was saved with"
+        )
 
 
 @torch.no_grad()
 def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
-    """SHA-256 over all parameters' names and shapes and some of their values' bytes.
-
-    Args:
-        model: whose they are.
-        dtype: what values are rounded to; None leaves them as they are.
-    """
+    """SHA-256 over all parameters' names and shapes and some of their values' bytes."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters(remove_duplicate=False)):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
@@ -94,3 +87,70 @@ def _sample(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)
     values = parameter.reshape(-1)[places].cpu().to(dtype or parameter.dtype)
     return values.contiguous().view(torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered(Generic[Found]):
+    """One kind of thing that is found of models: a file for each of them in a folder.
+
+    A file is named after what tells the model from others, in whatever dtype it was loaded.
+
+    Attributes:
+        name: of it in the files.
+        study: which finds it.
+        folder: where the files of this machine are, asked each time.
+        packaged: where those are that come with the package.
+        read: makes it out of what JSON gives, for a model; raises ValueError where that is no such
+            thing.
+        otherwise: what is done where nothing is known, for messages.
+        log: of the part of the package that asks.
+    """
+
+    name: str
+    study: str
+    folder: Callable[[], Path]
+    packaged: Path
+    read: Callable[[Any, PreTrainedModel], Found] = field(repr=False)
+    otherwise: str
+    log: logging.Logger
+
+    def of(self, model: PreTrainedModel) -> Found | None:
+        """What was found of this model; None where a file says nothing of it, which `log` tells."""
+        identity = identity_of(model, in_any_dtype=True)
+        path = self.folder() / _name_of(identity)
+        if not path.exists():
+            path = self.packaged / path.name
+        try:
+            found = json.loads(path.read_bytes())
+            if not isinstance(found, dict) or found.get("model") != identity:
+                raise ValueError("it does not describe this model")
+            return self.read(found.get(self.name), model)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = str(getattr(error, "strerror", None) or error)
+            _warn_once(self.log, path, reason, self.otherwise, self.study)
+            return None
+
+    def keep(
+        self, model: PreTrainedModel, found: Any, measured: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Keep what was found, as JSON, for later runs; `measured` says how. Returns the file."""
+        identity = identity_of(model, in_any_dtype=True)
+        path = self.folder() / _name_of(identity)
+        with naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        content = {self.name: found, "model": identity, "measured": dict(measured or {})}
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+        return path
+
+
+def _name_of(identity: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return f"{digest[:32]}.json"
+
+
+@functools.cache
+def _warn_once(log: logging.Logger, path: Path, reason: str, otherwise: str, study: str) -> None:
+    said = "%s says nothing of the model (%s), so %s; remove it, or run snapkv study %s"
+    log.warning(said, path, reason, otherwise, study)

@@ -84,10 +84,6 @@ class Installation:
         """Route the model's attention through the seam and let it announce prompts.
 
         Does nothing where that is so.
-
-        Raises:
-            UnsupportedModelError: the model does not use transformers' attention interface; it is
-                left as it was.
         """
         text = model.config.get_text_config(decoder=True)
         try:
@@ -116,10 +112,7 @@ class Installation:
         self._before = [(config, self._name_of(config)) for config in _configs(model)]
 
     def _name_of(self, config: PreTrainedConfig) -> str | None:
-        """The implementation that a config is to have again.
-
-        A model may share its config with one inside of it that has caches of its own.
-        """
+        """The implementation that a config is to have again."""
         if is_seam(config._attn_implementation):
             for installation in (self, *_known):
                 for known, name in installation._before:
@@ -201,10 +194,6 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 class Use:
     """A cache's part in its model's installation; copies of the cache share it.
 
-    Args:
-        installation: of the model.
-        model: the model.
-
     Attributes:
         modules: those of the model, none of which is kept alive by this.
     """
@@ -219,11 +208,7 @@ class Use:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model.
-
-        Raises:
-            CacheMismatchError: nobody holds it any more.
-        """
+        """The model."""
         model = self._model()
         if model is None:
             raise CacheMismatchError(
@@ -242,11 +227,7 @@ class Use:
 
 
 def use(model: PreTrainedModel) -> Use:
-    """Put on a model what its caches need, for as long as the result lives.
-
-    Raises:
-        UnsupportedModelError: the model does not use transformers' attention interface.
-    """
+    """Put on a model what its caches need, for as long as the result lives."""
     with _alone():
         return Use(_put_on(model), model)
 

@@ -15,19 +15,15 @@ from transformers import PreTrainedModel
 from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError
 from snapkv.hf.build import require_model
-from snapkv.hf.remembered import Remembered
+from snapkv.hf.identity import Remembered
 from snapkv.policies import DuoAttention, Policy
 from snapkv.policies.head_scores import HeadScores, head_scores
 
 
 def known_head_scores(model: PreTrainedModel) -> HeadScores | None:
-    """The scores of the KV heads of this model, if a study has found them.
+    """The scores of the KV heads of this model, in whatever dtype, if a study has found them.
 
-    A file that cannot be read, or says something else, counts as none; the log of `snapkv.hf` names
-    it once, as a warning.
-
-    Args:
-        model: in whatever dtype it was loaded.
+    A file that cannot be read, or says something else, counts as none; `snapkv.hf` logs it once.
     """
     return _KNOWN.of(model)
 
@@ -54,12 +50,7 @@ def remember_head_scores(
 
 
 def with_known_heads(model: PreTrainedModel, policy: Policy) -> Policy:
-    """The policy, with what was found of the model where it goes by that and was given nothing.
-
-    Raises:
-        InvalidArgumentError: nothing was found.
-        InvalidTypeError: `model` is not a transformers model.
-    """
+    """The policy, with what was found of the model where it goes by that and was given nothing."""
     if not isinstance(policy, DuoAttention) or policy.pattern is not None:
         return policy
     require_model(model)

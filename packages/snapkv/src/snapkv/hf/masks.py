@@ -37,11 +37,7 @@ def _flex_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """A flex mask whose rows and columns start at zero.
-
-    The compiled CPU kernel of torch 2.13 is not valid C++ where an offset is a Python integer that
-    changes from call to call. The offsets are put inside the mask function, as tensors.
-    """
+    """A flex mask whose rows and columns start at zero."""
     if q_offset or kv_offset:
         rows = torch.tensor(q_offset, device=options.get("device"))
         columns = torch.tensor(kv_offset, device=options.get("device"))
@@ -60,17 +56,8 @@ def leading_pads(
 ) -> Tensor | None:
     """Count the pads in front of every row, as the prompt's last query sees them.
 
-    Args:
-        mask: what attention was given; None means that every position is real.
-        query_idx: row of the mask that belongs to the prompt's last token.
-        prompt_tokens: T, how many columns belong to the prompt.
-        window_tokens: how many queries up to `query_idx` must be plainly causal, since they vote.
-
     Returns:
         (B,) int64, or None where no row has a pad.
-
-    Raises:
-        UnsupportedModelError: padding that is not on the left, or a mask that is not causal.
     """
     if mask is None:
         return None
@@ -167,9 +154,6 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
         slots: columns of the mask, where `mask` is None; the candidates are then the last. Else
             they begin with the last column that the first of them sees: static storage has empty
             slots behind them.
-
-    Raises:
-        UnsupportedModelError: an implementation whose masks cannot say it.
     """
     if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
         raise UnsupportedModelError(

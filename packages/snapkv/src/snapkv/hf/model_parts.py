@@ -1,10 +1,8 @@
 """The parts of a model that policies need: how its keys turn, and its output projection.
 
-Keys turn with their position by the model family's own rotary embedding. Which embedding a layer
-uses, and on which part of a head, differs by family and sometimes by layer. So it is not read out
-of the code but tried out: one token goes through the model at two positions.
-Alone in its cache it attends to itself only, so its key in each layer may differ by the rotation
-and by nothing else; the way of applying it that turns one key into the other is the layer's.
+Which rotary embedding a layer uses, and on which part of a head, differs by family and sometimes by
+layer, so it is tried out: one token goes through the model at two positions. Alone in its cache it
+attends to itself only, so its keys differ by the rotation and by nothing else.
 """
 
 import contextlib
@@ -87,10 +85,6 @@ def rotations_of(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Rot
 
     A layer without rotary embedding (some layers of Cohere 2 or SmolLM3) gets one that changes
     nothing: its keys know no position, so they are right wherever they stand.
-
-    Raises:
-        UnsupportedModelError: the rotation depends on the length of the text, or turning a key on
-            does not give the model's own key at the later position.
     """
     if model not in _known:
         _known[model] = _find_rotations(model, layers)
@@ -211,12 +205,7 @@ def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[Non
 
 
 def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, Any]:
-    """The module that maps the heads' outputs to the model's width, for each of these layers.
-
-    Raises:
-        UnsupportedModelError: a layer has none under a name that is known, or none whose weight
-            is a plain matrix (quantised ones are not).
-    """
+    """The module that maps the heads' outputs to the model's width, for each of these layers."""
     found = {
         index: [
             part

@@ -51,15 +51,7 @@ def encoded(
     model: Mapping[str, Any],
     beside: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the notes of the file of a cache.
-
-    Args:
-        layers: of the cache, one for every layer of the model.
-        reading: what the cache was told of its prompt.
-        options: what it was made with.
-        model: the model's `identity_of`.
-        beside: tensors to keep with it.
-    """
+    """The tensors and the notes of the file of a cache."""
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
     recall = options["recall"]
     notes = {
@@ -116,11 +108,7 @@ def tensors_beside(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def fitting_together(path: Path) -> Iterator[None]:
-    """Turn what goes wrong where a file's parts are put together into one line about the file.
-
-    Raises:
-        CacheFileError: for any error but this package's own.
-    """
+    """Turn what goes wrong where a file's parts are put together into one line about the file."""
     try:
         yield
     except SnapKVError:
@@ -159,11 +147,7 @@ def _rebuilt(
 
 
 def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
-    """The recall to go on with: the saved one at that place, or another one that was passed.
-
-    Raises:
-        ValueError: the file does not say how steps choose pages.
-    """
+    """The recall to go on with: the saved one at that place, or another one that was passed."""
     if pages is None:
         return recall
     try:
@@ -183,11 +167,7 @@ def _require_one_device(model: PreTrainedModel) -> None:
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved description as today's policies have it, of a cache that kept what it kept.
-
-    What is None by default was not there. Before all methods that have sinks could be told how
-    many, they had none and said nothing; and a budget could have room for fewer than it was told.
-    """
+    """A saved description as today's policies have it, of a cache that kept what it kept."""
     complete: dict[str, Any] = {
         key: _completed(value) if isinstance(value, dict) and "name" in value else value
         for key, value in saved.items()
@@ -206,11 +186,7 @@ def _completed(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def policy_of(description: dict[str, Any], given: Policy | None = None) -> Policy:
-    """The policy that `Policy.describe` has described; one that is given must be the same.
-
-    Raises:
-        CacheMismatchError: the one that is given is another, or none is and it is not known here.
-    """
+    """The policy that `Policy.describe` has described; one that is given must be the same."""
     saved = _completed(description)
     if given is None:
         return _named_policy(saved)

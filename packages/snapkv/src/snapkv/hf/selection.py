@@ -34,11 +34,6 @@ def choose_for_whole_rows(call: AttentionCall, layer: CompressedLayer, *, is_end
     """At the end of a later turn, compress the rows that fitted the budget until now.
 
     Alone such a row would have been read as one prompt. The others keep all that they hold.
-
-    Args:
-        call: the attention to the turn, or to a piece of it.
-        layer: has dropped something of other rows.
-        is_end: whether it ends in this call; else its last queries are held on to.
     """
     if isinstance(layer.policy, EvictingPolicy) or layer.turns is not None:
         return
@@ -77,13 +72,7 @@ def hold_for_eviction(call: AttentionCall, layer: CompressedLayer, turn_tokens: 
 
 
 def evict(call: AttentionCall, layer: CompressedLayer, tokens: int | None = None) -> None:
-    """Let a policy that evicts while generating see this step and drop what it will.
-
-    Args:
-        call: the attention to the step.
-        layer: whose tokens it keeps.
-        tokens: of the step, where those before the call's own were held for it.
-    """
+    """Let a policy that evicts while generating see this step and drop what it will."""
     policy = layer.policy
     if not isinstance(policy, EvictingPolicy):
         return

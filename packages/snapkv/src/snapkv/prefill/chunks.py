@@ -1,17 +1,11 @@
 """Reading a prompt in pieces while every layer holds no more of it than a cap.
 
-Layer by layer, a prompt still needs the keys and values of one whole layer and the hidden states of
-all tokens. Here the model reads one piece after the other, and after every piece each layer keeps
-at most `cap_tokens`. Where a policy lets a window vote, the prompt's last tokens are read behind
-every piece, at their true positions, vote on what is held and on the piece, and are forgotten: so
-the question is known from the first piece on. What is kept of a piece can be dropped after a later
-one; what was dropped is gone. At the end of the prompt the policy chooses its budget from what is
-held. So memory does not depend on the prompt's length, and neither does the time per token. This is
-not exact once something is dropped: tokens behind it are read without it, and the prompt's last
-tokens vote on a piece before they have read what lies between.
-
-In models with layers that keep the last tokens only, nothing can be forgotten without a trace:
-there the last queries of the piece itself vote.
+After every piece each layer keeps at most `cap_tokens`. Where a policy lets a window vote, the
+prompt's last tokens are read behind every piece, at their true positions, vote on what is held and
+on the piece, and are forgotten. What was dropped is gone; at the end the policy chooses its budget
+from what is held. So neither memory nor time per token depends on the prompt's length. This is not
+exact once something is dropped. In models with layers that keep the last tokens only, nothing can
+be forgotten without a trace: there the last queries of the piece itself vote.
 """
 
 import contextlib
@@ -29,7 +23,7 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import chunked_advice
 from snapkv.policies.base import ALL_QUERIES
-from snapkv.prefill.out_of_memory import MemoryWatch
+from snapkv.prefill.decoder import MemoryWatch
 from snapkv.validation import require_int
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "position_ids")

@@ -1,4 +1,4 @@
-"""The decoder's layers, and standing in for the way they read."""
+"""The decoder's layers, standing in for the way they read, and running out of memory meanwhile."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -9,15 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.errors import UnsupportedModelError
+from snapkv.errors import OutOfMemoryError, UnsupportedModelError
+from snapkv.hf.cache import CompressedCache
+from snapkv.plan import free_bytes, out_of_memory_explained
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers, in order.
-
-    Raises:
-        UnsupportedModelError: they cannot be found.
-    """
+    """The decoder's layers, in order."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [
         list(part)
@@ -34,11 +32,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Within this block these functions are the modules' forward.
-
-    Raises:
-        UnsupportedModelError: somebody else's stands there already.
-    """
+    """Within this block these functions are the modules' forward."""
     if any("forward" in vars(module) for module in forwards):
         raise UnsupportedModelError(
             "model: expected layers with their own forward, got some that are wrapped already (an "
@@ -59,11 +53,7 @@ class ReadEnough(Exception):  # noqa: N818 - no error
 
 
 def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
-    """Refuse arguments of a layer that are not known to belong to tokens one by one.
-
-    Raises:
-        UnsupportedModelError: there are some.
-    """
+    """Refuse arguments of a layer that are not known to belong to tokens one by one."""
     odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
     odd += [name for name, value in kwargs.items() if not _is_by_token(value, tokens)]
     if odd:
@@ -115,3 +105,39 @@ def at_places(value: Any, places: Tensor) -> Any:
         return value[rows, places]
     of_queries = value.transpose(1, 2)[rows, places]  # (B, n, H, T)
     return of_queries.transpose(1, 2).take_along_dim(places[:, None, None], dim=-1)
+
+
+class MemoryWatch:
+    """The prompt that is being read, and what was free before it.
+
+    Attributes:
+        cache: where it goes; None before the first one.
+        tokens: how many it has.
+        available_bytes: free on the model's device when it began; None where that is not known.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._device = model.device
+        self.cache: CompressedCache | None = None
+        self.tokens = 0
+        self.available_bytes: int | None = None
+
+    def note(self, cache: CompressedCache, tokens: int) -> None:
+        """A prompt of that many tokens is being read; said again while it is, nothing changes."""
+        if self.cache is cache and self.tokens == tokens:
+            return
+        self.cache, self.tokens = cache, tokens
+        self.available_bytes = free_bytes(self._device)
+
+    @contextlib.contextmanager
+    def telling(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Give back what a prompt took for which there was no memory, and say what would fit."""
+        try:
+            with out_of_memory_explained(
+                lambda: advice() if self.tokens else "out of memory before a prompt was read"
+            ):
+                yield
+        except OutOfMemoryError:
+            if self.cache is not None:
+                self.cache.reset()
+            raise

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from snapkv.cache_folder import cache_folder
-from snapkv.hf.remembered import Remembered
+from snapkv.hf.identity import Remembered
 from snapkv.prefill.decoder import decoder_layers
 from snapkv.validation import require_int
 
@@ -26,11 +26,8 @@ def default_early_layer(model: PreTrainedModel) -> int:
 def known_early_layer(model: PreTrainedModel) -> int | None:
     """How many layers of this model have to read every token, if a search has found it.
 
-    A file that cannot be read, or says something else, counts as none; the log of `snapkv.prefill`
-    names it once, as a warning.
-
-    Args:
-        model: in whatever dtype it was loaded.
+    The model may have any dtype. A file that cannot be read, or says something else, counts as
+    none; `snapkv.prefill` logs it once.
     """
     return _KNOWN.of(model)
 
@@ -62,11 +59,7 @@ def early_layers_folder() -> Path:
 
 
 def _read(layer: Any, model: PreTrainedModel) -> int:
-    """The number that a file of this model holds.
-
-    Raises:
-        ValueError: no number of its layers.
-    """
+    """The number that a file of this model holds."""
     most = len(decoder_layers(model)) - 1
     if type(layer) is not int or not 1 <= layer <= most:
         raise ValueError(f"expected a layer from 1 to {most}, got {layer!r}")

@@ -1,10 +1,8 @@
 """Reading prompts beyond what one forward pass can hold: layer by layer, in pieces.
 
-A forward pass holds the hidden states of every token several times over: the products of the MLP
-alone are some ten times as wide as the model. Here every decoder layer reads the prompt in pieces,
-one after the other, before the next layer begins. So there is one buffer of hidden states, the
-keys and values of one layer, and the intermediate results of one piece. The result is exact: every
-token attends to all tokens before it, and what is kept is chosen as ever, at the prompt's end.
+Every decoder layer reads the prompt in pieces, one after the other, before the next layer begins.
+So there is one buffer of hidden states, the keys and values of one layer, and the intermediate
+results of one piece. The result is exact: every token attends to all tokens before it.
 """
 
 import contextlib
@@ -18,8 +16,13 @@ from transformers import PreTrainedModel
 
 from snapkv.hf.cache import CompressedCache
 from snapkv.plan import layerwise_advice
-from snapkv.prefill.decoder import decoder_layers, part_of, require_by_token, standing_in
-from snapkv.prefill.out_of_memory import MemoryWatch
+from snapkv.prefill.decoder import (
+    MemoryWatch,
+    decoder_layers,
+    part_of,
+    require_by_token,
+    standing_in,
+)
 from snapkv.validation import require_int
 
 

@@ -1,16 +1,11 @@
 """Reading a prompt with fewer tokens from the middle of the model on.
 
-After some layers the prompt's last tokens already attend to what the answer will need. From there
-on only the tokens that they vote for go further, at their true positions. The layers before read
-every token and are compressed as ever; those behind hold of the tokens that reached them what the
-policy chooses. This is FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this
-package's votes: pooled so that they fade forward, the mean over the query heads of a KV head and of
-these means the highest, where the authors take the mean over all query heads. GemFilter (arXiv
+After some layers only the tokens that the prompt's last ones vote for go further, at their true
+positions: FastKV's token-selective propagation (arXiv 2502.01068, Sec. 3), with this package's
+votes: pooled so that they fade forward, the mean over the query heads of a KV head and of these
+means the highest, where the authors take the mean over all query heads. GemFilter (arXiv
 2409.17422) reads the chosen tokens again from the model's first layer, so that no layer holds
-another.
-
-Neither is exact: the first token is no longer the full model's, and what does not go on is lost for
-the upper layers, whatever is asked later.
+another. Neither is exact: what does not go on is lost for the upper layers, whatever is asked.
 """
 
 import contextlib
@@ -52,10 +47,7 @@ class _TokensThatGoOn(SnapKV):
     least_tokens: int = DEFAULT_LEAST_TOKENS
 
     def score(self, layer: PromptLayer) -> Tensor:
-        """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32.
-
-        Few KV heads look for what is copied; in a mean over all of them it is lost.
-        """
+        """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
     def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
@@ -88,25 +80,13 @@ def _voting(keep_ratio: float, least_tokens: int) -> _TokensThatGoOn:
 def tokens_that_go_on(
     layer: PromptLayer, *, keep_ratio: float, least_tokens: int
 ) -> Selection | None:
-    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all.
-
-    Args:
-        layer: its states, with the queries of the prompt's last 16 tokens at least.
-        keep_ratio: as for `selective`.
-        least_tokens: as for `selective`.
-    """
+    """Which tokens of a prompt the votes of a layer would let go on behind it; None for all."""
     return _voting(keep_ratio, least_tokens).choose(layer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """From which layer on which tokens are read.
-
-    Attributes:
-        model: whose prompts are read so.
-        first_layer: the first layer that only some tokens reach.
-        policy: how they are chosen.
-    """
+    """From which layer on which tokens are read."""
 
     model: PreTrainedModel
     first_layer: int
@@ -130,12 +110,7 @@ class _Rule:
         return cls(model=model, first_layer=first, policy=policy)
 
     def narrowing(self, cache: CompressedCache, tokens: int) -> Narrowing | None:
-        """For a pass of so many tokens; None where all of them are read by all layers.
-
-        Raises:
-            InvalidArgumentError: a cache, or a way of reading, that needs every token everywhere.
-            UnsupportedModelError: layers of another kind.
-        """
+        """For a pass of so many tokens; None where all of them are read by all layers."""
         if cache.get_seq_length() or tokens == 1:
             return None
         _require_suitable(cache)
@@ -275,15 +250,7 @@ def gemfilter(
     each other only. So no layer holds what was not chosen, and memory is that of the short prompt.
     The chosen tokens keep their true positions, where the authors count them anew.
 
-    Args:
-        model: as for `selective`.
-        layer: how many layers read every token; by default as for `selective`.
-        keep_ratio: as for `selective`.
-        least_tokens: as for `selective`.
-
-    Raises:
-        InvalidArgumentError: as for `selective`; also a padded batch.
-        UnsupportedModelError: as for `selective`, or the model's forward is wrapped already.
+    Arguments and errors are those of `selective`; a padded batch is refused, too.
     """
     rule = _Rule.of(model, layer, keep_ratio, least_tokens)
     parts = decoder_layers(model)

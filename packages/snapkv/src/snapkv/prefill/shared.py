@@ -29,15 +29,7 @@ from snapkv.prefill.decoder import standing_in
 
 @dataclass(kw_only=True)
 class _Step:
-    """What one layer appended to the cache, and the attention call that followed.
-
-    Attributes:
-        layer_idx: the layer.
-        keys: (B, Hkv, T, D), appended. values: (B, Hkv, T, Dv).
-        returned_at: where the keys lie that the cache returned.
-        call: of the layer's attention; None until it came.
-        last_output: (B, 1, Hq, Dv), what attention gave the last token.
-    """
+    """What one layer appended to the cache, and the attention call that followed."""
 
     layer_idx: int
     keys: Tensor

@@ -265,10 +265,6 @@ def drawn_functions(package: str, draw: random.Random) -> Iterator[DescribedFunc
     The package is read, not imported. No two have the same name, description or code; nested
     functions are left out, and so are those with decorators.
 
-    Args:
-        package: as it is imported, or `STANDARD_LIBRARY`.
-        draw: of the order.
-
     Raises:
         InvalidArgumentError: there is no such package.
     """

@@ -96,7 +96,6 @@ class Lines(Task):
         return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
 
     def _record(self, length: int, position: int, index: int, count: int) -> Sample:
-        """A record of `count` lines."""
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")
         asked = round((count - 1) * position / 100)

@@ -222,14 +222,7 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """The best score over the right answers, 0 to 1.
-
-        Args:
-            prediction: what was generated.
-            references: right answers.
-            classes: that there are; only classification needs them.
-            code_similarity: see `metrics.code_similarity`.
-        """
+        """The best score over the right answers, 0 to 1."""
         said = metrics.first_line(prediction) if self.first_line else prediction
         measures: dict[str, metrics.Metric] = {
             "F1": metrics.qa_f1,
@@ -242,91 +235,56 @@ class DataSet:
         return metrics.best(measures[self.metric], said, references)
 
 
-_document = partial(DataSet, category="single-document QA", metric="F1")
-_documents = partial(
-    DataSet,
-    category="multi-document QA",
-    metric="F1",
-    max_new_tokens=32,
-    prompt_sha256="9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+_SETS = (
+    ("narrativeqa", "single-document QA", "F1", 128),
+    ("qasper", "single-document QA", "F1", 128),
+    ("multifieldqa_en", "single-document QA", "F1", 64),
+    ("hotpotqa", "multi-document QA", "F1", 32),
+    ("2wikimqa", "multi-document QA", "F1", 32),
+    ("musique", "multi-document QA", "F1", 32),
+    ("gov_report", "summarization", "ROUGE-L", 512),
+    ("qmsum", "summarization", "ROUGE-L", 512),
+    ("multi_news", "summarization", "ROUGE-L", 512),
+    ("trec", "few-shot learning", "classification", 64),
+    ("triviaqa", "few-shot learning", "F1", 32),
+    ("samsum", "few-shot learning", "ROUGE-L", 128),
+    ("passage_count", "synthetic", "count", 32),
+    ("passage_retrieval_en", "synthetic", "retrieval", 32),
+    ("lcc", "code", "code similarity", 64),
+    ("repobench-p", "code", "code similarity", 64),
 )
-_summary = partial(DataSet, category="summarization", metric="ROUGE-L", max_new_tokens=512)
-_examples = partial(DataSet, category="few-shot learning", chat=False, first_line=True)
-_synthetic = partial(DataSet, category="synthetic", max_new_tokens=32)
-_code = partial(DataSet, category="code", metric="code similarity", max_new_tokens=64, chat=False)
+_PROMPT_SHA256 = {
+    "narrativeqa": "aada7ed24b06abace5b0045ac3bcfe06fc831a6cf434f0ecfd99fb7b3d299e1c",
+    "qasper": "0fbdd123fe7f83d6d6a9c583ca28cb29d68e523bf8fec01a0cf2dcd11037775d",
+    "multifieldqa_en": "20b4666a2de8a1f701bdb6c4e015fa9f8758d64b361d841f7766df6c9ceba770",
+    "hotpotqa": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+    "2wikimqa": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+    "musique": "9ec4ae308865bd0c62af20b3dc7b12b31f2b447f55684bd88c1aa40f2f636deb",
+    "gov_report": "91c25d585b189ced91c9280efcb4ecb5dcff9548cd4e3bfae66c68025b569e95",
+    "qmsum": "dca23b678fe0183bbd9555b57947022aed1b85739da5ad7e1b4708dd0c71c409",
+    "multi_news": "2af3f28c40b902e6535d4910510d51653613c49de9b2fc287c5958395061101d",
+    "trec": "0eff8bebdba99d91e9d7d91b6ab39455ac74648bea92c9255c9f68c62175b2db",
+    "triviaqa": "00a802e6377e72fca39b169cf6c28893bedf23ba7286b03ecd15867c3e27a7c4",
+    "samsum": "a68d884234907eefcaa0eacf7b2997f60fa46603988dceae6a44f9b49f045b3f",
+    "passage_count": "986550b6c61009c629a4535766d94b7b51e2b2b9e1ed169e4ecb54417466e964",
+    "passage_retrieval_en": "39b96b7fa52bdd2aa2bde34ea199158505201b9a0a2c3ce94e80249293f60431",
+    "lcc": "6a1f24cf0bb83cd90f1fca8f0dd24801626c2aaea29db834ddc83b950e71190e",
+    "repobench-p": "ee9ec182ea5ffeb70a7140d55baea97264a8612d88226d323afa90859c36240c",
+}
 
-_ALL = (
-    _document(
-        name="narrativeqa",
-        max_new_tokens=128,
-        prompt_sha256="aada7ed24b06abace5b0045ac3bcfe06fc831a6cf434f0ecfd99fb7b3d299e1c",
-        extended=False,
-    ),
-    _document(
-        name="qasper",
-        max_new_tokens=128,
-        prompt_sha256="0fbdd123fe7f83d6d6a9c583ca28cb29d68e523bf8fec01a0cf2dcd11037775d",
-    ),
-    _document(
-        name="multifieldqa_en",
-        max_new_tokens=64,
-        prompt_sha256="20b4666a2de8a1f701bdb6c4e015fa9f8758d64b361d841f7766df6c9ceba770",
-    ),
-    _documents(name="hotpotqa"),
-    _documents(name="2wikimqa"),
-    _documents(name="musique", extended=False),
-    _summary(
-        name="gov_report",
-        prompt_sha256="91c25d585b189ced91c9280efcb4ecb5dcff9548cd4e3bfae66c68025b569e95",
-    ),
-    _summary(
-        name="qmsum",
-        prompt_sha256="dca23b678fe0183bbd9555b57947022aed1b85739da5ad7e1b4708dd0c71c409",
-        extended=False,
-    ),
-    _summary(
-        name="multi_news",
-        prompt_sha256="2af3f28c40b902e6535d4910510d51653613c49de9b2fc287c5958395061101d",
-    ),
-    _examples(
-        name="trec",
-        metric="classification",
-        max_new_tokens=64,
-        prompt_sha256="0eff8bebdba99d91e9d7d91b6ab39455ac74648bea92c9255c9f68c62175b2db",
-    ),
-    _examples(
-        name="triviaqa",
-        metric="F1",
-        max_new_tokens=32,
-        prompt_sha256="00a802e6377e72fca39b169cf6c28893bedf23ba7286b03ecd15867c3e27a7c4",
-    ),
-    _examples(
-        name="samsum",
-        metric="ROUGE-L",
-        max_new_tokens=128,
-        prompt_sha256="a68d884234907eefcaa0eacf7b2997f60fa46603988dceae6a44f9b49f045b3f",
-    ),
-    _synthetic(
-        name="passage_count",
-        metric="count",
-        prompt_sha256="986550b6c61009c629a4535766d94b7b51e2b2b9e1ed169e4ecb54417466e964",
-    ),
-    _synthetic(
-        name="passage_retrieval_en",
-        metric="retrieval",
-        prompt_sha256="39b96b7fa52bdd2aa2bde34ea199158505201b9a0a2c3ce94e80249293f60431",
-    ),
-    _code(
-        name="lcc",
-        prompt_sha256="6a1f24cf0bb83cd90f1fca8f0dd24801626c2aaea29db834ddc83b950e71190e",
-    ),
-    _code(
-        name="repobench-p",
-        prompt_sha256="ee9ec182ea5ffeb70a7140d55baea97264a8612d88226d323afa90859c36240c",
-    ),
-)
-
-SETS: dict[str, DataSet] = {data_set.name: data_set for data_set in _ALL}
+SETS: dict[str, DataSet] = {
+    name: DataSet(
+        name=name,
+        category=category,
+        metric=metric,
+        max_new_tokens=max_new_tokens,
+        prompt_sha256=_PROMPT_SHA256[name],
+        chat=category not in ("few-shot learning", "code"),
+        first_line=category == "few-shot learning",
+        extended=name not in ("narrativeqa", "musique", "qmsum"),
+    )
+    for name, category, metric, max_new_tokens in _SETS
+}
 """The 16 English and code sets by name, in the order of the paper's table."""
 
 

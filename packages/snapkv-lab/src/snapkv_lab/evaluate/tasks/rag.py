@@ -378,9 +378,6 @@ def read_rows(path: Path) -> list[Row]:
     documents, each with ``title``, ``text``, ``isgold`` (it answers the question) and ``hasanswer``
     (an answer stands in it).
 
-    Args:
-        path: a ``.jsonl`` file, or a ``.gz`` of one.
-
     Raises:
         DocumentError: no such file, no rows in it, or a malformed one, by line and field.
     """

@@ -28,14 +28,7 @@ from typing import Any, ClassVar, Literal
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab.evaluate.corpora import CorpusName, Passage, load_corpus
-from snapkv_lab.evaluate.haystack import (
-    HaystackTask,
-    distinct,
-    identifier,
-    number,
-    word_key,
-    words,
-)
+from snapkv_lab.evaluate.haystack import HaystackTask, distinct, identifier, number, word_key, words
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import fitted, require_some
 
@@ -79,14 +72,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle:
-    """A prompt in its parts, and what the answer must hold.
-
-    Attributes:
-        context: instructions and the long text.
-        question: what stands behind it.
-        answer_start: what the answer begins with.
-        references: texts that the answer must hold.
-    """
+    """A prompt in its parts, and what the answer must hold."""
 
     context: str
     question: str
@@ -430,7 +416,6 @@ def _others(
 
 @functools.cache
 def _documents(dataset: CorpusName) -> Sequence[Passage]:
-    """Every document, in the alphabet's order."""
     return sorted(load_corpus(dataset).passages, key=partial(_text, dataset))
 
 

@@ -48,14 +48,13 @@ class OnRay(WorkerPool):
             cpus = sum(int(node.get("CPU", 0)) for node in _nodes())
             equipment = replace(equipment, threads=equipment.threads or max(1, cpus // count))
             device = "cuda:0" if has_gpus else "cpu"  # of its own, whatever the node calls it
-            actors = [_Actor(equipment, device, self._needs, self._has_room) for _ in range(count)]
+            actors = [_Actor(equipment, device, self._needs, self._free) for _ in range(count)]
             super().__init__(actors, device)
         except BaseException:
             self._leave()
             raise
 
     def _count(self, workers: int | None) -> int:
-        """How many there shall be."""
         places = [_places(node, self._needs) for node in _nodes()]
         on_gpus = self._needs["num_gpus"]
         count = workers or (sum(places) if on_gpus else sum(map(bool, places)))
@@ -67,12 +66,10 @@ class OnRay(WorkerPool):
             )
         return count
 
-    def _has_room(self) -> bool:
-        """Whether nodes that are there have a place for one more than is begun."""
-        return self._begun() < sum(_places(node, self._needs) for node in _nodes())
-
-    def _begun(self) -> int:
-        return sum(worker.is_begun for worker in self._workers)  # type: ignore[attr-defined] # all are actors
+    def _free(self) -> int:
+        """Places of nodes that are there beside those that are begun; below 0 where one is gone."""
+        begun = sum(worker.is_begun for worker in self._workers)  # type: ignore[attr-defined] # all are actors
+        return sum(_places(node, self._needs) for node in _nodes()) - begun
 
     def ready(self, busy: Sequence[Worker]) -> Sequence[Worker]:
         """Those whose answers are there, or will never come."""
@@ -82,8 +79,7 @@ class OnRay(WorkerPool):
             there, _ = _ray().wait(list(coming), num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
             if there:
                 return [coming[ref] for ref in there]
-            places = sum(_places(node, self._needs) for node in _nodes())
-            if self._begun() > places:  # a node is gone, and one waits for a place on it
+            if self._free() < 0:  # a node is gone, and one waits for a place on it
                 for actor in actors:
                     if not actor.is_loaded:
                         actor.end()
@@ -104,14 +100,10 @@ class _Actor(Worker):
     """An actor of the cluster; it is made with the first question, and anew where it has ended."""
 
     def __init__(
-        self,
-        equipment: Equipment,
-        device: str,
-        needs: dict[str, int],
-        has_room: Callable[[], bool],
+        self, equipment: Equipment, device: str, needs: dict[str, int], free: Callable[[], int]
     ) -> None:
         self._equipment, self._device, self._needs = equipment, device, needs
-        self._has_room = has_room
+        self._free = free
         self._actor: Any = None
         self._loaded: Any = None
         self.answers: Any = None
@@ -128,7 +120,7 @@ class _Actor(Worker):
 
     @property
     def has_place(self) -> bool:
-        return self.is_begun or self._has_room()
+        return self.is_begun or self._free() > 0
 
     def begin(self, asked: Asked) -> None:
         if self._actor is None:
@@ -180,12 +172,10 @@ class _Answering:
 
 
 def _nodes() -> list[dict[str, Any]]:
-    """What each node that lives has."""
     return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
 
 
 def _places(node: dict[str, Any], needs: dict[str, int]) -> int:
-    """How many workers a node has room for."""
     named = {"num_cpus": "CPU", "num_gpus": "GPU"}
     return min(int(node.get(named[key], 0) // count) for key, count in needs.items() if count)
 

@@ -1,0 +1,58 @@
+"""Tables of the laboratory's commands, on narrow screens: nothing is cut off."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from snapkv_lab.cli import tables
+from snapkv_lab.evaluate.runner import Results
+from snapkv_lab.evaluate.tasks import RagCitation
+from snapkv_lab.study.base import Table as StudyTable
+
+LABEL = "snapkv:kernel_size=13,window_size=64,pooling=avg,group_reduce=sum@1024"
+
+
+def results():
+    rows = [
+        {
+            **{"method": method, "question": "visible", "cell": {"documents": documents}},
+            **{"score": 0.5, "status": "ok", "interval": [0.4, 0.6], "difference": None},
+            **{"held_bytes": 10**9, "full_bytes": 4 * 10**9, "token_ms": 212.0},
+            "policy": {"name": "full" if method == "full" else "snapkv"},
+            "scores": {f"{documents}/0": 0.4, f"{documents}/1": 0.6},
+        }
+        for method in ("full", LABEL)
+        for documents in (10, 20, 30, 40, 50, 1000, 2000, 3000)
+    ]
+    run = {"model": {"name": "demo"}}
+    return Results(folder=Path(), run=run, task=RagCitation(), rows=rows)
+
+
+ROW = {
+    **{"bench": "decode", "cache": LABEL, "length": 131072, "batch": 16, "status": "ok"},
+    **{"ms_per_token": {"p50": 1234.5}, "held_bytes": 10**11, "of_ceiling": 0.931},
+}
+SCORE = {"task": "squad", "metric": "em", "filter": "none", "method": LABEL, "score": 0.25}
+TABLES = {
+    "eval": lambda: tables.results_table(results()),
+    "lm-eval": lambda: tables.metrics_table("lm-eval", [SCORE]),
+    "bench": lambda: tables.bench_table([ROW]),
+    "study": lambda: tables.study_table(
+        StudyTable(title="of it", header=("kept", "hit rate"), lines=[("sinks", "0.93")])
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "width"), [*((name, 20) for name in TABLES), ("eval", 80)])
+def test_nothing_is_lost_on_a_narrow_screen(name, width):
+    grid = TABLES[name]()
+    console = Console(file=io.StringIO(), width=width)
+    console.print(grid)
+    page = console.file.getvalue()
+    assert "…" not in page
+    shown = "".join(page.split()).replace("│", "").replace("┃", "")
+    for text in [str(cell) for row in grid.rows for cell in row if name != "eval"]:
+        assert "".join(text.split()) in shown, text
+    assert all(len(line) <= width for line in page.splitlines())
