@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from snapkv import AutoBudget
-from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
+from snapkv.cli.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 from snapkv_lab.experiments.pooling_rows import Count
 from snapkv_lab.experiments.records import (
     Row,

@@ -16,8 +16,8 @@ from torch import Tensor
 from snapkv.app.models import load
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.cache.reading import Reading
+from snapkv.cache.saving.encoding import spread_bytes
 from snapkv.cache.saving.files import read_sealed, write_sealed
-from snapkv.cache.saving.packing import spread_bytes
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache

@@ -12,9 +12,9 @@ from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompts import Prompt, next_turn, question_prompt
 from snapkv.app.protection import Protection
 from snapkv.app.settings import GenerationSettings
+from snapkv.cache.options import Turns
 from snapkv.cache.paging import Recall
 from snapkv.cache.report import CacheReport
-from snapkv.cache.turns import Turns
 from snapkv.errors import CacheFileError, CacheMismatchError, InvalidArgumentError
 from snapkv.hf.cache import CompressedCache
 from snapkv.kvzip import require_one_reading

@@ -1,12 +1,9 @@
 """What a cache holds, in tokens and bytes, measured on its tensors."""
 
 from collections.abc import Sequence
-from io import StringIO
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
@@ -86,22 +83,25 @@ class CacheReport(dict[str, Any]):
         return int(self["full_bytes"])
 
     def __str__(self) -> str:
-        table = Table(title=_title(self))
-        for column in ("layer", "kind", "seen", "kept", "held", "full"):
-            justify = "left" if column == "kind" else "right"
-            table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type] # a Literal
+        lines = [("layer", "kind", "seen", "kept", "held", "full")]
         for first, last, row in _runs(self["layers"]):
-            table.add_row(
-                str(first) if first == last else f"{first}-{last}",
-                row["kind"],
-                f"{row['seen_tokens']:,}",
-                f"{row['kept_tokens']:,}",
-                format_bytes(row["held_bytes"]),
-                format_bytes(row["full_bytes"]),
+            lines.append(
+                (
+                    str(first) if first == last else f"{first}-{last}",
+                    row["kind"],
+                    f"{row['seen_tokens']:,}",
+                    f"{row['kept_tokens']:,}",
+                    format_bytes(row["held_bytes"]),
+                    format_bytes(row["full_bytes"]),
+                )
             )
-        output = StringIO()
-        Console(file=output, width=100).print(table)
-        return output.getvalue().rstrip()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = [str.rjust, str.ljust, *[str.rjust] * 4]
+        table = [
+            "  ".join(align(*cell) for align, *cell in zip(aligned, line, widths, strict=True))
+            for line in lines
+        ]
+        return "\n".join([_title(self), *table])
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from rich.text import Text
 from snapkv.app.answering import Answer
 from snapkv.app.comparison import Comparison
 from snapkv.app.prefills import Prefill
-from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.command_line import changed_command
+from snapkv.cli.lost_votes import LostInWords
 from snapkv.cli.options import RunOptions
 from snapkv.cli.remedies import Remedy, Try, larger_budget, parameter_of, remedy_for
 from snapkv.policies.auto_budget import dilution

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snapkv.app.answering import Answer
-from snapkv.cache.lost_votes import LostInWords
 from snapkv.cli.grid import Grid
+from snapkv.cli.lost_votes import LostInWords
 from snapkv.library.about import About
 from snapkv.library.library import Outcome
 from snapkv.library.records import Record

@@ -11,13 +11,20 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.options import (
+    Fair,
+    Protect,
+    TurnOptions,
+    Turns,
+    apply_spans,
+    described,
+    span_rule,
+)
 from snapkv.cache.padding import PaddingWatch
 from snapkv.cache.paging import Recall
 from snapkv.cache.reading import Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
-from snapkv.cache.spans import Fair, Protect, apply, described, span_rule
-from snapkv.cache.turns import TurnOptions, Turns
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError
 from snapkv.hf import forward_context, saved
 from snapkv.hf.build import layers_for, storage_for
@@ -113,7 +120,7 @@ class CompressedCache(Cache):
         super().__init__(layers=layers_for(model, policy, made_by))
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         later.apply(compressed, policy)
-        apply(spans, compressed, policy)
+        apply_spans(spans, compressed, policy)
         self._use = use(model)
         self.policy = policy
         made = {"storage": storage, "room_tokens": room_tokens, "quantize": quantize}

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from snapkv.cache.paging import PageRecall, Recall
 from snapkv.cache.reading import Reading
-from snapkv.cache.saving.encoding import decode_layer, encode_layer
+from snapkv.cache.saving.encoding import decode_layer, encode_layer, pack, unpack
 from snapkv.cache.saving.files import SealedFile, read_sealed, write_sealed
-from snapkv.cache.saving.packing import pack, unpack
 from snapkv.errors import CacheFileError, CacheMismatchError, SnapKVError, UnsupportedModelError
 from snapkv.hf.identity import identity_of, require_identity
 from snapkv.policies import POLICIES, Policy

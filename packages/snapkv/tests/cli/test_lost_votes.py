@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.cache.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, LostInWords, word_for
+from snapkv.cli.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, LostInWords, word_for
 from tests.families import random_ids, tiny_model
 
 
