@@ -7,7 +7,7 @@ from tests.sequences.drawing import drawn
 from tests.sequences.playing import EQUAL, REFUSED, play
 from tests.sequences.shrinking import shrunk
 
-SEED, COUNT, AT_ONCE = 0, 500, 50
+SEED, COUNT, AT_ONCE = 0, 200, 20
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -87,6 +87,7 @@ def test_steps_of_one_word_and_large_numbers():
     assert Tracking().score(asked("ant 1234", "bee 5"), "ant: 1,234\nbee: 5") == 1
 
 
+@pytest.mark.slow
 def test_a_window_loses_names_in_turn_that_the_full_cache_goes_through(demo, tmp_path):
     """A round of names is longer than the window."""
     task = Tracking(

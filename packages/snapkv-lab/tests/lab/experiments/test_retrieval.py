@@ -21,6 +21,9 @@ METHODS = {
 }
 
 
+pytestmark = pytest.mark.slow  # two minutes of the demo model
+
+
 @pytest.fixture(scope="module")
 def outcomes(demo, haystack):
     documents = make_documents(demo.tokenizer, haystack, prompt_tokens=768, count=24)

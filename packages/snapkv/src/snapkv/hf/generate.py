@@ -1,8 +1,8 @@
 """Telling a cache where the prompt ends and which tokens come, which only `generate` knows.
 
 The first forward pass may be a piece of the prompt (`prefill_chunk_size`), or the prompt and
-drafts; no pass can tell which, and no layer ever sees token ids. So methods of the model are wrapped on the
-instance: `generate` announces the prompt's length to a `CompressedCache`, and
+drafts; no pass can tell which, and no layer ever sees token ids. So methods of the model are
+wrapped on the instance: `generate` announces the prompt's length to a `CompressedCache`, and
 `prepare_inputs_for_generation` the ids of the tokens of every pass. Other caches pass through.
 
 In ``model.generate(ids, past_key_values=CompressedCache(model))`` Python has looked `generate` up
