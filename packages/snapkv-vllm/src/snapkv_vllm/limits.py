@@ -1,7 +1,7 @@
 """How many tokens a request may hold while it is read and while its answer grows."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, cast
 
 from snapkv.errors import InvalidArgumentError
@@ -10,14 +10,34 @@ from snapkv.validation import (
     DEFAULT_CHUNK,
     DEFAULT_EVERY,
     MOST,
+    nearest,
     require_choice,
     require_int,
 )
-from snapkv_vllm.choices import queries_of
-from snapkv_vllm.methods import kept_tokens, parts_heads
-from snapkv_vllm.plans import Cap, Growth
-from snapkv_vllm.protecting import require_first_protected
-from snapkv_vllm.records import entry_of, require_fields
+from snapkv_vllm.methods import kept_tokens, parts_heads, require_first_protected
+from snapkv_vllm.plans import Cap, Growth, queries_of
+
+
+def entry_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from the defaults, ready for JSON."""
+    defaults = asdict(type(record)())
+    return {name: value for name, value in asdict(record).items() if value != defaults[name]}
+
+
+def require_fields(what: str, kind: type[Any], entry: Mapping[str, Any]) -> None:
+    """Raise where an entry has a name that is no field of a dataclass.
+
+    Raises:
+        InvalidArgumentError: names it.
+    """
+    known = [one.name for one in fields(kind)]
+    for name in entry:
+        if name not in known:
+            raise InvalidArgumentError(
+                f"{what}: expected {', '.join(known)}, got {name!r}; leave it out"
+                f"{nearest(name, known)}"
+            )
+
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that evict by the last queries and what is held alone."""

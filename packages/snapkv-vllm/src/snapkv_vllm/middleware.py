@@ -12,10 +12,9 @@ from typing import Any
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.bodies import require_settings
 from snapkv_vllm.documents.front import FrontEnd, Visit
-from snapkv_vllm.lifetime import end_with_parent
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.plugin import end_with_parent
+from snapkv_vllm.settings import ServingSettings, require_settings
 
 _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]

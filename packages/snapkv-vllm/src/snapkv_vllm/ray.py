@@ -12,8 +12,8 @@ from typing import Any
 
 from snapkv.errors import InvalidArgumentError, MissingDependencyError
 from snapkv.validation import nearest
-from snapkv_vllm.engine import engine_args
-from snapkv_vllm.lifetime import METRICS, metrics_folder
+from snapkv_vllm.plugin import METRICS, metrics_folder
+from snapkv_vllm.server import engine_args
 
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")

@@ -12,13 +12,13 @@ from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
 
 LAYOUTS = {
-    "CPU_ATTN": "snapkv_vllm.layouts.cpu",
-    "FLASH_ATTN": "snapkv_vllm.layouts.plain",
-    "TRITON_ATTN": "snapkv_vllm.layouts.plain",
-    "CPU_MLA": "snapkv_vllm.layouts.latent",
-    "TRITON_MLA": "snapkv_vllm.layouts.latent",
-    "FLASH_ATTN_MLA": "snapkv_vllm.layouts.latent",
-    "FLASHMLA": "snapkv_vllm.layouts.latent",
+    "CPU_ATTN": "snapkv_vllm.layouts",
+    "FLASH_ATTN": "snapkv_vllm.layouts",
+    "TRITON_ATTN": "snapkv_vllm.layouts",
+    "CPU_MLA": "snapkv_vllm.layouts",
+    "TRITON_MLA": "snapkv_vllm.layouts",
+    "FLASH_ATTN_MLA": "snapkv_vllm.layouts",
+    "FLASHMLA": "snapkv_vllm.layouts",
 }
 """Where the layout of each attention backend's cache is written down."""
 

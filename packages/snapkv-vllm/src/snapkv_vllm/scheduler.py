@@ -18,10 +18,9 @@ from snapkv_vllm.documents.beginning import FromDocument
 from snapkv_vllm.documents.reading_twice import ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
-from snapkv_vllm.lifetime import end_with_parent
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.orders import Beginning, Order
-from snapkv_vllm.plans import Plan, RequestPlan
+from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
+from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import (
     compressed_managers,
     require_capped_prompt,

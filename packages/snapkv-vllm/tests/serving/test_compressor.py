@@ -11,12 +11,9 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv_vllm import layer_runs
-from snapkv_vllm.compressor import Compressor, QueryRecorder
-from snapkv_vllm.layers import voting_layer
-from snapkv_vllm.layouts import layout_of, slots
-from snapkv_vllm.layouts.plain import PlainLayout
-from snapkv_vllm.orders import Move
-from snapkv_vllm.plans import Plan
+from snapkv_vllm.compressor import Compressor, QueryRecorder, voting_layer
+from snapkv_vllm.layouts import PlainLayout, layout_of, slots
+from snapkv_vllm.plans import Move, Plan
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from snapkv_vllm.orders import Order
+from snapkv_vllm.plans import Order
 
 
 @dataclass(frozen=True, kw_only=True)

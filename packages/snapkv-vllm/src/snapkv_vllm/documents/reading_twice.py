@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from snapkv.errors import InvalidArgumentError
-from snapkv_vllm.choices import SecondReading
-from snapkv_vllm.orders import Ahead, Order
+from snapkv_vllm.plans import Ahead, Order, SecondReading
 
 STEP_TOKENS = 256
 """Tokens of a piece that one step reads: their queries of all layers wait until it is done."""

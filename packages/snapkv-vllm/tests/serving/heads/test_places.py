@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.heads.places import HeadPlaces, held_tokens
+from snapkv_vllm.heads import HeadPlaces, held_tokens
 
 
 def handed_out(kept, page_tokens, grown):

@@ -5,9 +5,7 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.heads.pages import HeadPages
-from snapkv_vllm.heads.places import HeadPlaces, held_tokens
-from snapkv_vllm.heads.step import Rows, sequences
+from snapkv_vllm.heads import HeadPages, HeadPlaces, Rows, held_tokens, sequences
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
 

@@ -75,8 +75,7 @@ def simulation(config, *, caching, ahead, windows=(None,)):
 def ended_at(seen, held, kept):
     """A choice that is due."""
     from snapkv import SnapKV
-    from snapkv_vllm.choices import EndOfPrompt
-    from snapkv_vllm.orders import Order
+    from snapkv_vllm.plans import EndOfPrompt, Order
 
     return Order(
         choice=EndOfPrompt(SnapKV(kept, window_size=2)),

@@ -80,7 +80,7 @@ def test_the_scheduler_counts_what_is_computed_apart_from_what_is_under_way():
 def test_scheduler_worker_and_settings_are_arguments():
     from vllm.engine.arg_utils import EngineArgs
 
-    from snapkv_vllm.engine import OWN
+    from snapkv_vllm.server import OWN
 
     assert {*OWN} <= {field.name for field in dataclasses.fields(EngineArgs)}
 
@@ -414,7 +414,7 @@ def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
     source = inspect.getsource(module)
     assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in source
 
-    from snapkv_vllm.layouts.plain import PlainLayout
+    from snapkv_vllm.layouts import PlainLayout
 
     cache = torch.randn(5, 2, 16, 2 * 8)  # blocks, heads, tokens, keys and values
     keys, values = cache.transpose(1, 2).split(8, dim=-1)
@@ -430,7 +430,7 @@ def test_gpu_backends_split_a_cache_as_the_plain_layout_does(backend):
 def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size, dtype):
     if isa == "vec" and head_size % 32:
         pytest.skip("vLLM takes vec16 for such heads")
-    from snapkv_vllm.layouts.cpu import CpuLayout
+    from snapkv_vllm.layouts import CpuLayout
 
     cache = torch.zeros(6, 3, block_tokens, 2 * head_size, dtype=dtype)
     layout = CpuLayout([cache], isa)
@@ -450,7 +450,7 @@ def test_the_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_size", [64, 96, 128])
 def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
-    from snapkv_vllm.layouts.cpu import _packings
+    from snapkv_vllm.layouts import _packings
 
     assert all(packing.tokens for packing in _packings("vec", 128, head_size, dtype))
 
@@ -531,7 +531,7 @@ def test_workers_take_the_runner_that_they_made_themselves():
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
 
-    from snapkv_vllm.runners.compressing import CompressingRunner
+    from snapkv_vllm.runners import CompressingRunner
 
     for worker in (CPUWorker, Worker):
         assert "init_device" in vars(worker)
@@ -543,7 +543,7 @@ def test_workers_take_the_runner_that_they_made_themselves():
 
     one, other = Runner(), Runner()
     with pytest.MonkeyPatch.context() as patch:
-        module = "snapkv_vllm.runners.compressing"
+        module = "snapkv_vllm.runners"
         patch.setattr(f"{module}.require_supported", lambda config: None)
         patch.setattr(f"{module}.compression_stopwatch", lambda config, device: None)
         assert CompressingRunner.over(one) is one
@@ -578,7 +578,7 @@ def test_processes_have_the_names_by_which_they_are_known():
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.utils import APIServerProcessManager
 
-    from snapkv_vllm.lifetime import PROCESSES
+    from snapkv_vllm.plugin import PROCESSES
 
     engine, worker, web = PROCESSES
     name = f'name=f"{engine}_DP{{global_index}}" if is_dp else "{engine}"'

@@ -1,13 +1,10 @@
-"""The CPU backend's layout: each block packed as the instruction set of the machine likes it.
-
-How a block is packed is written down nowhere but in the kernel that writes it. So numbers that name
-their own place are written with that kernel and looked for afterwards, once per kind of block.
-"""
+"""How attention backends lay out keys and values inside a block."""
 
 import functools
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +12,108 @@ from vllm import _custom_ops as ops
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import gather_tokens
+from snapkv_vllm.refusals import LAYOUTS
+
+
+class Layout(Protocol):
+    """Reads and writes tokens of the caches of a few layers that are alike.
+
+    Blocks are numbered along the first axis of a cache and tokens inside a block; a slot is
+    ``block * block_tokens + token``. In what is read and written, the layers are rows of a batch,
+    so that a step takes as few operations as can be.
+    """
+
+    def part(self, layers: slice) -> Self:
+        """The same for some of the layers."""
+
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """The keys of the first tokens in these blocks: a copy, (layers, Hkv, T, D)."""
+
+    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+        """Some of the keys that were read, (layers, Hkv, K, D), of every head those of `keep`."""
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """The values of some tokens in these blocks: a copy, (layers, Hkv, K, D).
+
+        Args:
+            blocks: as above.
+            keep: (layers, Hkv or 1, K) int64, which tokens of every head.
+        """
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put (layers, Hkv, K, D) keys and values into KV cache slots, the same for all heads."""
+
+
+def layout_of(layers: Sequence[Any]) -> Layout:
+    """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
+    module = importlib.import_module(LAYOUTS[layers[0].get_attn_backend().get_name()])
+    return cast(Layout, module.layout(layers))
+
+
+def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
+    """The KV cache slots of the first tokens that lie in these blocks."""
+    within = torch.arange(block_tokens, device=blocks.device)
+    return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
+
+
+class PlainLayout:
+    """Plain indexing.
+
+    Args:
+        caches: of each layer, (blocks, Hkv, block_tokens, 2 * D).
+        head_size: D.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], head_size: int) -> None:
+        self._caches = caches
+        self._head_size = head_size
+
+    def part(self, layers: slice) -> Self:
+        """See `Layout`."""
+        return type(self)(self._caches[layers], self._head_size)
+
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """See `Layout`."""
+        every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
+        return self._read(slice(None, self._head_size), blocks, every)
+
+    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        return gather_tokens(keys, keep)
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        return self._read(slice(self._head_size, None), blocks, keep)
+
+    def _read(self, half: slice, blocks: Tensor, tokens: Tensor) -> Tensor:
+        heads, block_tokens = self._caches[0].shape[1:3]
+        head = torch.arange(heads, device=blocks.device)[:, None]
+        block, place = blocks[tokens // block_tokens], tokens % block_tokens
+        return torch.stack(
+            [
+                cache[..., half][block[layer], head, place[layer]]
+                for layer, cache in enumerate(self._caches)
+            ]
+        )
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `Layout`."""
+        block_tokens = self._caches[0].shape[2]
+        block, token = slots // block_tokens, slots % block_tokens
+        by_token = torch.cat([keys, values], dim=-1).transpose(1, 2)  # (layers, K, Hkv, 2 * D)
+        for cache, states in zip(self._caches, by_token, strict=True):
+            cache.transpose(1, 2)[block, token] = states
+
+
+def layout(layers: Sequence[Any]) -> PlainLayout:
+    """The layout of layers that are alike."""
+    return PlainLayout([layer.kv_cache for layer in layers], layers[0].head_size)
+
+
+def layout(layers: Sequence[Any]) -> PlainLayout:
+    """The layout of layers that are alike: one KV head whose values have no numbers."""
+    return PlainLayout([layer.kv_cache.unsqueeze(1) for layer in layers], layers[0].head_size)
+
 
 _DIGIT = 16  # every float format holds the whole numbers below it, and its square, exactly
 

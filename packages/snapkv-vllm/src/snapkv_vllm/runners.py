@@ -1,4 +1,4 @@
-"""What both of vLLM's model runners need, so that requests may hold fewer tokens than they saw."""
+"""vLLM's model runners, for which a request may hold fewer tokens than it has seen."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,12 +7,11 @@ from typing import Any, Self
 import torch
 
 from snapkv_vllm.blocks import compressed, is_compressed
-from snapkv_vllm.compressor import Compressor, QueryRecorder
-from snapkv_vllm.heads.attention import HeadsAttention
+from snapkv_vllm.compressor import Compressor, QueryRecorder, attention_layers
+from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.held import HeldTokens
-from snapkv_vllm.layers import attention_layers
-from snapkv_vllm.metrics import compression_stopwatch
-from snapkv_vllm.orders import Beginning, Move, Order
+from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
+from snapkv_vllm.plans import Beginning, Move, Order
 from snapkv_vllm.refusals import (
     compressible_layers,
     require_heads_apart,
@@ -21,7 +20,6 @@ from snapkv_vllm.refusals import (
 )
 from snapkv_vllm.rehearsal import Largest, rehearsed
 from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
-from snapkv_vllm.timing import Stopwatch
 
 
 class CompressingRunner:
@@ -219,3 +217,120 @@ def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
         *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
         *(request.req_id for request in scheduler_output.scheduled_new_reqs),
     }
+
+
+class CompressingFirstRunner(CompressingRunner):
+    """Its private parts: rows and block tables in `input_batch`, block lists in `requests`."""
+
+    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        blocks = list(state.block_ids)
+        for move in moves:
+            blocks[move.group] = list(move.targets)
+        state.block_ids = tuple(blocks)
+        row = self.input_batch.req_id_to_index.get(request_id)
+        if row is not None:
+            self.input_batch.block_table.clear_row(row)
+            self.input_batch.block_table.add_row(state.block_ids, row)
+
+    def _step_back(self, request_id: str, tokens: int) -> None:
+        """The scheduler's number counts, with every step."""
+
+    def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
+        requests = self.input_batch.num_reqs
+        starts = self.query_start_loc
+        batch = self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist()
+        self._enter_batch(*batch)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        on_device = starts.gpu[: requests + 1]
+        positions = self._held.positions(self.positions[:tokens], on_device)
+        if positions is not None:
+            for group in self._compressed_groups:
+                table = self.input_batch.block_table[group]
+                table.compute_slot_mapping(requests, on_device, positions)
+        self._read_ahead(*batch, (self.input_ids.gpu, self.positions))
+        return prepared
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let no prompt that is still being read draw from its seed.
+
+        vLLM throws the token away and takes the draw back, by an offset into the generator, which
+        generators of CPUs do not have: the engine would end.
+        """
+        generators = self.input_batch.generators
+        reads = self.discard_request_mask.np
+        reading = {row: generators.pop(row) for row in list(generators) if reads[row]}
+        try:
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            generators.update(reading)
+
+    def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
+        """No graph is replayed where queries are put aside, or heads are sequences."""
+        uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        return bool(uniform) and not self._runs_beside_graphs
+
+
+class CompressingSecondRunner(CompressingRunner):
+    """Its private parts: block tables and requests' rows that live on the device."""
+
+    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+        row = self.req_states.req_id_to_index.get(request_id)
+        if row is None:
+            return
+        for move in moves:
+            self.block_tables.block_tables[move.group].stage_write(row, 0, list(move.targets))
+            self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
+
+    def _step_back(self: Any, request_id: str, tokens: int) -> None:
+        """The device counts for itself."""
+        row = self.req_states.req_id_to_index.get(request_id)
+        if row is not None:
+            self.req_states.num_computed_tokens.gpu[row] -= tokens
+
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """No graph is replayed where queries are put aside, or heads are sequences."""
+        state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
+            scheduler_output, dummy_run
+        )
+        return state, None if self._runs_beside_graphs else uniform
+
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        """Give new tokens of compressed requests the slots behind those they hold."""
+        starts = input_batch.query_start_loc_np
+        batch = input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist()
+        self._enter_batch(*batch)
+        block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
+        positions = self._held.positions(input_batch.positions, input_batch.query_start_loc)
+        if positions is not None:
+            held = self.block_tables.compute_slot_mappings(
+                input_batch.idx_mapping,
+                input_batch.query_start_loc,
+                positions,
+                num_tokens_padded=input_batch.num_tokens_after_padding,
+                out=self._held_slots(),
+            )
+            for group in self._compressed_groups:
+                slots[group].copy_(held[group])
+        self._read_ahead(*batch, (input_batch.input_ids, input_batch.positions))
+        return block_tables, slots
+
+    def _held_slots(self: Any) -> Any:
+        if not hasattr(self, "_slots_of_held"):
+            self._slots_of_held = self.block_tables.slot_mappings.clone()
+        return self._slots_of_held
+
+
+def compress_in(runner: Any) -> None:
+    """Lay the abilities of a `CompressingRunner` over a runner that a worker has made."""
+    if runner.vllm_config.use_v2_model_runner:
+        from snapkv_vllm.runners import CompressingSecondRunner
+
+        CompressingSecondRunner.over(runner)
+    else:
+        from snapkv_vllm.runners import CompressingFirstRunner
+
+        CompressingFirstRunner.over(runner)
