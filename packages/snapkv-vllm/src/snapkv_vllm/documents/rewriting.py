@@ -8,8 +8,7 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 
 from snapkv_vllm.documents.catalogue import SharedDocument
 from snapkv_vllm.documents.refused import RefusedError
-from snapkv_vllm.names import DOCUMENT, PREFIX, shown
-from snapkv_vllm.settings import XARGS
+from snapkv_vllm.names import DOCUMENT, PREFIX, XARGS, shown
 
 ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 """Where requests may name a document, and the field that it is the beginning of."""
