@@ -1,244 +1,22 @@
 """Carries out the scheduler's orders on one worker's tensors."""
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from snapkv import ops
 from snapkv.errors import UnsupportedModelError
-from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
 from snapkv_vllm.documents.states import DocumentStates
 from snapkv_vllm.heads import HeadPlaces, HeadsAttention
-from snapkv_vllm.layouts import Layout, layout_of, slots
+from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
+from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order
-
-Listener = Callable[[Tensor], None]
-"""Takes (tokens, Hq, D) queries of a batch."""
-
-
-class VotingLayer(Protocol):
-    """An attention layer whose queries can be listened to.
-
-    Attributes:
-        wrapped: vLLM's own.
-    """
-
-    wrapped: Any
-
-    @property
-    def heads(self) -> int:
-        """Query heads, Hq."""
-
-    @property
-    def cache(self) -> Tensor:
-        """Where keys and values lie: (blocks, Hkv, block_tokens, numbers of a token)."""
-
-    @property
-    def score_options(self) -> ScoreOptions:
-        """What the layer does to its scores."""
-
-    def listen(self, listener: Listener) -> None:
-        """Have the queries of every batch noted from now on, before the layer attends."""
-
-    def over_stored(self, queries: Tensor) -> Tensor:
-        """Queries as listeners get them, (1, Hq, W, D), as they meet the keys that are stored."""
-
-
-class _Layer:
-    """What layers of both kinds have.
-
-    Args:
-        layer: vLLM's `Attention` or `MLAAttention`.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        self.wrapped = layer
-
-    @property
-    def heads(self) -> int:
-        """See `VotingLayer`."""
-        heads: int = self.wrapped.num_heads
-        return heads
-
-
-class HeadsLayer(_Layer):
-    """A layer that stores keys and values of heads: vLLM's `Attention`."""
-
-    @property
-    def cache(self) -> Tensor:
-        """See `VotingLayer`."""
-        cache: Tensor = self.wrapped.kv_cache
-        return cache
-
-    @property
-    def score_options(self) -> ScoreOptions:
-        """See `VotingLayer`."""
-        impl = self.wrapped.impl
-        return ScoreOptions(
-            scaling=impl.scale,
-            softcap=getattr(impl, "logits_soft_cap", None) or None,
-            sink_logits=getattr(impl, "sinks", None),
-        )
-
-    def listen(self, listener: Listener) -> None:
-        """See `VotingLayer`."""
-        forward = self.wrapped.impl.forward
-
-        def forward_and_tell(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-            listener(query)
-            return forward(layer, query, *args, **kwargs)
-
-        self.wrapped.impl.forward = forward_and_tell
-
-    def over_stored(self, queries: Tensor) -> Tensor:
-        """They meet keys as they are."""
-        return queries
-
-
-class LatentLayer(_Layer):
-    """A layer with latent attention, which stores one latent for all heads: `MLAAttention`.
-
-    A head's keys are the latent times a matrix of the head's own, and behind them a part that is
-    rotated and the same for all heads. Turned by that matrix, queries meet the latent itself, so
-    the latent and the rotated part are the keys of a single KV head.
-    """
-
-    @property
-    def cache(self) -> Tensor:
-        """See `VotingLayer`."""
-        cache: Tensor = self.wrapped.kv_cache.unsqueeze(1)
-        return cache
-
-    @property
-    def score_options(self) -> ScoreOptions:
-        """See `VotingLayer`."""
-        return ScoreOptions(scaling=self.wrapped.scale)
-
-    def listen(self, listener: Listener) -> None:
-        """See `VotingLayer`."""
-        forward = self.wrapped.forward_impl
-
-        def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-            listener(query)
-            return forward(query, *args, **kwargs)
-
-        self.wrapped.forward_impl = forward_and_tell
-
-    def over_stored(self, queries: Tensor) -> Tensor:
-        """(1, Hq, W, latent and rotated part)."""
-        plain = self.wrapped.qk_nope_head_dim
-        turned = queries[..., :plain] @ self.wrapped.W_UK_T  # (Hq, plain, latent)
-        return torch.cat([turned, queries[..., plain:]], dim=-1)
-
-
-def voting_layer(layer: Any) -> VotingLayer:
-    """What votes need of a layer of vLLM."""
-    return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else HeadsLayer(layer)
-
-
-def attention_layers(vllm_config: Any) -> dict[str, Any]:
-    """The attention layers of a model that vLLM has built, by name, in the order of the model."""
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
-
-    layers = vllm_config.compilation_config.static_forward_context
-    kinds = (Attention, MLAAttention)
-    return {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
-
-
-MOST_BYTES = 16 << 20
-"""Of keys and values that are copied at a time, unless one layer takes more."""
-
-
-@dataclass(frozen=True)
-class LayerRun:
-    """Neighbouring layers of one KV cache group that are alike.
-
-    Attributes:
-        group: index of vLLM's KV cache group.
-        depth: how many compressed layers come before the first.
-        layers: by name.
-        layout: of their caches.
-    """
-
-    group: int
-    depth: int
-    layers: Mapping[str, VotingLayer]
-    layout: Layout
-
-    @property
-    def first(self) -> VotingLayer:
-        """One of the layers, to ask what all have in common."""
-        return next(iter(self.layers.values()))
-
-    @property
-    def votes_impl(self) -> ops.Implementation:
-        """How votes are counted."""
-        return "by_head" if self._half_on_cpu else "auto"
-
-    def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
-        """Blocks of so many tokens as the caches number them, which may be parts of vLLM's."""
-        cache = self.first.cache
-        numbers = torch.tensor(blocks, device=cache.device)
-        parts = block_tokens // cache.shape[2]
-        return (numbers[:, None] * parts + torch.arange(parts, device=cache.device)).flatten()
-
-    def within_bounds(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
-        """The same layers, as many at a time as may be copied.
-
-        In float32 on a CPU that is one, which votes bit for bit as in the library.
-
-        Args:
-            prompt_tokens: whose keys are read at a time.
-            kept_tokens: whose keys and values are held until they are written.
-        """
-        cache = self.first.cache
-        of_keys = cache.element_size() * cache.shape[1] * cache.shape[3] // 2
-        at_once = 1
-        if self._half_on_cpu or cache.device.type != "cpu":
-            at_once = max(1, MOST_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
-        for start in range(0, len(self.layers), at_once):
-            some = slice(start, start + at_once)
-            layers = dict(list(self.layers.items())[some])
-            yield LayerRun(self.group, self.depth + start, layers, self.layout.part(some))
-
-    @property
-    def _half_on_cpu(self) -> bool:
-        cache = self.first.cache
-        return cache.device.type == "cpu" and cache.dtype in (torch.bfloat16, torch.float16)
-
-
-def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
-    """All layers, once vLLM has allocated their caches.
-
-    Args:
-        groups: layers by name, in the order of the model, by KV cache group.
-    """
-    depth = 0
-    for group, layers in groups.items():
-        for _, alike in itertools.groupby(layers.items(), lambda item: _kind(*item)):
-            run = dict(alike)
-            layout = layout_of([layer.wrapped for layer in run.values()])
-            yield LayerRun(group, depth, run, layout)
-            depth += len(run)
-
-
-def _kind(name: str, layer: VotingLayer) -> tuple[Any, ...]:
-    """What layers have in common that are alike; each with sinks of its own stays alone."""
-    options, cache = layer.score_options, layer.cache
-    return (
-        layer.wrapped.get_attn_backend().get_name(),
-        (layer.heads, cache.shape, cache.stride(), cache.dtype),
-        (options.scaling, options.softcap),
-        None if options.sink_logits is None else name,
-    )
 
 
 @dataclass
@@ -341,11 +119,7 @@ class Compressor:
         self._received.pop(request, None)
 
     def note(self, orders: Mapping[str, Order]) -> None:
-        """Note the attention that a text gets while it is read again, where a step has read some.
-
-        Args:
-            orders: of the step, by request.
-        """
+        """Note the attention that a text gets while a step reads it again, by request."""
         for request, order in orders.items():
             if order.noted_tokens:
                 for move in order.moves:
@@ -364,11 +138,7 @@ class Compressor:
                 received[name] = of_layer if before is None else before.maximum(of_layer)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
-        """Compress the requests of which a choice is due behind the step that has just run.
-
-        Args:
-            orders: of the step, by request.
-        """
+        """Compress the requests of which a choice is due behind the step that has just run."""
         for request, order in orders.items():
             if order.ends:
                 for move in order.moves:
@@ -384,12 +154,12 @@ class Compressor:
 
     def _move(self, run: LayerRun, request: str, order: Order, move: Move) -> None:
         """Read what stays and write it where it goes, which no other request of the step reads."""
-        sources = run.blocks_of(move.sources, self._block_tokens[move.group])
+        block_tokens = self._block_tokens[move.group]
+        sources = run.blocks_of(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
         keep = self._keep_indices(run, request, order, keys)
         self.documents.note(run, order, move, keep)
-        block_tokens = self._block_tokens[move.group]
         whole = len(targets) * block_tokens
         laid_out = partial(_padded, tokens=whole)
         if order.parts_heads:
@@ -409,7 +179,7 @@ class Compressor:
         return HeadPlaces(kept, run.first.cache.shape[2])
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
-        """What is kept of a run of layers: (layers, H, K)."""
+        """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
         layer = self._layer_of(run, request, order.choice.query_tokens, keys)
         if order.noted_tokens:
             received = self._received[request]
@@ -431,12 +201,11 @@ class Compressor:
         """
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
-            queries = torch.cat(
-                [
-                    layer.over_stored(self._recorder.take(request, name, tokens))
-                    for name, layer in run.layers.items()
-                ]
-            )
+            taken = [
+                layer.over_stored(self._recorder.take(request, name, tokens))
+                for name, layer in run.layers.items()
+            ]
+            queries = torch.cat(taken)
         return PromptLayer(
             queries=queries,
             keys=keys,
@@ -453,8 +222,7 @@ def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
     """Whether (layers, H, K) indices are as many as the scheduler has counted."""
     if not order.parts_heads:
         return keep.shape[-1] == order.kept_tokens
-    counts = (keep >= 0).sum(dim=(1, 2))
-    return bool((counts == order.kept_tokens * keep.shape[1]).all())
+    return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:

@@ -17,20 +17,6 @@ import torch
 from torch import Tensor
 
 
-def held_tokens(kept_tokens: int, prompt_tokens: int, block_tokens: int) -> int:
-    """Tokens to count for a prompt whose heads keep so many on average, so that all find places.
-
-    The last page of a head may hold a single token, so `block_tokens` - 1 more are counted; but no
-    head keeps more than the prompt, whose blocks are always enough.
-
-    Args:
-        kept_tokens: mean over the heads of a layer, the same in all layers.
-        prompt_tokens: length of the prompt.
-        block_tokens: tokens in a block.
-    """
-    return min(kept_tokens + block_tokens - 1, prompt_tokens)
-
-
 @dataclass(frozen=True)
 class HeadPlaces:
     """The places of heads that kept different numbers of tokens.

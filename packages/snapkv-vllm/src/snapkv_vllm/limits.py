@@ -175,10 +175,11 @@ class Limits:
     def _evicting(self, kept_tokens: int) -> EvictingPolicy:
         """The method that keeps so many."""
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
-        own: dict[str, Any] = {
+        options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
             StreamingLLM.name: {"positions": "original"},
-        }.get(self.decode_policy, {})
+        }
+        own = options.get(self.decode_policy, {})
         try:
             return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
         except InvalidArgumentError as error:

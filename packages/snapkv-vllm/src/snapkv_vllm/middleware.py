@@ -21,9 +21,6 @@ _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
-NAME = f"{__name__}.SettingsCheck"
-"""What to pass to vLLM."""
-
 _DEEPEST = 100
 """Lists in lists and objects in objects of a body: far below what Python and the server can read,
 which depends on the calls under way and on `sys.setrecursionlimit`."""

@@ -22,6 +22,23 @@ _OURS = "SNAPKV_METRICS_DIR"
 """Names that folder once more, where it is one of `metrics_folder`."""
 
 
+def register() -> None:
+    """Make the compressed block spec known (entry point ``vllm.general_plugins``).
+
+    Nothing else happens until an engine asks for it. A process of a server that this package has
+    started ends with its parent from here on; by vLLM's own command, from where its worker, its
+    scheduler or its web application is made.
+    """
+    from snapkv_vllm.versions import supported_version
+
+    if own_folder():
+        end_with_parent()
+    if supported_version():
+        from snapkv_vllm.blocks import register_spec
+
+        register_spec()
+
+
 @contextlib.contextmanager
 def metrics_folder() -> Iterator[None]:
     """Have the processes that are started meanwhile count in a folder of their own."""
@@ -71,19 +88,3 @@ def _outlive(process: int) -> None:
     if folder := own_folder():
         shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def register() -> None:
-    """Make the compressed block spec known; nothing else happens until an engine asks for it.
-
-    A process of a server that this package has started ends with its parent from here on; by vLLM's
-    own command, from where its worker, its scheduler or its web application is made.
-    """
-    from snapkv_vllm.blocks import register_spec
-    from snapkv_vllm.plugin import end_with_parent, own_folder
-    from snapkv_vllm.versions import supported_version
-
-    if own_folder():
-        end_with_parent()
-    if supported_version():
-        register_spec()

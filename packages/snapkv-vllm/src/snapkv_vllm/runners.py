@@ -2,14 +2,15 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from snapkv_vllm.blocks import compressed, is_compressed
-from snapkv_vllm.compressor import Compressor, QueryRecorder, attention_layers
+from snapkv_vllm.compressor import Compressor, QueryRecorder
 from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.held import HeldTokens
+from snapkv_vllm.layers import attention_layers
 from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
 from snapkv_vllm.plans import Beginning, Move, Order
 from snapkv_vllm.refusals import (
@@ -20,6 +21,7 @@ from snapkv_vllm.refusals import (
 )
 from snapkv_vllm.rehearsal import Largest, rehearsed
 from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
+from snapkv_vllm.versions import require_overridden
 
 
 class CompressingRunner:
@@ -28,6 +30,8 @@ class CompressingRunner:
     The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
     told the tokens that a request holds, and new tokens go to the slots behind those.
     """
+
+    overridden: ClassVar[tuple[str, ...]]
 
     _orders: dict[str, Order]
     _dropped: dict[str, int]
@@ -45,6 +49,7 @@ class CompressingRunner:
         """Give a runner these abilities; only this one, others of its class stay as they are."""
         require_supported(runner.vllm_config)
         kind = type(runner)
+        require_overridden(kind, cls.overridden)
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
@@ -143,11 +148,7 @@ class CompressingRunner:
             self._heads.forget(request_id)
 
     def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
-        """Note what those requests hold of which this is the first step, and that have documents.
-
-        Args:
-            beginnings: of all requests of the step that begin with a document.
-        """
+        """Note what the requests hold that begin with a document in this step."""
         for request_id, begun in beginnings.items():
             if begun.parts_heads:
                 self._heads.begin_with(request_id, begun.first_block)
@@ -157,9 +158,7 @@ class CompressingRunner:
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """Note what this step's requests hold, and whose queries to put aside.
 
-        Args:
-            requests: of the batch, row by row.
-            query_ends: where the tokens of each request end in the batch.
+        `query_ends` is where the tokens of each request end in the batch.
         """
         self._held.enter(requests, self._dropped)
         self._heads.enter(requests, query_ends)
@@ -172,10 +171,7 @@ class CompressingRunner:
     def _read_ahead(self, requests: Sequence[str], query_ends: Sequence[int], inputs: Any) -> None:
         """Put the prompt's last tokens where a step reads them ahead; their slots stay.
 
-        Args:
-            requests: of the batch, row by row.
-            query_ends: where the tokens of each request end in the batch.
-            inputs: (ids, positions), each (tokens,), of the batch.
+        `inputs` are the (ids, positions) of the batch, each (tokens,).
         """
         for request_id, end in zip(requests, query_ends, strict=True):
             order = self._orders.get(request_id)
@@ -220,7 +216,12 @@ def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
 
 
 class CompressingFirstRunner(CompressingRunner):
-    """Its private parts: rows and block tables in `input_batch`, block lists in `requests`."""
+    """vLLM's first runner, which serves where there is no Triton and what the second refuses.
+
+    Its private parts: rows and block tables in `input_batch`, block lists in `requests`.
+    """
+
+    overridden = ("_prepare_inputs", "sample_tokens", "_is_uniform_decode")
 
     def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
         state = self.requests.get(request_id)
@@ -275,7 +276,12 @@ class CompressingFirstRunner(CompressingRunner):
 
 
 class CompressingSecondRunner(CompressingRunner):
-    """Its private parts: block tables and requests' rows that live on the device."""
+    """vLLM's second runner, its default wherever there is Triton.
+
+    Its private parts: block tables and requests' rows that live on the device.
+    """
+
+    overridden = ("gather_batch_req_state", "prepare_attn")
 
     def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
         row = self.req_states.req_id_to_index.get(request_id)
@@ -326,11 +332,5 @@ class CompressingSecondRunner(CompressingRunner):
 
 def compress_in(runner: Any) -> None:
     """Lay the abilities of a `CompressingRunner` over a runner that a worker has made."""
-    if runner.vllm_config.use_v2_model_runner:
-        from snapkv_vllm.runners import CompressingSecondRunner
-
-        CompressingSecondRunner.over(runner)
-    else:
-        from snapkv_vllm.runners import CompressingFirstRunner
-
-        CompressingFirstRunner.over(runner)
+    second = runner.vllm_config.use_v2_model_runner
+    (CompressingSecondRunner if second else CompressingFirstRunner).over(runner)

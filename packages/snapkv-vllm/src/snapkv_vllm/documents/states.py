@@ -9,7 +9,7 @@ from torch import Tensor
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import KVzip, Policy
 from snapkv.validation import DEFAULT_WINDOW
-from snapkv_vllm.compressor import LayerRun
+from snapkv_vllm.layers import LayerRun
 from snapkv_vllm.layouts import slots
 from snapkv_vllm.plans import Move, Order, SecondReading
 

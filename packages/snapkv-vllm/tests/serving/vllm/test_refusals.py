@@ -341,10 +341,10 @@ def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
 
     given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
     given = {name: value for name, value in given.items() if name not in left_out}
-    monkeypatch.setattr(versions, "installed", lambda: "0.33.1")
+    monkeypatch.setattr(versions, "installed", lambda: "0.30.1")
     for module in ("requests", "scheduler", "worker"):
         monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"got 0\.33\.1; run pip install"):
+    with pytest.raises(MissingDependencyError, match=r"got 0\.30\.1; run pip install"):
         LLM(folder, **given)
 
 
