@@ -31,7 +31,7 @@ class CompressingRunner:
     told the tokens that a request holds, and new tokens go to the slots behind those.
     """
 
-    overridden: ClassVar[tuple[str, ...]]
+    overridden: ClassVar[tuple[str, ...]] = ()
 
     _orders: dict[str, Order]
     _dropped: dict[str, int]

@@ -6,7 +6,7 @@ Each names the test in tests/serving/vllm/test_seams.py that fails first when vL
 from dataclasses import dataclass
 
 VERSIONS = ("0.31", "0.32")
-"""With which all of them were tested; `snapkv_vllm.versions` refuses others."""
+"""With which all of them were tested; `snapkv_vllm.versions` refuses older ones."""
 
 BOTH = "both"
 FIRST = "first"

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.heads import HeadPages, HeadPlaces, Rows, held_tokens, sequences
+from snapkv_vllm.heads import HeadPages, HeadPlaces, Rows, sequences
+from tests.serving.heads import held_tokens
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
 

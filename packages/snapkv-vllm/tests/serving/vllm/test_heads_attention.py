@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from snapkv_vllm.heads import HeadPlaces, held_tokens
+from snapkv_vllm.heads import HeadPlaces
+from tests.serving.heads import held_tokens
 from tests.serving.vllm.conftest import SECOND_RUNNER
 
 GROUP, HEADS, SIZE, PAGE, BLOCKS, WIDTH = 2, 3, 64, 32, 64, 8

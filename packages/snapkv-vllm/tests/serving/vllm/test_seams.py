@@ -456,7 +456,7 @@ def test_the_cpu_layout_knows_packings_by_their_strides(head_size, dtype):
 
 
 def test_a_packing_without_strides_is_read_place_by_place(monkeypatch):
-    from snapkv_vllm.layouts import cpu
+    from snapkv_vllm import layouts as cpu
 
     places = torch.randperm(16 * 64, generator=torch.Generator().manual_seed(0))
     packing = cpu._Packing.of(places, 16, 64)
