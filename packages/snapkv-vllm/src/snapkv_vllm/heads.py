@@ -39,8 +39,8 @@ class HeadPlaces:
             (..., H, N) int64.
         """
         heads = self.kept.shape[-1]
-        first, before, turn = (one.unsqueeze(-1) for one in (self._pages, self._before, self._turn))
-        grown = self._pages.sum(dim=-1)[..., None, None] + (pages - first) * heads + turn
+        first, before, turn = (one.unsqueeze(-1) for one in self._at_the_end)
+        grown = first.sum(dim=-2, keepdim=True) + (pages - first) * heads + turn
         return torch.where(pages < first, before + pages, grown)
 
     def spread(self, states: Tensor, slots: int) -> Tensor:
@@ -65,20 +65,14 @@ class HeadPlaces:
         return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
 
     @functools.cached_property
-    def _pages(self) -> Tensor:
-        """(..., H) pages at the prompt's end."""
-        return -(-self.kept // self.page_tokens)
+    def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
 
-    @functools.cached_property
-    def _before(self) -> Tensor:
-        """(..., H) pages of the heads before."""
-        return self._pages.cumsum(dim=-1) - self._pages
-
-    @functools.cached_property
-    def _turn(self) -> Tensor:
-        """(..., H) when it is a head's turn to take a place: those with the least room go first."""
-        room = self._pages * self.page_tokens - self.kept
-        return room.argsort(dim=-1, stable=True).argsort(dim=-1)
+        Heads with the least room take a place first.
+        """
+        pages = -(-self.kept // self.page_tokens)
+        turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
+        return pages, pages.cumsum(dim=-1) - pages, turn
 
 
 @dataclass(frozen=True)
@@ -121,12 +115,16 @@ class Rows:
     Attributes:
         starts: where each one's tokens begin in the batch.
         counts: how many tokens each has in this step.
-        most_tokens: of what any of their heads holds when the step is done, or a number above.
+        rows: their numbers in the batch.
+        requests: their names.
+        is_whole: whether there are no others.
     """
 
-    starts: Sequence[int]
-    counts: Sequence[int]
-    most_tokens: int
+    starts: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    requests: Sequence[str] = ()
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,12 @@ class Sequences:
 
 
 def sequences(
-    batch: Rows, places: HeadPlaces, generated: Tensor, blocks: Tensor, pages: HeadPages
+    batch: Rows,
+    places: HeadPlaces,
+    generated: Tensor,
+    blocks: Tensor,
+    pages: HeadPages,
+    most_tokens: int,
 ) -> Sequences:
     """Lay out the heads of some requests as sequences.
 
@@ -168,6 +171,7 @@ def sequences(
         generated: (requests,) tokens behind the prompt, with those of this step.
         blocks: (requests, most blocks), the requests' own; what stands behind them is not used.
         pages: of the layers' caches, which are alike.
+        most_tokens: of what any of their heads holds when the step is done, or a number above.
     """
     device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
     counts = torch.tensor(batch.counts).repeat_interleave(heads)
@@ -177,7 +181,7 @@ def sequences(
     token = torch.tensor(batch.starts)[of_sequence // heads] + within
     states = (token * heads + of_sequence % heads).to(device)
 
-    width = -(-batch.most_tokens // page_tokens)
+    width = -(-most_tokens // page_tokens)
     place = places.of_pages(torch.arange(width, device=device)[None])  # (layers, requests, H, W)
     block = (place // heads).clamp(max=blocks.shape[1] - 1)  # of pages that no head has yet
     requests = torch.arange(blocks.shape[0], device=device)[:, None, None]
@@ -193,7 +197,7 @@ def sequences(
         in_order=max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts))),
         starts=starts.to(device, torch.int32),
         most_new=max(batch.counts),
-        most_tokens=batch.most_tokens,
+        most_tokens=most_tokens,
         lengths=lengths.int(),
         tables=tables.int(),
         slots=page * page_tokens + position % page_tokens,
@@ -203,15 +207,7 @@ def sequences(
 def sequence_metadata(
     plain: Any, found: Sequences, layer: int, *, builder: Any, group_size: int
 ) -> Any:
-    """A backend's metadata, for one layer's sequences in the place of a batch.
-
-    Args:
-        plain: what the backend's builder has made of the batch.
-        found: the sequences.
-        layer: which of their layers.
-        builder: the one that made it.
-        group_size: query heads that share a KV head.
-    """
+    """What a builder has made of a batch, for the sequences of one layer in its place."""
     own = _PLANS[type(plain).__name__](plain, found, layer, builder, group_size)
     return replace(
         plain,
@@ -269,26 +265,8 @@ class _KeptHeads:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """The rows of a step's batch that are ours, and whose they are."""
-
-    requests: tuple[str, ...] = ()
-    rows: tuple[int, ...] = ()
-    starts: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    is_whole: bool = False
-
-
-@dataclass(frozen=True)
 class _LayerStep:
-    """What a layer does in a step.
-
-    Attributes:
-        found: the heads of our rows as sequences.
-        pages: of the layer's cache.
-        metadata: the backend's, for those sequences.
-        alone: whether there are no other rows.
-    """
+    """What a layer does in a step for our rows, and whether there are no others."""
 
     found: Sequences
     pages: HeadPages
@@ -314,7 +292,7 @@ class HeadsAttention:
     def __init__(self) -> None:
         self._kept: dict[str, _KeptHeads] = {}
         self._documents: dict[int, _KeptHeads] = {}
-        self._batch = _Batch()
+        self._batch = Rows()
         self._layers: dict[str, Any] = {}
         self._steps: dict[str, _LayerStep] = {}
         self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
@@ -348,15 +326,10 @@ class HeadsAttention:
             self._places.clear()  # another one may come under its name
 
     def enter(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """A step begins.
-
-        Args:
-            requests: of the batch, row by row.
-            query_ends: where the tokens of each request end in the batch.
-        """
+        """A step begins with these rows, whose tokens end in the batch where it is said."""
         starts = (0, *query_ends[:-1])
         rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
-        self._batch = _Batch(
+        self._batch = Rows(
             requests=tuple(requests[row] for row in rows),
             rows=rows,
             starts=tuple(starts[row] for row in rows),
@@ -366,7 +339,7 @@ class HeadsAttention:
 
     def leave(self) -> None:
         """The step is over; what follows may be a dummy batch."""
-        self._batch = _Batch()
+        self._batch = Rows()
         self._steps.clear()
 
     def attach(self, name: str, layer: Any) -> None:
@@ -433,11 +406,12 @@ class HeadsAttention:
             for one, row in zip(kept, batch.rows, strict=True)
         )
         return sequences(
-            Rows(starts=batch.starts, counts=batch.counts, most_tokens=most),
+            batch,
             self._places_of(names, kept, pages),
             common.seq_lens[rows] - prompts,
             common.block_table_tensor[rows],
             pages,
+            most,
         )
 
     def _places_of(

@@ -97,12 +97,8 @@ def test_every_head_finds_its_own_tokens(order, seed):
             grown[request] += counts[request]
             give_blocks(request, grown[request])
         pages = HeadPages.of(layers[0])
-        batch = Rows(
-            starts=starts,
-            counts=counts,
-            most_tokens=int(kept.max()) + max(grown),
-        )
-        found = sequences(batch, places, torch.tensor(grown), blocks, pages)
+        batch, most = Rows(starts=starts, counts=counts), int(kept.max()) + max(grown)
+        found = sequences(batch, places, torch.tensor(grown), blocks, pages, most)
         tokens = others + sum(counts)
         for layer, cache in enumerate(layers):
             new = number + 1 + torch.arange(tokens * HEADS)
