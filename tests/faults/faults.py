@@ -304,7 +304,7 @@ FAULTS = (
     ),
     Fault(
         name="vLLM's rows: a resumed request goes on with what it held before",
-        file="snapkv_vllm/runners/compressing.py",
+        file="snapkv_vllm/runners.py",
         old="        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,\n",
         new="",
         tests=(

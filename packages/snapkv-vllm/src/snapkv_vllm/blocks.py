@@ -11,8 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from snapkv.errors import UnsupportedModelError
-from snapkv_vllm.orders import Move, Order
-from snapkv_vllm.plans import RequestPlan
+from snapkv_vllm.plans import Move, Order, RequestPlan
 from snapkv_vllm.settings import ServingSettings
 
 

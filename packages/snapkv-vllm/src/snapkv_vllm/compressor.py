@@ -13,12 +13,10 @@ from snapkv.errors import UnsupportedModelError
 from snapkv.policies import PromptLayer
 from snapkv.policies.kvzip import most_attention
 from snapkv_vllm.documents.states import DocumentStates
-from snapkv_vllm.heads.attention import HeadsAttention
-from snapkv_vllm.heads.places import HeadPlaces
-from snapkv_vllm.layer_runs import LayerRun, layer_runs
-from snapkv_vllm.layers import VotingLayer, voting_layer
+from snapkv_vllm.heads import HeadPlaces, HeadsAttention
+from snapkv_vllm.layers import LayerRun, VotingLayer, layer_runs, voting_layer
 from snapkv_vllm.layouts import slots
-from snapkv_vllm.orders import Move, Order
+from snapkv_vllm.plans import Move, Order
 
 
 @dataclass
@@ -121,11 +119,7 @@ class Compressor:
         self._received.pop(request, None)
 
     def note(self, orders: Mapping[str, Order]) -> None:
-        """Note the attention that a text gets while it is read again, where a step has read some.
-
-        Args:
-            orders: of the step, by request.
-        """
+        """Note the attention that a text gets while a step reads it again, by request."""
         for request, order in orders.items():
             if order.noted_tokens:
                 for move in order.moves:
@@ -144,11 +138,7 @@ class Compressor:
                 received[name] = of_layer if before is None else before.maximum(of_layer)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
-        """Compress the requests of which a choice is due behind the step that has just run.
-
-        Args:
-            orders: of the step, by request.
-        """
+        """Compress the requests of which a choice is due behind the step that has just run."""
         for request, order in orders.items():
             if order.ends:
                 for move in order.moves:
@@ -164,12 +154,12 @@ class Compressor:
 
     def _move(self, run: LayerRun, request: str, order: Order, move: Move) -> None:
         """Read what stays and write it where it goes, which no other request of the step reads."""
-        sources = run.blocks_of(move.sources, self._block_tokens[move.group])
+        block_tokens = self._block_tokens[move.group]
+        sources = run.blocks_of(move.sources, block_tokens)
         targets = torch.tensor(move.targets, device=self._device)
         keys = run.layout.read_keys(sources, order.held_tokens)
         keep = self._keep_indices(run, request, order, keys)
         self.documents.note(run, order, move, keep)
-        block_tokens = self._block_tokens[move.group]
         whole = len(targets) * block_tokens
         laid_out = partial(_padded, tokens=whole)
         if order.parts_heads:
@@ -189,7 +179,7 @@ class Compressor:
         return HeadPlaces(kept, run.first.cache.shape[2])
 
     def _keep_indices(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
-        """What is kept of a run of layers: (layers, H, K)."""
+        """What is kept of a run of layers: (layers, H, K), as many as the scheduler counts."""
         layer = self._layer_of(run, request, order.choice.query_tokens, keys)
         if order.noted_tokens:
             received = self._received[request]
@@ -211,12 +201,11 @@ class Compressor:
         """
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
-            queries = torch.cat(
-                [
-                    layer.over_stored(self._recorder.take(request, name, tokens))
-                    for name, layer in run.layers.items()
-                ]
-            )
+            taken = [
+                layer.over_stored(self._recorder.take(request, name, tokens))
+                for name, layer in run.layers.items()
+            ]
+            queries = torch.cat(taken)
         return PromptLayer(
             queries=queries,
             keys=keys,
@@ -233,8 +222,7 @@ def _keeps_as_ordered(keep: Tensor, order: Order) -> bool:
     """Whether (layers, H, K) indices are as many as the scheduler has counted."""
     if not order.parts_heads:
         return keep.shape[-1] == order.kept_tokens
-    counts = (keep >= 0).sum(dim=(1, 2))
-    return bool((counts == order.kept_tokens * keep.shape[1]).all())
+    return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:

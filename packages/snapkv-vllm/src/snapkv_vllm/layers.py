@@ -1,50 +1,26 @@
-"""What votes need of one of vLLM's attention layers: queries, and how scores are made of them."""
+"""vLLM's attention layers: what votes need of them, and which are compressed together."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from snapkv import ops
 from snapkv.ops import ScoreOptions
+from snapkv_vllm.layouts import Layout, layout_of
 
-Listener = Callable[[Tensor], None]
-"""Takes (tokens, Hq, D) queries of a batch."""
+MOST_BYTES = 16 << 20
+"""Of keys and values that are copied at a time, unless one layer takes more."""
 
 
-class VotingLayer(Protocol):
-    """An attention layer whose queries can be listened to.
+class VotingLayer:
+    """A layer of vLLM (`Attention`) whose queries can be listened to, and its cache.
 
     Attributes:
         wrapped: vLLM's own.
-    """
-
-    wrapped: Any
-
-    @property
-    def heads(self) -> int:
-        """Query heads, Hq."""
-
-    @property
-    def cache(self) -> Tensor:
-        """Where keys and values lie: (blocks, Hkv, block_tokens, numbers of a token)."""
-
-    @property
-    def score_options(self) -> ScoreOptions:
-        """What the layer does to its scores."""
-
-    def listen(self, listener: Listener) -> None:
-        """Have the queries of every batch noted from now on, before the layer attends."""
-
-    def over_stored(self, queries: Tensor) -> Tensor:
-        """Queries as listeners get them, (1, Hq, W, D), as they meet the keys that are stored."""
-
-
-class _Layer:
-    """What layers of both kinds have.
-
-    Args:
-        layer: vLLM's `Attention` or `MLAAttention`.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -52,23 +28,19 @@ class _Layer:
 
     @property
     def heads(self) -> int:
-        """See `VotingLayer`."""
+        """Query heads, Hq."""
         heads: int = self.wrapped.num_heads
         return heads
 
-
-class HeadsLayer(_Layer):
-    """A layer that stores keys and values of heads: vLLM's `Attention`."""
-
     @property
     def cache(self) -> Tensor:
-        """See `VotingLayer`."""
+        """Where keys and values lie: (blocks, Hkv, block_tokens, numbers of a token)."""
         cache: Tensor = self.wrapped.kv_cache
         return cache
 
     @property
     def score_options(self) -> ScoreOptions:
-        """See `VotingLayer`."""
+        """What the layer does to its scores."""
         impl = self.wrapped.impl
         return ScoreOptions(
             scaling=impl.scale,
@@ -76,22 +48,23 @@ class HeadsLayer(_Layer):
             sink_logits=getattr(impl, "sinks", None),
         )
 
-    def listen(self, listener: Listener) -> None:
-        """See `VotingLayer`."""
-        forward = self.wrapped.impl.forward
+    def listen(self, listener: Callable[[Tensor], None]) -> None:
+        """Have the (tokens, Hq, D) queries of every batch noted before the layer attends."""
+        impl = self.wrapped.impl
+        forward = impl.forward
 
         def forward_and_tell(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
             listener(query)
             return forward(layer, query, *args, **kwargs)
 
-        self.wrapped.impl.forward = forward_and_tell
+        impl.forward = forward_and_tell
 
     def over_stored(self, queries: Tensor) -> Tensor:
-        """They meet keys as they are."""
+        """Queries as listeners get them, (1, Hq, W, D), as they meet the keys that are stored."""
         return queries
 
 
-class LatentLayer(_Layer):
+class LatentLayer(VotingLayer):
     """A layer with latent attention, which stores one latent for all heads: `MLAAttention`.
 
     A head's keys are the latent times a matrix of the head's own, and behind them a part that is
@@ -110,7 +83,7 @@ class LatentLayer(_Layer):
         """See `VotingLayer`."""
         return ScoreOptions(scaling=self.wrapped.scale)
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: Callable[[Tensor], None]) -> None:
         """See `VotingLayer`."""
         forward = self.wrapped.forward_impl
 
@@ -129,7 +102,7 @@ class LatentLayer(_Layer):
 
 def voting_layer(layer: Any) -> VotingLayer:
     """What votes need of a layer of vLLM."""
-    return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else HeadsLayer(layer)
+    return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else VotingLayer(layer)
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
@@ -139,3 +112,83 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
     layers = vllm_config.compilation_config.static_forward_context
     kinds = (Attention, MLAAttention)
     return {name: layer for name, layer in layers.items() if isinstance(layer, kinds)}
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Neighbouring layers of one KV cache group that are alike; rows of a batch.
+
+    Attributes:
+        group: index of vLLM's KV cache group.
+        depth: how many compressed layers come before the first.
+        layers: by name.
+        layout: of their caches.
+    """
+
+    group: int
+    depth: int
+    layers: Mapping[str, VotingLayer]
+    layout: Layout
+
+    @property
+    def first(self) -> VotingLayer:
+        """One of the layers, to ask what all have in common."""
+        return next(iter(self.layers.values()))
+
+    @property
+    def votes_impl(self) -> ops.Implementation:
+        """How votes are counted."""
+        return "by_head" if self._half_on_cpu else "auto"
+
+    def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
+        """Blocks of so many tokens as the caches number them, which may be parts of vLLM's."""
+        cache = self.first.cache
+        numbers = torch.tensor(blocks, device=cache.device)
+        parts = block_tokens // cache.shape[2]
+        return (numbers[:, None] * parts + torch.arange(parts, device=cache.device)).flatten()
+
+    def within_bounds(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
+        """The same layers, as many at a time as may be copied.
+
+        In float32 on a CPU that is one, which votes bit for bit as in the library.
+
+        Args:
+            prompt_tokens: whose keys are read at a time.
+            kept_tokens: whose keys and values are held until they are written.
+        """
+        cache = self.first.cache
+        of_keys = cache.element_size() * cache.shape[1] * cache.shape[3] // 2
+        at_once = 1
+        if self._half_on_cpu or cache.device.type != "cpu":
+            at_once = max(1, MOST_BYTES // (of_keys * (prompt_tokens + 2 * kept_tokens)))
+        for start in range(0, len(self.layers), at_once):
+            some = slice(start, start + at_once)
+            layers = dict(list(self.layers.items())[some])
+            yield LayerRun(self.group, self.depth + start, layers, self.layout.part(some))
+
+    @property
+    def _half_on_cpu(self) -> bool:
+        cache = self.first.cache
+        return cache.device.type == "cpu" and cache.dtype in (torch.bfloat16, torch.float16)
+
+
+def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
+    """All layers by name and KV cache group, once vLLM has allocated their caches."""
+    depth = 0
+    for group, layers in groups.items():
+        for _, alike in itertools.groupby(layers.items(), lambda item: _kind(*item)):
+            run = dict(alike)
+            layout = layout_of([layer.wrapped for layer in run.values()])
+            yield LayerRun(group, depth, run, layout)
+            depth += len(run)
+
+
+def _kind(name: str, layer: VotingLayer) -> tuple[Any, ...]:
+    """What layers have in common that are alike; each with sinks of its own stays alone."""
+    options, cache = layer.score_options, layer.cache
+    return (
+        layer.wrapped.get_attn_backend().get_name(),
+        (layer.heads, cache.shape, cache.stride(), cache.dtype),
+        (options.scaling, options.softcap),
+        None if options.sink_logits is None else name,
+    )

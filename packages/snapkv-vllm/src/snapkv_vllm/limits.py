@@ -1,7 +1,7 @@
 """How many tokens a request may hold while it is read and while its answer grows."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, cast
 
 from snapkv.errors import InvalidArgumentError
@@ -10,17 +10,31 @@ from snapkv.validation import (
     DEFAULT_CHUNK,
     DEFAULT_EVERY,
     MOST,
+    nearest,
     require_choice,
     require_int,
 )
-from snapkv_vllm.choices import queries_of
-from snapkv_vllm.methods import kept_tokens, parts_heads
-from snapkv_vllm.plans import Cap, Growth
-from snapkv_vllm.protecting import require_first_protected
-from snapkv_vllm.records import entry_of, require_fields
+from snapkv_vllm.methods import kept_tokens, parts_heads, require_first_protected
+from snapkv_vllm.names import wrong
+from snapkv_vllm.plans import Cap, Growth, queries_of
 
 SERVED_WHILE_GENERATING = ("r-kv", "tova", "streaming-llm")
 """Methods that evict by the last queries and what is held alone."""
+
+
+def entry_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from the defaults, ready for `additional_config`."""
+    defaults = asdict(type(record)())
+    return {name: value for name, value in asdict(record).items() if value != defaults[name]}
+
+
+def require_fields(what: str, kind: type[Any], entry: Mapping[str, Any]) -> None:
+    """Raise InvalidArgumentError where an entry has a name that is no field of a dataclass."""
+    known = [one.name for one in fields(kind)]
+    for name in entry:
+        if name not in known:
+            near = nearest(name, known)
+            raise wrong(what, ", ".join(known), repr(name), f"leave it out{near}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +62,28 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check every value by itself."""
-        require_int("cap", self.cap, minimum=0)
-        require_int("chunk_tokens", self.chunk_tokens, minimum=1)
-        require_int("decode_budget", self.decode_budget, minimum=0)
-        require_int("evict_every", self.evict_every, minimum=1)
+        leasts = {"cap": 0, "chunk_tokens": 1, "decode_budget": 0, "evict_every": 1}
+        for name, minimum in leasts.items():
+            require_int(name, getattr(self, name), minimum)
         require_choice("decode_policy", self.decode_policy, SERVED_WHILE_GENERATING)
         if 0 < self.decode_budget <= self.evict_every:
-            raise InvalidArgumentError(
-                f"decode_budget: expected more than the {self.evict_every} tokens between two "
-                f"evictions, got {self.decode_budget}; raise it, or lower evict_every"
+            raise wrong(
+                "decode_budget",
+                f"more than the {self.evict_every} tokens between two evictions",
+                self.decode_budget,
+                "raise it, or lower evict_every",
             )
-        wanted = self.queries_of_answers
-        if self.evict_every < wanted:
-            raise InvalidArgumentError(
-                f"evict_every: expected at least {wanted}, as many queries as {self.decode_policy} "
-                f"looks at, got {self.evict_every}; raise it, or choose another decode_policy"
+        if self.evict_every < (wanted := self.queries_of_answers):
+            raise wrong(
+                "evict_every",
+                f"at least {wanted}, as many queries as {self.decode_policy} looks at",
+                self.evict_every,
+                "raise it, or choose another decode_policy",
             )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The limits out of what `to_config` gave.
-
-        Raises:
-            InvalidArgumentError: an unknown name.
-        """
+        """The limits out of what `to_config` gave; an unknown name is refused."""
         require_fields("limits", cls, config)
         return cls(**config)
 
@@ -96,27 +108,20 @@ class Limits:
         if not tokens:
             return None
         if policy is None:
-            raise InvalidArgumentError(
-                "budget: expected at least 1 where prompts are held to a cap, got 0; pass a budget"
-            )
-        budget = kept_tokens(policy, MOST)
-        if tokens < budget:
-            raise InvalidArgumentError(
-                f"cap: expected at least the budget of {budget}, got {tokens}; raise it, or lower "
-                "the budget"
-            )
+            least = "at least 1 where prompts are held to a cap"
+            raise wrong("budget", least, 0, "pass a budget")
+        if tokens < (budget := kept_tokens(policy, MOST)):
+            least = f"at least the budget of {budget}"
+            raise wrong("cap", least, tokens, "raise it, or lower the budget")
         try:
             policy.require_cap(tokens)
         except InvalidArgumentError:
-            raise InvalidArgumentError(
-                f"cap: expected none with {policy.name}, which cannot rate a part of a prompt, got "
-                f"{tokens}; leave it out, or serve with --policy snapkv"
-            ) from None
+            none = f"none with {policy.name}, which cannot rate a part of a prompt"
+            remedy = "leave it out, or serve with --policy snapkv"
+            raise wrong("cap", none, tokens, remedy) from None
         if policy.query_tokens > self.chunk_tokens:
-            raise InvalidArgumentError(
-                f"window_size: expected at most the {self.chunk_tokens} tokens of a chunk where "
-                f"prompts are held to a cap, got {policy.query_tokens}; pass a smaller one"
-            )
+            most = f"at most the {self.chunk_tokens} tokens of a chunk where prompts are held to"
+            raise wrong("window_size", f"{most} a cap", policy.query_tokens, "pass a smaller one")
         return Cap(most_tokens=tokens, chunk_tokens=self.chunk_tokens, looks_ahead=looks_ahead)
 
     def growth_of(
@@ -134,40 +139,37 @@ class Limits:
                 the prompt.
             InvalidTypeError: not an integer.
         """
-        tokens = self.decode_budget if asked is None else asked
+        tokens, every = self.decode_budget if asked is None else asked, self.evict_every
         require_int("decode_budget", tokens, minimum=0)
-        if tokens and not self.decode_budget:
-            raise InvalidArgumentError(
-                f"decode_budget: expected none on this server, which lets answers grow, got "
-                f"{tokens}; leave it out, or start the server with --decode-budget"
-            )
         if not self.decode_budget:
+            if tokens:
+                raise wrong(
+                    "decode_budget",
+                    "none on this server, which lets answers grow",
+                    tokens,
+                    "leave it out, or start the server with --decode-budget",
+                )
             return None
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
-        if prompt_policy is not None and parts_heads(prompt_policy):
-            raise InvalidArgumentError(
-                f"decode_budget: expected none with adakv, whose heads hold different numbers of "
-                f"tokens, got {tokens}; leave it out, or serve with --policy snapkv"
-            )
         if prompt_policy is None:
-            raise InvalidArgumentError(
-                f"budget: expected at least 1 where answers are held to a budget, got 0; pass "
-                f"{tokens - self.evict_every}, or less"
+            least = "at least 1 where answers are held to a budget"
+            raise wrong("budget", least, 0, f"pass {tokens - every}, or less")
+        if parts_heads(prompt_policy):
+            none = "none with adakv, whose heads hold different numbers of tokens"
+            remedy = "leave it out, or serve with --policy snapkv"
+            raise wrong("decode_budget", none, tokens, remedy)
+        if tokens < (least_tokens := kept_tokens(prompt_policy, MOST) + every):
+            raise wrong(
+                "decode_budget",
+                f"at least {least_tokens}, what is kept of a prompt and the {every} tokens between "
+                "two evictions",
+                tokens,
+                "raise it, or lower the budget or evict_every",
             )
-        least = kept_tokens(prompt_policy, MOST) + self.evict_every
-        if tokens < least:
-            raise InvalidArgumentError(
-                f"decode_budget: expected at least {least}, what is kept of a prompt and the "
-                f"{self.evict_every} tokens between two evictions, got {tokens}; raise it, or "
-                "lower the budget or evict_every"
-            )
-        policy = self._evicting(tokens - self.evict_every)
+        policy = self._evicting(tokens - every)
         require_first_protected(policy, protect_first)
         return Growth(
-            policy=policy,
-            most_tokens=tokens,
-            evict_every=self.evict_every,
-            protect_first=protect_first,
+            policy=policy, most_tokens=tokens, evict_every=every, protect_first=protect_first
         )
 
     def _evicting(self, kept_tokens: int) -> EvictingPolicy:
@@ -181,11 +183,9 @@ class Limits:
         try:
             return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(
-                f"decode_budget: expected room for {self.decode_policy} beside the "
-                f"{self.evict_every} tokens between two evictions, got "
-                f"{kept_tokens + self.evict_every}; raise it ({error})"
-            ) from None
+            beside = f"beside the {self.evict_every} tokens between two evictions"
+            room, tokens = f"room for {self.decode_policy} {beside}", kept_tokens + self.evict_every
+            raise wrong("decode_budget", room, tokens, f"raise it ({error})") from None
 
     @property
     def queries_of_answers(self) -> int:

@@ -6,52 +6,77 @@ multi-process mode, which `snapkv serve` switches on, carries the counts to the 
 """
 
 import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+import torch
 
-from snapkv_vllm.orders import Order
-from snapkv_vllm.timing import Stopwatch
+from snapkv_vllm.plans import Order
 
 _LABELS = ("model_name", "engine")
 _RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
+class Stopwatch:
+    """Times pieces of work on a device, and tells each time once it is known.
+
+    On a CPU that is at once. On an accelerator events are laid around the work, which the host does
+    not wait for, and `report` tells of those that the device has passed.
+
+    Args:
+        device: where the work runs.
+        observe: is told seconds.
+    """
+
+    def __init__(self, device: torch.device, observe: Callable[[float], None]) -> None:
+        self._device = device
+        self._observe = observe
+        self._open: deque[tuple[Any, Any]] = deque()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Time what happens in the ``with`` block, or what it gives the device to do."""
+        if self._device.type == "cpu":
+            start = time.perf_counter()
+            yield
+            self._observe(time.perf_counter() - start)
+            return
+        begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._open.append((begin, end))
+
+    def report(self) -> None:
+        """Tell what has become known since; never waits."""
+        while self._open and self._open[0][1].query():
+            begin, end = self._open.popleft()
+            self._observe(begin.elapsed_time(end) / 1000)
+
+
 @functools.cache
 def _series() -> dict[str, Any]:
     """The time series of this process; prometheus_client registers a name once."""
+    from prometheus_client import Counter, Histogram
+
+    compressions = "Compressions: while a prompt is read, at its end, while an answer is generated."
+    waits = "Requests preempted or not started for want of blocks for what would be kept."
+    ratio = "Kept tokens of a request's prompt, as a fraction of it."
+    seconds = "Time that a step's compressions take together, on one worker."
+    requests = "Requests whose prompt has ended: compressed, or whole."
     return {
         "seen": Counter("snapkv:prompt_tokens_seen", "Prompt tokens read to the end.", _LABELS),
         "kept": Counter("snapkv:prompt_tokens_kept", "Prompt tokens that stayed.", _LABELS),
         "freed": Counter("snapkv:blocks_freed", "Blocks freed by compression.", _LABELS),
-        "compressions": Counter(
-            "snapkv:compressions",
-            "Compressions: while a prompt is read, at its end, while an answer is generated.",
-            (*_LABELS, "stage"),
-        ),
-        "requests": Counter(
-            "snapkv:requests",
-            "Requests whose prompt has ended: compressed, or whole.",
-            (*_LABELS, "outcome"),
-        ),
-        "waits": Counter(
-            "snapkv:waits",
-            "Requests preempted or not started for want of blocks for what would be kept.",
-            _LABELS,
-        ),
-        "ratio": Histogram(
-            "snapkv:request_kept_ratio",
-            "Kept tokens of a request's prompt, as a fraction of it.",
-            _LABELS,
-            buckets=_RATIOS,
-        ),
-        "seconds": Histogram(
-            "snapkv:compression_seconds",
-            "Time that a step's compressions take together, on one worker.",
-            _LABELS,
-            buckets=_SECONDS,
-        ),
+        "compressions": Counter("snapkv:compressions", compressions, (*_LABELS, "stage")),
+        "requests": Counter("snapkv:requests", requests, (*_LABELS, "outcome")),
+        "waits": Counter("snapkv:waits", waits, _LABELS),
+        "ratio": Histogram("snapkv:request_kept_ratio", ratio, _LABELS, buckets=_RATIOS),
+        "seconds": Histogram("snapkv:compression_seconds", seconds, _LABELS, buckets=_SECONDS),
     }
 
 
@@ -83,14 +108,16 @@ class PromptMetrics:
 
     def __init__(self, vllm_config: Any) -> None:
         self._labels = _labels(vllm_config)
-        self._series = _series()
-        self._waits = self._series["waits"].labels(*self._labels)  # 0 from the start
+        self._waits = self._of("waits")  # 0 from the start
         self._counted: set[str] = set()
+
+    def _of(self, series: str, *more: str) -> Any:
+        return _series()[series].labels(*self._labels, *more)
 
     def compressed(self, order: Order, blocks_freed: int) -> None:
         """Count one compression; what a preempted request frees again counts again."""
-        self._series["freed"].labels(*self._labels).inc(blocks_freed)
-        self._series["compressions"].labels(*self._labels, order.choice.stage).inc()
+        self._of("freed").inc(blocks_freed)
+        self._of("compressions", order.choice.stage).inc()
 
     def waits(self) -> None:
         """Count that a request waits for want of room for what is kept, of it or an older one."""
@@ -102,11 +129,10 @@ class PromptMetrics:
             return
         self._counted.add(request.request_id)
         seen_tokens = request.num_prompt_tokens
-        outcome = "compressed" if kept_tokens < seen_tokens else "whole"
-        self._series["seen"].labels(*self._labels).inc(seen_tokens)
-        self._series["kept"].labels(*self._labels).inc(kept_tokens)
-        self._series["requests"].labels(*self._labels, outcome).inc()
-        self._series["ratio"].labels(*self._labels).observe(kept_tokens / seen_tokens)
+        self._of("seen").inc(seen_tokens)
+        self._of("kept").inc(kept_tokens)
+        self._of("requests", "compressed" if kept_tokens < seen_tokens else "whole").inc()
+        self._of("ratio").observe(kept_tokens / seen_tokens)
 
     def request_ended(self, request_id: str) -> None:
         """Forget a request; another one may come under its name."""
@@ -116,24 +142,19 @@ class PromptMetrics:
 @functools.cache
 def _document_series() -> dict[str, Any]:
     """The time series of a front end that shares documents."""
+    from prometheus_client import Counter, Gauge
+
     labels = ("model_name",)
     now = {"labelnames": labels, "multiprocess_mode": "livesum"}
+    requests = "Requests answered from a shared document."
+    not_read = "Tokens of shared documents that requests did not read again."
+    dropped = "Shared documents that went: deleted, or least used when room was needed."
     return {
         "documents": Gauge("snapkv:documents", "Shared documents.", **now),
         "bytes": Gauge("snapkv:document_bytes", "Bytes of the cache that they take.", **now),
-        "requests": Counter(
-            "snapkv:document_requests", "Requests answered from a shared document.", labels
-        ),
-        "not_read": Counter(
-            "snapkv:document_tokens_not_read",
-            "Tokens of shared documents that requests did not read again.",
-            labels,
-        ),
-        "dropped": Counter(
-            "snapkv:documents_dropped",
-            "Shared documents that went: deleted, or least used when room was needed.",
-            (*labels, "reason"),
-        ),
+        "requests": Counter("snapkv:document_requests", requests, labels),
+        "not_read": Counter("snapkv:document_tokens_not_read", not_read, labels),
+        "dropped": Counter("snapkv:documents_dropped", dropped, (*labels, "reason")),
     }
 
 

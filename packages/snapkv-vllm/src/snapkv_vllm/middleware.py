@@ -12,18 +12,14 @@ from typing import Any
 from fastapi import HTTPException
 
 from snapkv.errors import SnapKVError
-from snapkv_vllm.bodies import require_settings
 from snapkv_vllm.documents.front import FrontEnd, Visit
-from snapkv_vllm.lifetime import end_with_parent
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.plugin import end_with_parent
+from snapkv_vllm.settings import ServingSettings, require_settings
 
 _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
-
-NAME = f"{__name__}.SettingsCheck"
-"""What to pass to vLLM."""
 
 _DEEPEST = 100
 """Lists in lists and objects in objects of a body: far below what Python and the server can read,

@@ -11,6 +11,9 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 PREFIX = "snapkv_"
 """What the names of a request's own settings begin with, in `extra_args` and `vllm_xargs`."""
 
+XARGS = "vllm_xargs"
+"""Where a body holds what reaches `SamplingParams.extra_args`."""
+
 PROTECT_FIRST = "protect_first"
 
 LIMITS = ("cap", "decode_budget")
@@ -18,16 +21,9 @@ LIMITS = ("cap", "decode_budget")
 DOCUMENT = "document"
 """Names what a request's prompt begins with, on servers that share documents."""
 
-OF_A_REQUEST = (
-    "budget",
-    "window_size",
-    "kernel_size",
-    "pooling",
-    "decay",
-    "safeguard",
-    PROTECT_FIRST,
-    *LIMITS,
-)
+_OF_METHODS = ("budget", "window_size", "kernel_size", "pooling", "decay", "safeguard")
+
+OF_A_REQUEST = (*_OF_METHODS, PROTECT_FIRST, *LIMITS)
 """What a request may set for itself, where the server's method has it."""
 
 _LONGEST_NAME = 100
@@ -35,6 +31,11 @@ _LONGEST_NAME = 100
 
 _LONGEST = 60
 """Characters of what a client sent that are said again, or looked at, in one piece."""
+
+
+def wrong(name: str, expected: str, got: object, remedy: str) -> InvalidArgumentError:
+    """What is said of a value that is refused."""
+    return InvalidArgumentError(f"{name}: expected {expected}, got {got}; {remedy}")
 
 
 def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
@@ -47,10 +48,8 @@ def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
     for name, value in given.items():
         right = meant(name)
         if right not in (None, name):
-            raise InvalidArgumentError(
-                f"{shown(name)}: expected the name of a setting, such as {right}, got "
-                f"{shown(name)}; write {right}"
-            )
+            expected = f"the name of a setting, such as {right}"
+            raise wrong(shown(name), expected, shown(name), f"write {right}")
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own
@@ -81,10 +80,9 @@ def require_document_name(argument: str, value: object) -> str:
         )
     fits = 1 <= len(value) <= _LONGEST_NAME and value.isprintable() and "/" not in value
     if not fits or not value.strip("."):
-        raise InvalidArgumentError(
-            f"{argument}: expected 1 to {_LONGEST_NAME} printable characters, none of them a slash "
-            f"and not dots alone, got '{shown(value)}'; pass a name such as contract"
-        )
+        characters = f"1 to {_LONGEST_NAME} printable characters"
+        expected = f"{characters}, none of them a slash and not dots alone"
+        raise wrong(argument, expected, f"'{shown(value)}'", "pass a name such as contract")
     return value
 
 
@@ -109,7 +107,5 @@ def require_readable(name: str, value: Any) -> None:
     except (ValueError, RecursionError):  # a number of thousands of digits; lists in lists
         fits = False
     if not fits:
-        raise InvalidArgumentError(
-            f"{name}: expected a number, a word or a pair, got something of type "
-            f"{type(value).__name__} that is longer than any of them; pass a shorter one"
-        )
+        got = f"something of type {type(value).__name__} that is longer than any of them"
+        raise wrong(name, "a number, a word or a pair", got, "pass a shorter one")

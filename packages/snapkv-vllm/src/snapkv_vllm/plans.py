@@ -1,4 +1,4 @@
-"""When a request is compressed, by numbers of tokens alone; no vLLM is needed here.
+"""When a request is compressed, by what, and what workers are told of it; no vLLM is needed here.
 
 A request that is preempted starts again, and others change how its prompt is cut into steps. What
 it keeps must not depend on either, so a plan looks at nothing but how many tokens were computed and
@@ -6,23 +6,287 @@ how many of them are held, and steps end where the plan says.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from snapkv.policies import EvictingPolicy, Policy
-from snapkv_vllm.choices import (
-    Choice,
-    EndOfPrompt,
-    UnderCap,
-    WhileGenerating,
-    queries_of,
-)
-from snapkv_vllm.methods import kept_tokens, parts_heads
-from snapkv_vllm.orders import Ahead, Order, room_tokens
+import torch
+from torch import Tensor
+
+from snapkv.policies import DecodeStep, EvictingPolicy, Policy, PromptLayer
+from snapkv_vllm.methods import kept_tokens, parts_heads, protected_first
 
 
-class RequestPlan(Protocol):
-    """When a request is compressed, as the scheduler asks and the blocks do."""
+def queries_of(policy: EvictingPolicy) -> int:
+    """How many of the last queries a method wants to see when it evicts."""
+    return policy.history_tokens or policy.query_tokens
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chooses by what the workers have put aside and by the keys that a request holds.
+
+    Attributes:
+        stage: when it does, in a word for the metrics.
+        fills_pages: whether every head then keeps a multiple of a page's tokens.
+        policy: the method.
+    """
+
+    stage: ClassVar[str]
+    fills_pages: ClassVar[bool] = False
+
+    policy: Policy
+
+    @property
+    def parts_heads(self) -> bool:
+        """Whether the heads of a layer keep different numbers of tokens."""
+        return parts_heads(self.policy)
+
+    @property
+    def query_tokens(self) -> int:
+        """How many of the last queries it wants to see."""
+        return self.policy.query_tokens
+
+    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+        """Which of the held tokens stay.
+
+        Args:
+            layer: of all that is held; the layers of a run are rows of the batch.
+            kept_tokens: how many are to stay, K.
+
+        Returns:
+            (layers, H or 1, K) int64, ascending, behind a leading run of -1 where heads keep
+            different numbers; None where the method keeps everything.
+        """
+        del kept_tokens  # the policy knows
+        selection = self.policy.select(layer)
+        return None if selection is None else selection.keep_indices
+
+
+class EndOfPrompt(Choice):
+    """What the method keeps of a prompt that has been read."""
+
+    stage = "prompt"
+
+
+@dataclass(frozen=True)
+class UnderCap(Choice):
+    """What stays for now of a prompt that is still coming in.
+
+    Attributes:
+        ahead_tokens: how many of the last tokens were read ahead and do not stay.
+    """
+
+    stage = "reading"
+    parts_heads = False
+
+    ahead_tokens: int
+
+    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor:
+        """See `Choice`."""
+        selection = self.policy.select_under_cap(layer, kept_tokens + self.ahead_tokens)
+        return selection.keep_indices[..., :kept_tokens]
+
+
+@dataclass(frozen=True)
+class WhileGenerating(Choice):
+    """What stays while an answer grows.
+
+    Attributes:
+        policy: is shown no columns, as the methods that are served need none.
+        queries: how many of the last ones it sees, fewer than it wants where the answer has just
+            begun.
+        protect_first: first tokens that stay.
+    """
+
+    stage = "generating"
+    parts_heads = False
+
+    policy: EvictingPolicy
+    queries: int
+    protect_first: int
+
+    @property
+    def query_tokens(self) -> int:
+        """See `Choice`."""
+        return self.queries
+
+    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+        """See `Choice`."""
+        del kept_tokens  # the policy knows
+        first = self.protect_first
+        step = DecodeStep(
+            queries=layer.queries,
+            keys=layer.keys,
+            score_options=layer.score_options,
+            layer_idx=layer.layer_idx,
+            depth=layer.depth,
+            num_layers=layer.num_layers,
+            protected=protected_first(layer, first) if first else None,
+            columns=torch.empty(*layer.keys.shape[:3], dtype=torch.int64, device="meta"),
+            seen_tokens=layer.keys.shape[2],
+        )
+        return self.policy.evict(step).keep_indices
+
+
+@dataclass(frozen=True)
+class SecondReading(Choice):
+    """What stays of a document that has been read twice.
+
+    Attributes:
+        policy: `KVzip`, or `AdaKV` around it, whose heads keep whole pages.
+        document_tokens: how many of the tokens held are the document's, the first ones.
+    """
+
+    stage = "document"
+    fills_pages = True
+    query_tokens = 0
+
+    document_tokens: int
+
+    def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
+        """See `Choice`; the layer has what the second reading noted."""
+        first = slice(self.document_tokens)
+        document = replace(layer, keys=layer.keys[:, :, first], values=layer.values[:, :, first])
+        return super().keep(document, kept_tokens)
+
+
+# What the scheduler tells the workers.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Where the blocks of a request lie before and after it is compressed.
+
+    Attributes:
+        group: index of vLLM's KV cache group.
+        sources: the blocks that hold its tokens.
+        targets: the blocks that hold the kept tokens; some of the sources, or others.
+    """
+
+    group: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Tokens that are read behind a prompt's own, and forgotten when they have voted.
+
+    The prompt's last ones behind a piece of it, or a part of a text that is read again.
+
+    Attributes:
+        first_position: the true position of the first of them.
+        token_ids: their ids.
+    """
+
+    first_position: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Ids and true positions."""
+        first = self.first_position
+        return self.token_ids, range(first, first + len(self.token_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the workers do with one request in the step that carries the order.
+
+    Attributes:
+        choice: what chooses the tokens that stay.
+        query_tokens: how many of the request's last tokens in this step have queries that the
+            choice wants, which are put aside.
+        seen_tokens: that count as computed when the step is done.
+        held_tokens: of which keys and values are cached then, those read ahead among them.
+        ends: whether the choice is made behind this step; what was put aside is then forgotten.
+        kept_tokens: how many stay.
+        ahead: what the last tokens of the step are, where they are not the next ones.
+        steps_back: how many tokens fewer than have been computed count as computed from then on.
+        noted_tokens: of how many first tokens the attention is noted that the queries pay them.
+        moves: what happens to the blocks of each compressed KV cache group.
+    """
+
+    choice: Choice
+    query_tokens: int
+    seen_tokens: int
+    held_tokens: int
+    ends: bool
+    kept_tokens: int
+    ahead: Ahead | None = None
+    steps_back: int = 0
+    noted_tokens: int = 0
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def parts_heads(self) -> bool:
+        """Whether the heads of a layer keep different numbers of tokens."""
+        return self.choice.parts_heads
+
+    def room_tokens(self, block_tokens: int) -> int:
+        """See `room_tokens`."""
+        return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Of all tokens seen, how many are held no more when the request has been compressed."""
+        return self.seen_tokens - self.kept_tokens
+
+
+def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
+    """Tokens to count for those that a choice keeps of what is held, in blocks of so many.
+
+    The last page of a head may hold a single token, so where heads keep different numbers,
+    `block_tokens` - 1 more are counted than the mean; but no head keeps more than was held.
+    """
+    if choice.parts_heads and not choice.fills_pages:
+        return min(kept + block_tokens - 1, held)
+    return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What workers are told of a request that begins with a document.
+
+    Attributes:
+        document_tokens: that count as computed.
+        kept_tokens: that are held of those, per KV head.
+        first_block: in the first of the compressed KV cache groups, which tells documents apart.
+        parts_heads: whether the heads of a layer hold different numbers of tokens.
+    """
+
+    document_tokens: int
+    kept_tokens: int
+    first_block: int
+    parts_heads: bool
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens of the document that are not held."""
+        return self.document_tokens - self.kept_tokens
+
+
+# Plans.
+
+
+class RequestPlan:
+    """When a request is compressed, as the scheduler asks and the blocks do; here never.
+
+    Attributes:
+        shared_tokens: from the first on, whose keys and values are those of every request's; None:
+            all. Behind them a request may have read ahead, or have dropped what others would see.
+        reusable_tokens: how much of a cached prefix the request may reuse; None: all.
+    """
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """See above."""
+        return None
+
+    @property
+    def reusable_tokens(self) -> int | None:
+        """See above."""
+        return None
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """How many tokens a step computes, so that none runs past the next compression.
@@ -35,6 +299,7 @@ class RequestPlan(Protocol):
         Returns:
             Those read ahead are among them.
         """
+        return offered_tokens
 
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
@@ -47,36 +312,22 @@ class RequestPlan(Protocol):
             step_tokens: what `step_tokens` allowed.
             prompt_ids: the ids of the whole prompt.
         """
+        return None
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
-        """Tokens to count for what the first compression keeps within so many computed tokens.
+        """Tokens to count, in blocks of so many, for what the first compression of a step keeps.
 
-        Args:
-            seen_tokens: computed before them.
-            held_tokens: how many are held.
-            step_tokens: computed then.
-            block_tokens: tokens in a block.
-
-        Returns:
-            0 where nothing is compressed.
+        0 where nothing is compressed. The other arguments are those of `order`.
         """
-
-    @property
-    def shared_tokens(self) -> int | None:
-        """Tokens from the first on, whose keys and values are those of every request's; None: all.
-
-        Behind them a request may have read tokens ahead, or have dropped what others would see.
-        """
-
-    @property
-    def reusable_tokens(self) -> int | None:
-        """How much of a cached prefix the request may reuse; None: all."""
+        return 0
 
     def most_held(self, tokens: int) -> int:
         """The most that the request holds at any time until it has seen that many tokens."""
+        return tokens
 
     def spare_tokens(self, block_tokens: int) -> int:
         """What heads of different length leave empty in their last blocks, at most."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +386,7 @@ class Compression:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(RequestPlan):
     """When a request is compressed that has a prompt of its own, and to how much.
 
     Attributes:
@@ -168,12 +419,9 @@ class Plan:
         if at + window >= self.prompt_tokens:  # what is left is read with the last chunk
             return None
         ahead = window if self.cap.looks_ahead else 0
-        return Compression(
-            at=at,
-            kept_tokens=self.cap.most_tokens,
-            choice=UnderCap(self.policy, ahead),
-            ahead_tokens=ahead,
-        )
+        choice = UnderCap(self.policy, ahead)
+        kept = self.cap.most_tokens
+        return Compression(at=at, kept_tokens=kept, choice=choice, ahead_tokens=ahead)
 
     def _at_the_end(self, held_then: int) -> Compression | None:
         if self.policy is None or (kept := kept_tokens(self.policy, held_then)) == held_then:
@@ -181,16 +429,13 @@ class Plan:
         return Compression(at=self.prompt_tokens, kept_tokens=kept, choice=EndOfPrompt(self.policy))
 
     def _while_generating(self, seen: int, held: int) -> Compression | None:
-        growth = self.growth
-        if growth is None:
+        if (growth := self.growth) is None:
             return None
         at = max(self.prompt_tokens, seen - held + growth.most_tokens - 1) + 1
         queries = min(queries_of(growth.policy), at - self.prompt_tokens)
-        return Compression(
-            at=at,
-            kept_tokens=growth.most_tokens - growth.evict_every,
-            choice=WhileGenerating(growth.policy, queries, growth.protect_first),
-        )
+        choice = WhileGenerating(growth.policy, queries, growth.protect_first)
+        kept = growth.most_tokens - growth.evict_every
+        return Compression(at=at, kept_tokens=kept, choice=choice)
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """See `RequestPlan`."""
@@ -220,6 +465,8 @@ class Plan:
             queries = max(0, computed - first)
         if not (queries or ends):
             return None
+        start = len(prompt_ids) - ahead
+        last = Ahead(first_position=start, token_ids=tuple(prompt_ids[start:]))
         return Order(
             choice=compression.choice,
             query_tokens=queries,
@@ -227,7 +474,7 @@ class Plan:
             held_tokens=held_tokens + step_tokens,
             ends=ends,
             kept_tokens=compression.kept_tokens,
-            ahead=_last(prompt_ids, ahead) if ends and ahead else None,
+            ahead=last if ends and ahead else None,
             steps_back=ahead if ends else 0,
         )
 
@@ -272,8 +519,3 @@ class Plan:
         """See `RequestPlan`."""
         apart = self.policy is not None and parts_heads(self.policy)
         return block_tokens - 1 if apart else 0
-
-
-def _last(prompt_ids: Sequence[int], tokens: int) -> Ahead:
-    first = len(prompt_ids) - tokens
-    return Ahead(first_position=first, token_ids=tuple(prompt_ids[first:]))

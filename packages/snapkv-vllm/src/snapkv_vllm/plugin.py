@@ -1,17 +1,90 @@
-"""What vLLM calls in each of its processes (entry point ``vllm.general_plugins``)."""
+"""What vLLM calls in each of its processes, and how these end with the one that started them."""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+METRICS = "PROMETHEUS_MULTIPROC_DIR"
+"""Names the folder through which processes count together, before prometheus_client is imported."""
+
+PROCESSES = ("EngineCore", "VllmWorker-", "ApiServer_")
+"""How the names of the processes that vLLM starts begin: engines, workers, several web servers."""
+
+_OURS = "SNAPKV_METRICS_DIR"
+"""Names that folder once more, where it is one of `metrics_folder`."""
 
 
 def register() -> None:
-    """Make the compressed block spec known; nothing else happens until an engine asks for it.
+    """Make the compressed block spec known (entry point ``vllm.general_plugins``).
 
-    A process of a server that this package has started ends with its parent from here on; by vLLM's
-    own command, from where its worker, its scheduler or its web application is made.
+    Nothing else happens until an engine asks for it. A process of a server that this package has
+    started ends with its parent from here on; by vLLM's own command, from where its worker, its
+    scheduler or its web application is made.
     """
-    from snapkv_vllm.blocks import register_spec
-    from snapkv_vllm.lifetime import end_with_parent, own_folder
     from snapkv_vllm.versions import supported_version
 
     if own_folder():
         end_with_parent()
     if supported_version():
+        from snapkv_vllm.blocks import register_spec
+
         register_spec()
+
+
+@contextlib.contextmanager
+def metrics_folder() -> Iterator[None]:
+    """Have the processes that are started meanwhile count in a folder of their own."""
+    with tempfile.TemporaryDirectory(prefix="snapkv-metrics-") as folder:
+        os.environ[METRICS] = os.environ[_OURS] = folder
+        try:
+            yield
+        finally:
+            for name in (METRICS, _OURS):  # what this process starts next has no such folder
+                del os.environ[name]
+
+
+def own_folder() -> Path | None:
+    """The folder of `metrics_folder`, in it and in what was started there; None elsewhere."""
+    folder = os.environ.get(_OURS)
+    return Path(folder) if folder and folder == os.environ.get(METRICS) else None
+
+
+def end_with_parent() -> None:
+    """Watch the process that has started this one of vLLM's, and kill this one when that is gone.
+
+    A process that is killed cannot stop its children: vLLM's engine would stay, and with it the
+    memory that a successor needs, and the metrics. Where vLLM has not started this process (it may
+    be a user's own that runs an engine), or the system cannot watch one that is no child (it takes
+    Linux), nothing happens.
+    """
+    parent = multiprocessing.parent_process()
+    of_vllm = multiprocessing.current_process().name.startswith(PROCESSES)
+    if parent is not None and of_vllm and hasattr(os, "pidfd_open"):
+        _watch(parent.pid)
+
+
+@functools.cache  # a forked process has another parent
+def _watch(process: int) -> None:
+    threading.Thread(target=_outlive, args=(process,), daemon=True).start()
+
+
+def _outlive(process: int) -> None:
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        pass  # it went before it could be watched
+    else:
+        ended = select.poll()  # not select.select, which takes no handle above 1023
+        ended.register(handle, select.POLLIN)
+        ended.poll()
+    if folder := own_folder():
+        shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)

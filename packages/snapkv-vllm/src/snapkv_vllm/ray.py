@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError
+from snapkv.errors import MissingDependencyError
 from snapkv.validation import nearest
-from snapkv_vllm.engine import engine_args
-from snapkv_vllm.lifetime import METRICS, metrics_folder
+from snapkv_vllm.names import wrong
+from snapkv_vllm.plugin import METRICS, metrics_folder
+from snapkv_vllm.server import SETTINGS_CHECK, engine_args
 
 _PREFIXES = ("VLLM_", "HF_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -125,15 +126,12 @@ def _parsed(model: str, arguments: Mapping[str, Any]) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from snapkv_vllm.middleware import NAME
-
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for name, value in {**options, "model": model}.items():
         if not hasattr(args, name):
-            raise InvalidArgumentError(
-                f"{name}: expected an option of vllm serve, with underscores, got {name}="
-                f"{value!r}; leave it out{nearest(name, list(vars(args)))}"
-            )
+            option = "an option of vllm serve, with underscores"
+            remedy = f"leave it out{nearest(name, list(vars(args)))}"
+            raise wrong(name, option, f"{name}={value!r}", remedy)
         setattr(args, name, value)
-    args.middleware = [*args.middleware, NAME]
+    args.middleware = [*args.middleware, SETTINGS_CHECK]
     return args

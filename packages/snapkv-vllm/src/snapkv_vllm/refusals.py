@@ -7,25 +7,55 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import TOVA, AdaKV
 from snapkv_vllm.documents.keepable import IN_A_FOLDER
 from snapkv_vllm.documents.words import Errand
+from snapkv_vllm.layouts import LAYOUTS
 from snapkv_vllm.limits import Limits
+from snapkv_vllm.names import wrong
 from snapkv_vllm.plans import Plan
 from snapkv_vllm.settings import ServingSettings
-
-LAYOUTS = {
-    "CPU_ATTN": "snapkv_vllm.layouts.cpu",
-    "FLASH_ATTN": "snapkv_vllm.layouts.plain",
-    "TRITON_ATTN": "snapkv_vllm.layouts.plain",
-    "CPU_MLA": "snapkv_vllm.layouts.latent",
-    "TRITON_MLA": "snapkv_vllm.layouts.latent",
-    "FLASH_ATTN_MLA": "snapkv_vllm.layouts.latent",
-    "FLASHMLA": "snapkv_vllm.layouts.latent",
-}
-"""Where the layout of each attention backend's cache is written down."""
 
 _Rule = tuple[str, Callable[[Any], Any], str]
 
 ONE_SERVER = "each would have documents of its own; leave --api-server-count or --share out"
 """What is said where several processes would answer requests, and documents are shared."""
+
+
+def _settings(vllm_config: Any) -> ServingSettings:
+    return ServingSettings.from_config(vllm_config.additional_config)
+
+
+def _shares(vllm_config: Any) -> bool:
+    return _settings(vllm_config).sharing is not None
+
+
+def _evicts_by(vllm_config: Any, policy: str) -> bool:
+    limits = _settings(vllm_config).limits
+    return bool(limits.decode_budget) and limits.decode_policy == policy
+
+
+def _shortest_step(vllm_config: Any) -> int:
+    """The most tokens of one request that a step may be given."""
+    scheduler = vllm_config.scheduler_config
+    steps = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
+    return min(int(tokens) for tokens in steps if tokens)
+
+
+def _graphs_of_prompts(vllm_config: Any) -> bool:
+    from vllm.config.compilation import CUDAGraphMode
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return bool(mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL)
+
+
+def _in_parallel(vllm_config: Any, policy: str | None = None) -> bool:
+    """Whether heads are spread over processes, where this policy is served if one is given."""
+    several = vllm_config.parallel_config.tensor_parallel_size > 1
+    return several and policy in (None, _settings(vllm_config).policy)
+
+
+def serves_heads_apart(vllm_config: Any) -> bool:
+    """Whether heads of a layer may keep different numbers of tokens on this server."""
+    return _settings(vllm_config).policy == AdaKV.name
+
 
 # What is set, when, and what to do about it.
 _RULES: tuple[_Rule, ...] = (
@@ -37,12 +67,12 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "drafts where answers are held to a budget",
-        lambda c: c.speculative_config is not None and _limits(c).decode_budget,
+        lambda c: c.speculative_config is not None and _settings(c).limits.decode_budget,
         "a rejected draft would have counted; leave --speculative-config or --decode-budget out",
     ),
     (
         "steps of fewer tokens than the window and one",
-        lambda c: _limits(c).cap and _shortest_step(c) <= _settings(c).window_tokens,
+        lambda c: _settings(c).limits.cap and _shortest_step(c) <= _settings(c).window_tokens,
         "where prompts are held to a cap, the window is read with the end of every chunk; raise "
         "--max-num-batched-tokens and --long-prefill-token-threshold, or lower --max-window-size",
     ),
@@ -53,37 +83,37 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "tova while generating and tensor parallelism",
-        lambda c: _evicts_by(c, "tova") and c.parallel_config.tensor_parallel_size > 1,
+        lambda c: _evicts_by(c, "tova") and _in_parallel(c),
         "it averages over heads of other processes; pass --decode-policy r-kv",
     ),
     (
         "shared documents and speculative decoding",
-        lambda c: _settings(c).sharing and c.speculative_config is not None,
+        lambda c: _shares(c) and c.speculative_config is not None,
         "drafts behind a document were not tested; leave --share or --speculative-config out",
     ),
     (
         "shared documents and adapters (LoRA)",
-        lambda c: _settings(c).sharing and c.lora_config is not None,
+        lambda c: _shares(c) and c.lora_config is not None,
         "a document would have to be read with each of them; leave --share or --enable-lora out",
     ),
     (
         "shared documents and latent attention (MLA)",
-        lambda c: _settings(c).sharing and c.model_config.use_mla,
+        lambda c: _shares(c) and c.model_config.use_mla,
         "reading a text again was not tested with latents; leave --share out",
     ),
     (
         "shared documents and sleep mode",
-        lambda c: _settings(c).sharing and c.model_config.enable_sleep_mode,
+        lambda c: _shares(c) and c.model_config.enable_sleep_mode,
         "an engine that sleeps forgets its cache; leave --share or --enable-sleep-mode out",
     ),
     (
         "shared documents in several API servers",
-        lambda c: _settings(c).sharing and c.parallel_config._api_process_count > 1,
+        lambda c: _shares(c) and c.parallel_config._api_process_count > 1,
         ONE_SERVER,
     ),
     (
         "shared documents and data parallelism",
-        lambda c: _settings(c).sharing and c.parallel_config.data_parallel_size > 1,
+        lambda c: _shares(c) and c.parallel_config.data_parallel_size > 1,
         "a request may reach an engine that has not read its document; leave --share out",
     ),
     (
@@ -108,7 +138,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "latent attention (MLA) in several tensor parallel processes",
-        lambda c: c.model_config.use_mla and c.parallel_config.tensor_parallel_size > 1,
+        lambda c: c.model_config.use_mla and _in_parallel(c),
         "all heads vote on one latent, and each process has some of them; use data parallelism",
     ),
     (
@@ -138,25 +168,62 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "CUDA graphs of whole prompt steps",
-        lambda c: _graphs_of_prompts(c.compilation_config.cudagraph_mode),
+        _graphs_of_prompts,
         "queries are put aside between graphs; set cudagraph_mode to FULL_AND_PIECEWISE",
+    ),
+    *IN_A_FOLDER,
+    (
+        "adakv and latent attention (MLA)",
+        lambda c: serves_heads_apart(c) and c.model_config.use_mla,
+        "all heads of a layer keep one set, so there is nothing to share out; use --policy snapkv",
+    ),
+    (
+        "tova and tensor parallelism",
+        lambda c: _in_parallel(c, TOVA.name),
+        "it averages over heads of other processes; use --policy snapkv",
+    ),
+    (
+        "adakv and tensor parallelism",
+        lambda c: _in_parallel(c, AdaKV.name),
+        "it shares a layer's budget out among heads of other processes too; use --policy snapkv",
     ),
 )
 
 
-def require_no_promise(limits: Limits) -> None:
-    """Raise where requests are promised to be held to limits, for one that cannot be: a session.
+def require_supported(vllm_config: Any) -> None:
+    """Raise UnsupportedModelError where prompts cannot be compressed with this configuration."""
+    for what, applies, remedy in _RULES:
+        if applies(vllm_config):
+            raise UnsupportedModelError(f"snapkv: cannot compress prompts with {what}: {remedy}")
+    processes = vllm_config.parallel_config.tensor_parallel_size
+    if processes > (kv_heads := vllm_config.model_config.get_total_num_kv_heads()):
+        raise UnsupportedModelError(
+            f"snapkv: cannot compress prompts with {processes} tensor parallel processes and "
+            f"{kv_heads} KV heads: copies of a head would keep different tokens; use at most "
+            f"--tensor-parallel-size {kv_heads}"
+        )
 
-    Raises:
-        InvalidArgumentError: says which limit.
-    """
+
+def require_heads_apart(name: str, layer: Any) -> None:
+    """Raise UnsupportedModelError unless a layer's heads can hold different numbers of tokens."""
+    if getattr(layer.impl, "sinks", None) is not None:
+        raise UnsupportedModelError(
+            f"snapkv: cannot compress prompts with adakv: {name} has a sink for every query head, "
+            "which the kernels look up by the head, while every head is a sequence of its own; use "
+            "--policy snapkv"
+        )
+
+
+# What a request may not ask for.
+
+
+def require_no_promise(limits: Limits) -> None:
+    """Raise where requests are promised to be held to limits, for one that cannot be: a session."""
     for name in ("cap", "decode_budget"):
-        if getattr(limits, name):
-            raise InvalidArgumentError(
-                f"{name}: expected none for a session, whose prompt goes on after its end, got "
-                f"{getattr(limits, name)}; send whole requests, or start the server without --"
-                f"{name.replace('_', '-')}"
-            )
+        if promised := getattr(limits, name):
+            remedy = f"send whole requests, or start the server without --{name.replace('_', '-')}"
+            none = "none for a session, whose prompt goes on after its end"
+            raise wrong(name, none, promised, remedy)
 
 
 def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
@@ -174,134 +241,38 @@ def require_capped_prompt(plan: Plan, request: Any, vllm_config: Any) -> None:
     if cap is None or policy is None:
         return
     if request.prompt_token_ids is None or request.mm_features:
-        _refuse_capped("prompt", "a prompt of tokens alone", "embeddings or images")
-    if cap.looks_ahead and _shortest_step(vllm_config) <= policy.query_tokens:
-        steps = f"a window of {policy.query_tokens} in steps of {_shortest_step(vllm_config)}"
-        _refuse_capped("window_size", "steps with room for the window and a token more", steps)
+        raise _capped("prompt", "a prompt of tokens alone", "embeddings or images")
+    if cap.looks_ahead and (step := _shortest_step(vllm_config)) <= policy.query_tokens:
+        got = f"a window of {policy.query_tokens} in steps of {step}"
+        raise _capped("window_size", "steps with room for the window and a token more", got)
     if vllm_config.cache_config.mamba_cache_mode == "align":
-        _refuse_capped("cap", "recurrent states that are not shared", "--mamba-cache-mode align")
+        states = "recurrent states that are not shared"
+        raise _capped("cap", states, "--mamba-cache-mode align")
 
 
 def require_no_prompt_logprobs(plan: Plan, sampling_params: Any) -> None:
-    """Raise where a prompt's own probabilities are asked for, and it is held to a cap.
-
-    Raises:
-        InvalidArgumentError: they are; tokens that are read ahead would stand among them.
-    """
+    """Raise where a capped prompt's own probabilities are asked for, some of tokens read ahead."""
     if plan.cap is not None and sampling_params.prompt_logprobs is not None:
-        _refuse_capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
+        raise _capped("prompt_logprobs", "none", str(sampling_params.prompt_logprobs))
+
+
+def _capped(name: str, expected: str, got: str) -> InvalidArgumentError:
+    without = "send the request to a server without --cap and without snapkv_cap"
+    where = f"{expected} where a prompt is held to a cap"
+    return wrong(name, where, got, f"leave it out, or {without}")
 
 
 def require_sharing(settings: ServingSettings, asked: Errand, sampling_params: Any) -> None:
-    """Raise where a request has to do with a document and the server or its settings forbid it.
-
-    Raises:
-        InvalidArgumentError: the server shares none, or the request wants rows of its prompt.
-    """
+    """Raise where a request has to do with a document and the server or its settings forbid it."""
     if settings.sharing is None:
-        raise InvalidArgumentError(
-            f"{asked.verb}: expected none on this server, which shares no documents, got one; "
-            "start it with --share"
-        )
-    if sampling_params.prompt_logprobs is not None:
-        raise InvalidArgumentError(
-            f"prompt_logprobs: expected none beside {asked.verb}, since a document is not read "
-            f"with the request, got {sampling_params.prompt_logprobs}; leave it out"
-        )
+        none = "none on this server, which shares no documents"
+        raise wrong(asked.verb, none, "one", "start it with --share")
+    if (asked_for := sampling_params.prompt_logprobs) is not None:
+        none = f"none beside {asked.verb}, since a document is not read with the request"
+        raise wrong("prompt_logprobs", none, asked_for, "leave it out")
 
 
-def _refuse_capped(name: str, expected: str, got: str) -> NoReturn:
-    raise InvalidArgumentError(
-        f"{name}: expected {expected} where a prompt is held to a cap, got {got}; leave it out, or "
-        "send the request to a server without --cap and without snapkv_cap"
-    )
-
-
-def _settings(vllm_config: Any) -> ServingSettings:
-    return ServingSettings.from_config(vllm_config.additional_config)
-
-
-def _limits(vllm_config: Any) -> Limits:
-    return _settings(vllm_config).limits
-
-
-def _evicts_by(vllm_config: Any, policy: str) -> bool:
-    limits = _limits(vllm_config)
-    return bool(limits.decode_budget) and limits.decode_policy == policy
-
-
-def _shortest_step(vllm_config: Any) -> int:
-    """The most tokens of one request that a step may be given."""
-    scheduler = vllm_config.scheduler_config
-    steps = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
-    return min(int(tokens) for tokens in steps if tokens)
-
-
-def require_supported(vllm_config: Any) -> None:
-    """Raise where prompts cannot be compressed with this configuration.
-
-    Raises:
-        UnsupportedModelError: names what is in the way, and what to do.
-    """
-    for what, applies, remedy in (*_RULES, *IN_A_FOLDER):
-        if applies(vllm_config):
-            raise UnsupportedModelError(f"snapkv: cannot compress prompts with {what}: {remedy}")
-    if serves_heads_apart(vllm_config) and vllm_config.model_config.use_mla:
-        raise UnsupportedModelError(
-            "snapkv: cannot compress prompts with adakv and latent attention (MLA): all heads of a "
-            "layer keep one set, so there is nothing to share out; use --policy snapkv"
-        )
-    _require_whole_heads(vllm_config)
-
-
-def serves_heads_apart(vllm_config: Any) -> bool:
-    """Whether heads of a layer may keep different numbers of tokens on this server."""
-    settings = ServingSettings.from_config(vllm_config.additional_config)
-    return settings.policy == AdaKV.name
-
-
-def require_heads_apart(name: str, layer: Any) -> None:
-    """Raise unless a layer's heads can hold different numbers of tokens.
-
-    Raises:
-        UnsupportedModelError: they have sinks; names the layer.
-    """
-    if getattr(layer.impl, "sinks", None) is not None:
-        raise UnsupportedModelError(
-            f"snapkv: cannot compress prompts with adakv: {name} has a sink for every query head, "
-            "which the kernels look up by the head, while every head is a sequence of its own; use "
-            "--policy snapkv"
-        )
-
-
-def _require_whole_heads(vllm_config: Any) -> None:
-    """Each process must see all query heads that share the KV heads it stores."""
-    tensor_parallel = vllm_config.parallel_config.tensor_parallel_size
-    kv_heads = vllm_config.model_config.get_total_num_kv_heads()
-    if tensor_parallel > kv_heads:
-        raise UnsupportedModelError(
-            f"snapkv: cannot compress prompts with {tensor_parallel} tensor parallel processes and "
-            f"{kv_heads} KV heads: copies of a head would keep different tokens; use at most "
-            f"--tensor-parallel-size {kv_heads}"
-        )
-    settings = _settings(vllm_config)
-    if tensor_parallel > 1 and settings.policy in _OVER_ALL_HEADS:
-        raise UnsupportedModelError(
-            f"snapkv: cannot compress prompts with {settings.policy} and tensor parallelism: it "
-            f"{_OVER_ALL_HEADS[settings.policy]}; use --policy snapkv"
-        )
-
-
-_OVER_ALL_HEADS = {
-    TOVA.name: "averages over heads of other processes",
-    AdaKV.name: "shares a layer's budget out among heads of other processes too",
-}
-
-
-def _graphs_of_prompts(mode: Any) -> bool:
-    from vllm.config.compilation import CUDAGraphMode
-
-    return bool(mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL)
+# What a model may not have.
 
 
 def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[str]:
@@ -319,12 +290,10 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    found = set()
-    for name, spec in specs.items():
-        if not isinstance(spec, FullAttentionSpec):
-            continue
-        _require_movable(name, layers.get(name), spec)
-        found.add(name)
+    found = {name for name, spec in specs.items() if isinstance(spec, FullAttentionSpec)}
+    for name in specs:
+        if name in found:
+            _require_movable(name, layers.get(name), specs[name])
     for name, layer in layers.items():
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             _refuse(name, "reads another layer's cache", "a cache for each layer")

@@ -2,7 +2,7 @@
 
 vLLM gives the KV cache what its own largest step leaves free. A step may also put queries aside in
 every layer, and when it is done copies keys and values of a layer at a time, or of a few that take
-no more than `layer_runs.MOST_BYTES`; both are tried out here at the sizes that the server allows.
+no more than `layers.MOST_BYTES`; both are tried out here at the sizes that the server allows.
 On a GPU that compiles the kernels too. Not counted: what an eviction from an answer computes, which
 no prompt's length enlarges.
 """

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from snapkv_vllm.versions import require_supported_version
+from snapkv_vllm.versions import require_overridden, require_supported_version
 
 require_supported_version()
 
@@ -18,10 +18,9 @@ from snapkv_vllm.documents.beginning import FromDocument
 from snapkv_vllm.documents.reading_twice import ReadTwice
 from snapkv_vllm.documents.registry import registry
 from snapkv_vllm.documents.words import errand
-from snapkv_vllm.lifetime import end_with_parent
 from snapkv_vllm.metrics import PromptMetrics
-from snapkv_vllm.orders import Beginning, Order
-from snapkv_vllm.plans import Plan, RequestPlan
+from snapkv_vllm.plans import Beginning, Order, Plan, RequestPlan
+from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.refusals import (
     compressed_managers,
     require_capped_prompt,
@@ -42,6 +41,14 @@ _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPE
 BEGINNINGS = "snapkv_beginnings"
 """Attribute of the same that carries a `Beginning` for every request that has a document."""
 
+_OVERRIDDEN = (
+    "_free_request",
+    "_get_local_prefix_cache_hit",
+    "_preempt_request",
+    "_reserve_prefill_lookahead",
+    "_update_after_schedule",
+)
+
 
 class _CompressingScheduler(Scheduler):
     """Orders the compression of a request in the very step that computes its last token.
@@ -53,6 +60,7 @@ class _CompressingScheduler(Scheduler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        require_overridden(Scheduler, _OVERRIDDEN)
         super().__init__(*args, **kwargs)
         require_supported(self.vllm_config)
         self._settings = ServingSettings.from_config(self.vllm_config.additional_config)
@@ -159,12 +167,8 @@ class _CompressingScheduler(Scheduler):
         lent = self._documents and self._documents.lent(request.request_id)
         if lent:
             begun, found = lent
-            return (
-                self.kv_cache_manager.create_kv_cache_blocks(found),
-                begun.document_tokens,
-                0,
-                False,
-            )
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(found)
+            return blocks, begun.document_tokens, 0, False
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request)
         plan = self._plans.get(request.request_id)
         usable = None if plan is None else plan.reusable_tokens
@@ -181,11 +185,9 @@ class _CompressingScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        tokens: int = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
-        plan = self._plans.get(request.request_id)
-        if plan is None:
+        computed = num_computed_tokens, num_new_tokens
+        tokens: int = super()._reserve_prefill_lookahead(request, *computed)
+        if (plan := self._plans.get(request.request_id)) is None:
             return tokens
         held = num_computed_tokens - self._blocks.dropped_tokens(request.request_id)
         return plan.step_tokens(num_computed_tokens, held, tokens)
@@ -205,10 +207,8 @@ class _CompressingScheduler(Scheduler):
         """What the workers are told of those requests of a step that begin with a document."""
         if self._documents is None:
             return {}
-        begun = {
-            name: self._documents.beginning(name) for name in scheduler_output.num_scheduled_tokens
-        }
-        return {name: one for name, one in begun.items() if one is not None}
+        names, beginning = scheduler_output.num_scheduled_tokens, self._documents.beginning
+        return {name: begun for name in names if (begun := beginning(name)) is not None}
 
     def _order(self, request: Any, step_tokens: int) -> Order | None:
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens

@@ -1,21 +1,132 @@
-"""vLLM's own OpenAI-compatible server, with compressed prompts."""
+"""What to pass to vLLM so that it compresses prompts, and its OpenAI-compatible server."""
 
 import contextlib
+import json
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
-from snapkv.validation import format_bytes
-from snapkv_vllm.engine import OWN, arguments
-from snapkv_vllm.lifetime import METRICS, metrics_folder
+from snapkv.policies import SnapKV
+from snapkv.validation import DEFAULT_BUDGET, MAX_KERNEL_SIZE, MAX_WINDOW_SIZE, format_bytes
+from snapkv_vllm.documents.sharing import Sharing
+from snapkv_vllm.limits import Limits
+from snapkv_vllm.names import wrong
+from snapkv_vllm.plugin import METRICS, metrics_folder
 from snapkv_vllm.settings import ServingSettings
 from snapkv_vllm.versions import require_supported_version
 
+OWN = ("worker_cls", "scheduler_cls", "additional_config", "logits_processors")
+"""The arguments of vLLM through which the plugin works."""
+
+SETTINGS_CHECK = "snapkv_vllm.middleware.SettingsCheck"
+"""What to pass to vLLM's ``--middleware``."""
+
+_NAME = "--served-model-name"
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 _SHARE_OF_FREE = 4
 """A quarter: the weights and what else runs need the rest."""
+
+
+def engine_args(
+    *,
+    budget: int = DEFAULT_BUDGET,
+    policy: str = SnapKV.name,
+    parameters: Mapping[str, Any] | None = None,
+    protect_first: int = 0,
+    max_window_size: int = MAX_WINDOW_SIZE,
+    max_kernel_size: int = MAX_KERNEL_SIZE,
+    limits: Limits | None = None,
+    sharing: Sharing | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
+
+    Args:
+        budget: tokens kept per KV head and layer; 0 compresses only requests with
+            ``extra_args={"snapkv_budget": ...}``.
+        policy: "snapkv", "adakv", "streaming-llm" or "tova"; all of them compress the prompt at its
+            end.
+        parameters: of the method, such as ``{"kernel_size": 13}``.
+        protect_first: first tokens of every prompt that stay.
+        max_window_size: the longest window that a request may ask for.
+        max_kernel_size: the widest kernel that a request may ask for.
+        limits: how many tokens a request may hold while its prompt is read and while its answer
+            grows; by default all of them.
+        sharing: of documents among requests; None shares none.
+        options: any other option of vLLM; its own of the same kind are kept.
+
+    Raises:
+        InvalidArgumentError: a value out of range, or an option that the plugin must set itself.
+        MissingDependencyError: no vLLM, or one that is too old.
+    """
+    settings = ServingSettings(
+        policy=policy,
+        budget=budget,
+        parameters=dict(parameters or {}),
+        protect_first=protect_first,
+        max_window_size=max_window_size,
+        max_kernel_size=max_kernel_size,
+        limits=limits or Limits(),
+        sharing=sharing,
+    )
+    return {**options, **_arguments(settings, options)}
+
+
+def _arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`OWN` for these settings, beside what the user gives for them."""
+    require_supported_version()
+    from snapkv_vllm.requests import name_of_check
+
+    for taken in ("worker_cls", "scheduler_cls"):
+        if given.get(taken) not in (None, "auto"):
+            raise wrong(
+                taken, "none, since snapkv brings its own", repr(given[taken]), "leave it out"
+            )
+    return {
+        "worker_cls": "snapkv_vllm.worker.CompressingWorker",
+        "scheduler_cls": "snapkv_vllm.scheduler.scheduler",
+        "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
+        "logits_processors": [*(given.get("logits_processors") or ()), name_of_check(settings)],
+    }
+
+
+def command_line(
+    model: str, settings: ServingSettings, options: Sequence[str], *, name: str
+) -> str:
+    """The line with which vLLM's own command, ``vllm serve``, starts the same server, for a shell.
+
+    Args:
+        model: what vLLM loads.
+        settings: what to keep of prompts.
+        options: any further ones of ``vllm serve``, passed on as they are.
+        name: what the model is called in requests, unless the options say it.
+
+    Raises:
+        InvalidArgumentError: an option that the line has already, of which vLLM takes the last.
+        MissingDependencyError: no vLLM, or one that is too old.
+    """
+    for word in options:
+        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if option.startswith("--") and option[2:].replace("-", "_") in OWN:
+            line = "since vLLM would take it in place of the printed one"
+            none = f"none with --print-command, {line}"
+            raise wrong(option, none, "it", "leave it out, and join the two by hand")
+    named = () if _NAME in options else (_NAME, name)
+    own = [*_spelt(_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
+    return shlex.join(["vllm", "serve", model, *own, *options])
+
+
+def _spelt(options: Mapping[str, Any]) -> Iterator[str]:
+    """Options of vLLM as words of its command line."""
+    for name, value in options.items():
+        yield "--" + name.replace("_", "-")
+        if isinstance(value, list):
+            yield from map(str, value)
+        else:
+            yield json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 def serve(
@@ -32,7 +143,7 @@ def serve(
     Raises:
         InvalidArgumentError: an option that vLLM refuses.
         UnsupportedModelError: something that prompts cannot be compressed with.
-        MissingDependencyError: no vLLM, or one of another version.
+        MissingDependencyError: no vLLM, or one that is too old.
     """
     require_supported_version()
     with contextlib.nullcontext() if METRICS in os.environ else metrics_folder():
@@ -45,7 +156,6 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from snapkv_vllm.middleware import NAME as SETTINGS_CHECK
     from snapkv_vllm.refusals import ONE_SERVER, require_supported
 
     cli_env_setup()
@@ -57,13 +167,11 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     args.served_model_name = args.served_model_name or [name]
     args.middleware = [*args.middleware, SETTINGS_CHECK]
     if settings.sharing is not None and (args.api_server_count or 1) > 1:
-        raise InvalidArgumentError(
-            f"share: expected one API server, got --api-server-count {args.api_server_count}: "
-            f"{ONE_SERVER}"
-        )
+        got = f"--api-server-count {args.api_server_count}: {ONE_SERVER}"
+        raise InvalidArgumentError(f"share: expected one API server, got {got}")
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
     given = {option: getattr(args, option) for option in OWN}
-    for option, value in arguments(settings, given).items():
+    for option, value in _arguments(settings, given).items():
         setattr(args, option, value)
     try:
         command.validate(args)

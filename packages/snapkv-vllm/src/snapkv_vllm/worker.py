@@ -9,7 +9,7 @@ require_supported_version()
 from vllm.platforms import current_platform
 
 from snapkv_vllm.documents.exchange import answered, fill_document, save_document
-from snapkv_vllm.lifetime import end_with_parent
+from snapkv_vllm.plugin import end_with_parent
 from snapkv_vllm.requests import without_checks
 from snapkv_vllm.runners import compress_in
 

@@ -3,9 +3,8 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError, SnapKVError
-from snapkv_vllm.bodies import require_settings
 from snapkv_vllm.names import OF_A_REQUEST
-from snapkv_vllm.settings import ServingSettings
+from snapkv_vllm.settings import ServingSettings, require_settings
 
 SETTINGS = ServingSettings(budget=512)
 RIGHT = {"vllm_xargs": {"snapkv_budget": 64, "session": "mine"}}

@@ -3,7 +3,7 @@
 import pytest
 
 from snapkv.errors import InvalidArgumentError
-from snapkv_vllm.command import command_line
+from snapkv_vllm.server import command_line
 from snapkv_vllm.settings import ServingSettings
 
 

@@ -10,13 +10,10 @@ from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
-from snapkv_vllm import layer_runs
+from snapkv_vllm import layers as rooms
 from snapkv_vllm.compressor import Compressor, QueryRecorder
-from snapkv_vllm.layers import voting_layer
-from snapkv_vllm.layouts import layout_of, slots
-from snapkv_vllm.layouts.plain import PlainLayout
-from snapkv_vllm.orders import Move
-from snapkv_vllm.plans import Plan
+from snapkv_vllm.layouts import PlainLayout, layout_of, slots
+from snapkv_vllm.plans import Move, Plan
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
@@ -192,7 +189,7 @@ def test_slots_follow_the_blocks():
 def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch, policy, at_once):
     _, _, states = prompt
     halves = [tuple(of.bfloat16() for of in layer) for layer in states]
-    monkeypatch.setattr(layer_runs, "MOST_BYTES", at_once)
+    monkeypatch.setattr(rooms, "MOST_BYTES", at_once)
     blocks = (9, 2, 30, 5, 11, 1, 7, 20, 3, 13)
     layers = run(halves, policy, [100, 50], blocks, (31, 4, 17), torch.bfloat16)
     assert len(layers) > 1
@@ -214,7 +211,7 @@ def test_layers_in_half_precision_keep_what_each_would_alone(prompt, monkeypatch
 
 def voting(groups):
     return {
-        group: {name: voting_layer(layer) for name, layer in layers.items()}
+        group: {name: rooms.voting_layer(layer) for name, layer in layers.items()}
         for group, layers in groups.items()
     }
 
@@ -228,7 +225,7 @@ def test_layers_that_differ_are_not_taken_together():
         "4": engine_layer(8, 2, 8, sinks=torch.zeros(8)),
         "5": engine_layer(8, 2, 8, sinks=torch.ones(8)),
     }
-    runs = layer_runs.layer_runs(voting({0: layers, 1: {"6": engine_layer(4, 2, 8)}}))
+    runs = rooms.layer_runs(voting({0: layers, 1: {"6": engine_layer(4, 2, 8)}}))
     found = [(run.group, run.depth, list(run.layers)) for run in runs]
     assert found == [
         (0, 0, ["0", "1"]),
@@ -242,9 +239,9 @@ def test_layers_that_differ_are_not_taken_together():
 
 def test_no_more_is_copied_at_a_time_than_allowed(monkeypatch):
     layers = {str(i): engine_layer(4, 2, 8, dtype=torch.bfloat16) for i in range(5)}
-    (run,) = layer_runs.layer_runs(voting({0: layers}))
+    (run,) = rooms.layer_runs(voting({0: layers}))
     token = 2 * 2 * 8  # bytes of the keys of one token: two heads of eight
-    monkeypatch.setattr(layer_runs, "MOST_BYTES", 2 * token * (100 + 2 * 20))
+    monkeypatch.setattr(rooms, "MOST_BYTES", 2 * token * (100 + 2 * 20))
     parts = list(run.within_bounds(100, 20))
     assert [list(part.layers) for part in parts] == [["0", "1"], ["2", "3"], ["4"]]
     assert [part.depth for part in parts] == [0, 2, 4]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from snapkv_vllm.lifetime import METRICS, end_with_parent, metrics_folder, own_folder
+from snapkv_vllm.plugin import METRICS, end_with_parent, metrics_folder, own_folder
 
 linux = pytest.mark.skipif(
     not hasattr(os, "pidfd_open"), reason="Linux only, as vLLM's engine on Ray"
@@ -18,7 +18,7 @@ linux = pytest.mark.skipif(
 
 SERVER = """
 import multiprocessing, os, resource, sys, time
-from snapkv_vllm.lifetime import METRICS, end_with_parent, metrics_folder
+from snapkv_vllm.plugin import METRICS, end_with_parent, metrics_folder
 
 def worker(files):
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
@@ -64,7 +64,7 @@ def test_a_process_whose_parent_has_gone_ends_at_once_and_a_users_folder_stays(t
     code = f"""
 import multiprocessing, os, subprocess, sys, time
 from types import SimpleNamespace
-from snapkv_vllm.lifetime import end_with_parent
+from snapkv_vllm.plugin import end_with_parent
 gone = subprocess.Popen([sys.executable, "-c", ""])
 gone.wait()
 os.environ[{METRICS!r}] = {str(tmp_path)!r}
@@ -82,7 +82,7 @@ time.sleep(60)
 def test_a_process_of_vllm_watches_once_and_one_of_a_user_never():
     code = """
 import multiprocessing, os, threading
-from snapkv_vllm.lifetime import end_with_parent
+from snapkv_vllm.plugin import end_with_parent
 def watching():
     end_with_parent()
     end_with_parent()

@@ -7,10 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import TOVA, SnapKV, StreamingLLM
-from snapkv_vllm.choices import EndOfPrompt, UnderCap, WhileGenerating
 from snapkv_vllm.methods import kept_tokens
-from snapkv_vllm.orders import Ahead, Order
-from snapkv_vllm.plans import Cap, Growth, Plan
+from snapkv_vllm.plans import (
+    Ahead,
+    Cap,
+    EndOfPrompt,
+    Growth,
+    Order,
+    Plan,
+    UnderCap,
+    WhileGenerating,
+)
 
 POLICY = SnapKV(64, window_size=32)
 

@@ -9,8 +9,7 @@ from snapkv import TOVA, SnapKV, SnapKVError, StreamingLLM
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.limits import Limits
-from snapkv_vllm.methods import kept_tokens
-from snapkv_vllm.protecting import ProtectingFirst
+from snapkv_vllm.methods import ProtectingFirst, kept_tokens
 from snapkv_vllm.settings import ServingSettings
 from tests.ops.states import random_layer
 

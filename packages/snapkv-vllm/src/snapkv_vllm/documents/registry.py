@@ -10,13 +10,11 @@ from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.policies import AdaKV, KVzip, Policy
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, format_bytes
 from snapkv_vllm.blocks import CompressedManager
-from snapkv_vllm.choices import SecondReading
 from snapkv_vllm.documents.beginning import FromDocument
 from snapkv_vllm.documents.reading_twice import ReadTwice, piece_tokens
 from snapkv_vllm.documents.room import Room
 from snapkv_vllm.documents.words import ADOPT, DOCUMENT, DROP, KEPT, REGISTER, ROOM, Errand
-from snapkv_vllm.orders import Beginning
-from snapkv_vllm.plans import Plan, RequestPlan
+from snapkv_vllm.plans import Beginning, Plan, RequestPlan, SecondReading
 from snapkv_vllm.settings import ServingSettings
 
 

@@ -6,10 +6,9 @@ vLLM is given token ids, which begin with the document's own; nothing else of a 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol, TypeGuard
 
-from snapkv_vllm.bodies import XARGS
 from snapkv_vllm.documents.catalogue import SharedDocument
 from snapkv_vllm.documents.refused import RefusedError
-from snapkv_vllm.names import DOCUMENT, PREFIX, shown
+from snapkv_vllm.names import DOCUMENT, PREFIX, XARGS, shown
 
 ENDPOINTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 """Where requests may name a document, and the field that it is the beginning of."""

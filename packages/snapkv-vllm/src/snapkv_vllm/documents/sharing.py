@@ -6,8 +6,7 @@ from typing import Any, Self
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.validation import format_bytes, require_at_least, require_int
-from snapkv_vllm.limits import Limits
-from snapkv_vllm.records import entry_of, require_fields
+from snapkv_vllm.limits import Limits, entry_of, require_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,9 @@ from torch import Tensor
 from snapkv.errors import InvalidArgumentError
 from snapkv.policies import KVzip, Policy
 from snapkv.validation import DEFAULT_WINDOW
-from snapkv_vllm.choices import SecondReading
-from snapkv_vllm.layer_runs import LayerRun
+from snapkv_vllm.layers import LayerRun
 from snapkv_vllm.layouts import slots
-from snapkv_vllm.orders import Move, Order
+from snapkv_vllm.plans import Move, Order, SecondReading
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

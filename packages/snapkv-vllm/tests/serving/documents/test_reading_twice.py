@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from snapkv import KVzip
 from snapkv.errors import InvalidArgumentError
-from snapkv_vllm.choices import SecondReading
 from snapkv_vllm.documents.reading_twice import STEP_TOKENS, ReadTwice, piece_tokens
-from snapkv_vllm.orders import Ahead, Order
+from snapkv_vllm.plans import Ahead, Order, SecondReading
 
 CHOICE = SecondReading(KVzip(4, window_size=1, sink_tokens=1), 10)
 

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.heads.places import HeadPlaces, held_tokens
+from snapkv_vllm.heads import HeadPlaces
+from tests.serving.heads import held_tokens
 
 
 def handed_out(kept, page_tokens, grown):

@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from snapkv_vllm.heads.pages import HeadPages
-from snapkv_vllm.heads.places import HeadPlaces, held_tokens
-from snapkv_vllm.heads.step import Rows, sequences
+from snapkv_vllm.heads import HeadPages, HeadPlaces, Rows, sequences
+from tests.serving.heads import held_tokens
 
 BLOCKS, HEADS, TOKENS, SIZE, LAYERS = 40, 3, 4, 2, 2
 
@@ -98,12 +97,8 @@ def test_every_head_finds_its_own_tokens(order, seed):
             grown[request] += counts[request]
             give_blocks(request, grown[request])
         pages = HeadPages.of(layers[0])
-        batch = Rows(
-            starts=starts,
-            counts=counts,
-            most_tokens=int(kept.max()) + max(grown),
-        )
-        found = sequences(batch, places, torch.tensor(grown), blocks, pages)
+        batch, most = Rows(starts=starts, counts=counts), int(kept.max()) + max(grown)
+        found = sequences(batch, places, torch.tensor(grown), blocks, pages, most)
         tokens = others + sum(counts)
         for layer, cache in enumerate(layers):
             new = number + 1 + torch.arange(tokens * HEADS)

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.outputs import ModelRunnerOutput
 
 from snapkv_vllm.layouts import slots
-from snapkv_vllm.orders import Move, Order
+from snapkv_vllm.plans import Move, Order
 from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
 
 Token = int | tuple[int, int]

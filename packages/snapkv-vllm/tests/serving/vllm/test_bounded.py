@@ -9,7 +9,6 @@ import torch
 from snapkv import RKV, TOVA, AdaKV, CompressedCache, PromptThenDecode, SnapKV, StreamingLLM
 from snapkv.prefill import chunked
 from snapkv_vllm import Limits
-from tests.serving.vllm.conftest import SLOW_ON_SECOND
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.families import FamilyModel
 from tests.serving.vllm.models import SmallModel, ids_of
@@ -59,8 +58,7 @@ def read_in_pieces(small, ids, policy, tokens, limits=CAP):
     return output[0, len(ids) :].tolist(), kept
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-@pytest.mark.parametrize("batched", [512, 80], ids=["large steps", "small steps"])
+@pytest.mark.parametrize(("caching", "batched"), [(False, 512), (True, 80)], ids=str)
 def test_a_prompt_under_a_cap_is_read_as_by_the_library(small, caching, batched):
     """Prompts of every rest of a chunk, together and one after the other."""
     policy = SnapKV(64, **WINDOW)
@@ -106,12 +104,11 @@ def test_models_of_other_kinds_are_bounded_as_by_the_library(tmp_path, family):
     assert grown == [small.answer(ids, library, 40) for ids in prompts]
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
-def test_heads_part_behind_a_prompt_under_a_cap(small, caching):
+def test_heads_part_behind_a_prompt_under_a_cap(small):
     """All hold as many tokens until the prompt's end."""
     policy = AdaKV(SnapKV(64, **WINDOW))
     prompts = [ids_of(tokens, seed=tokens) for tokens in (100, 320, 500, 777)]
-    sizes = SIZES | {"enable_prefix_caching": caching, "policy": "adakv"}
+    sizes = SIZES | {"enable_prefix_caching": True, "policy": "adakv"}
     with small_engine(small, budget=64, parameters=WINDOW, limits=CAP, **sizes) as engine:
         answers = engine.answers(prompts, greedy(40))
         assert not engine.leftovers()
@@ -189,7 +186,7 @@ def test_a_prompt_larger_than_the_pool_is_served(small):
 
 @pytest.mark.parametrize(
     "caching",
-    [pytest.param(False, marks=SLOW_ON_SECOND), True],
+    [pytest.param(False, marks=pytest.mark.slow), True],
     ids=["plain", "prefix-caching"],
 )
 def test_preemption_changes_no_token_and_no_request_holds_more_than_promised(small, caching):
@@ -237,12 +234,11 @@ def test_an_eviction_that_finds_no_room_waits(small):
         assert engine.free_blocks == engine.all_blocks
 
 
-@pytest.mark.parametrize("limits", [Limits(), CAP], ids=["asked for", "of the server"])
-def test_what_a_cap_cannot_serve_is_refused(small, limits):
+def test_what_a_cap_cannot_serve_is_refused(small):
     from vllm.exceptions import VLLMValidationError
 
     own = greedy(4, prompt_logprobs=1, extra_args={"snapkv_cap": 96})
-    with small_engine(small, budget=64, parameters=WINDOW, limits=limits, **SIZES) as engine:
+    with small_engine(small, budget=64, parameters=WINDOW, limits=CAP, **SIZES) as engine:
         with pytest.raises(VLLMValidationError, match="prompt_logprobs: expected none"):
             engine.outputs([ids_of(100)], own)
         assert engine.answers([ids_of(100)], greedy(4))

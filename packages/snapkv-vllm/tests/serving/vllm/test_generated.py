@@ -1,4 +1,4 @@
-"""Random batches: whatever meets, every answer is the library's."""
+"""Random batches: whatever meets, every answer is the library's; also where heads differ."""
 
 import functools
 import random
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from snapkv import SnapKV
+from snapkv import AdaKV, SnapKV
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import ids_of
@@ -14,7 +14,7 @@ from tests.serving.vllm.models import ids_of
 PAGE = 32
 BLOCKS = 15  # 14 to give away: the 12 of one longest request, and two more
 REQUESTS = 24
-ROUNDS = 1 if SECOND_RUNNER else 3
+ROUNDS = 1 if SECOND_RUNNER else 2
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,14 @@ class Asked:
     budget: int
     window: int
     tokens: int
+    safeguard: float | None = None
 
     @classmethod
-    def random(cls, draw, seed):
+    def random(cls, draw, seed, *, apart):
+        """Where heads keep different numbers, a share of 1 parts nothing."""
         window = draw.choice([1, 5, 16, 32])
         return cls(
+            safeguard=draw.choice([0.01, 0.2, 0.2, 0.5, 1]) if apart else None,
             opening=draw.choice([0, 32, 70, 140]),
             ending=draw.randrange(1, 170),
             seed=seed,
@@ -46,25 +49,32 @@ class Asked:
 
     @property
     def policy(self):
-        return SnapKV(self.budget or 512, window_size=self.window)
+        policy = SnapKV(self.budget or 512, window_size=self.window)
+        return AdaKV(policy, safeguard=self.safeguard) if self.safeguard else policy
 
     @property
     def sampling(self):
         own = {"snapkv_budget": self.budget, "snapkv_window_size": self.window}
+        own |= {"snapkv_safeguard": self.safeguard} if self.safeguard else {}
         return greedy(self.tokens, extra_args=own)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
+@pytest.fixture(
+    scope="module", params=[("snapkv", True), ("adakv", False), ("adakv", True)], ids=str
+)
 def engine(small, request):
     """Of few blocks and short chunks, so that requests are preempted and prompts are cut."""
+    policy, caching = request.param
     with small_engine(
         small,
         budget=64,
+        policy=policy,
         max_model_len=384,
         kv_cache_memory_bytes=small.blocks_bytes(BLOCKS, PAGE),
         max_num_batched_tokens=90,
-        enable_prefix_caching=request.param,
+        enable_prefix_caching=caching,
     ) as running:
+        running.parts_heads = policy == "adakv"
         yield running
         assert running.preempted > 0, "the pool was large enough"
 
@@ -80,7 +90,7 @@ def test_every_answer_is_the_librarys(engine, expected, seed):
     draw = random.Random(seed)
     asked, answers = {}, {}
     for number in range(REQUESTS):
-        one = Asked.random(draw, seed=1000 * seed + number)
+        one = Asked.random(draw, seed=1000 * seed + number, apart=engine.parts_heads)
         (name,) = engine.start([one.ids], one.sampling)
         asked[name] = one
         for _ in range(draw.randrange(5)):

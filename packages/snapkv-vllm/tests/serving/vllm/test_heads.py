@@ -17,9 +17,9 @@ TOKENS = 16 if SECOND_RUNNER else 40
 LENGTHS = [40, 64, 65, 66, 95, 96, 97, 127, 128, 150, 151, 182, *range(190, 460, 15)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
-def engine(small, request):
-    options = {"policy": "adakv", "enable_prefix_caching": request.param}
+@pytest.fixture(scope="module")
+def engine(small):
+    options = {"policy": "adakv", "enable_prefix_caching": True}
     with small_engine(small, budget=BUDGET, max_num_batched_tokens=CHUNK, **options) as running:
         yield running
 

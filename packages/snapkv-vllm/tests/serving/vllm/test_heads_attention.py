@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from snapkv_vllm.heads.places import HeadPlaces, held_tokens
+from snapkv_vllm.heads import HeadPlaces
+from tests.serving.heads import held_tokens
 from tests.serving.vllm.conftest import SECOND_RUNNER
 
 GROUP, HEADS, SIZE, PAGE, BLOCKS, WIDTH = 2, 3, 64, 32, 64, 8
@@ -86,7 +87,7 @@ class Attending:
 
     def with_heads(self):
         """From now on, some requests' heads may hold their own numbers of tokens."""
-        from snapkv_vllm.heads.attention import HeadsAttention
+        from snapkv_vllm.heads import HeadsAttention
 
         self.heads = HeadsAttention()
         for name, layer in self.layers.items():

@@ -10,7 +10,7 @@ from tests.serving.vllm.models import ids_of
 BUDGET = 64
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_kept_sets_and_answers_are_those_of_the_library(tmp_path, family):
     small = FamilyModel(tmp_path, family)
     prompts = [ids_of(length, seed=length) for length in (40, 70, 150, 200, 350)]

@@ -99,11 +99,12 @@ def test_vllm_adds_it_by_its_name_and_keeps_its_arguments_where_it_finds_them():
     from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from snapkv_vllm.middleware import NAME, SettingsCheck
+    from snapkv_vllm.middleware import SettingsCheck
+    from snapkv_vllm.server import SETTINGS_CHECK
 
     parser = make_arg_parser(FlexibleArgumentParser())
     config = json.dumps(ServingSettings().to_config())
-    args = parser.parse_args(["--middleware", NAME, "--additional-config", config])
+    args = parser.parse_args(["--middleware", SETTINGS_CHECK, "--additional-config", config])
     assert args.additional_config == ServingSettings().to_config()
     app = FastAPI()
     init_entrypoints_middleware(args, app, ("generate",))

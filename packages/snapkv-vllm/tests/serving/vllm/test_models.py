@@ -12,7 +12,12 @@ from tests.serving.vllm.families import FamilyModel
 from tests.serving.vllm.models import ids_of
 
 BUDGET = 64
-FAMILIES = ("gemma3_text", "gemma2", "cohere2", "gpt_oss", "deepseek_v3")
+FAMILIES = (
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v3",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma2", "cohere2")),
+)
 LENGTHS = (40, 64, 70, 150, 151, 200, 350)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from snapkv import SnapKV
-from tests.serving.vllm.conftest import SLOW_ON_SECOND
 from tests.serving.vllm.models import ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
 
@@ -46,7 +45,7 @@ def answers(folder, budget, *options):
     "options",
     [
         ("--tensor-parallel-size", "2"),
-        pytest.param(("--data-parallel-size", "2"), marks=SLOW_ON_SECOND),
+        pytest.param(("--data-parallel-size", "2"), marks=pytest.mark.slow),
         ("--pipeline-parallel-size", "2", *TRACED),
     ],
     ids=["tensor", "data", "pipeline"],

@@ -55,20 +55,20 @@ def test_the_demo_is_supported(config):
     require_supported(changed(config, lora_config=object()))
 
 
+TENSOR = {"parallel_config": {"tensor_parallel_size": 3}}
+LATENT = {"model_config": {"use_mla": True}}
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"speculative_config": {"method": "eagle3"}}, 'drafts .* to "ngram"'),
-        ({"speculative_config": {"method": "ngram_gpu"}}, "drafts of another kind than n-grams"),
         ({"parallel_config": {"decode_context_parallel_size": 2}}, "decode context parallel"),
         ({"parallel_config": {"prefill_context_parallel_size": 2}}, "prefill context parallel"),
         ({"parallel_config": {"use_ubatching": True}}, "--enable-dbo"),
         ({"parallel_config": {"tensor_parallel_size": 6}}, "--tensor-parallel-size 3"),
         ({"kv_transfer_config": object()}, "KV connector"),
-        (
-            {"model_config": {"use_mla": True}, "parallel_config": {"tensor_parallel_size": 3}},
-            "all heads vote on one latent",
-        ),
+        (LATENT | TENSOR, "all heads vote on one latent"),
         ({"model_config": {"is_attention_free": True}}, "without attention"),
         ({"model_config": {"is_encoder_decoder": True}}, "encoder-decoder"),
         ({"model_config": {"runner_type": "pooling"}}, "pooling model"),
@@ -103,99 +103,57 @@ def test_graphs_must_leave_prompts_out(config, mode, fine):
             require_supported(graphs)
 
 
-def test_tova_averages_over_heads_that_other_processes_hold(config):
-    settings = ServingSettings(policy="tova", budget=64).to_config()
-    with pytest.raises(UnsupportedModelError, match="tova and tensor parallelism"):
-        require_supported(
-            changed(config, parallel_config={"tensor_parallel_size": 3}, additional_config=settings)
-        )
+BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
+BY_TOVA = ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova"))
+TOVA, ADAKV = (ServingSettings(policy=policy, budget=64) for policy in ("tova", "adakv"))
+SHARED = ServingSettings(budget=64, sharing=Sharing())
+KEPT = ServingSettings(budget=64, sharing=Sharing(folder="/kept"))
+KEPT_APART = ServingSettings(policy="adakv", budget=64, sharing=Sharing(folder="/kept"))
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("settings", "part", "given", "words"),
     [
-        ({"parallel_config": {"tensor_parallel_size": 3}}, "adakv and tensor parallelism"),
-        ({"model_config": {"use_mla": True}}, "nothing to share out"),
+        (BOUNDED, "speculative_config", {"method": "ngram"}, "drafts where answers are held"),
+        (BOUNDED, "scheduler_config", {"max_num_batched_tokens": 128}, "steps of fewer tokens"),
+        (BOUNDED, "scheduler_config", {"long_prefill_token_threshold": 100}, "--long-prefill-"),
+        (BOUNDED, "model_config", {"use_mla": True}, "--decode-policy tova"),
+        (BY_TOVA, "parallel_config", {"tensor_parallel_size": 3}, "--decode-policy r-kv"),
+        (TOVA, "parallel_config", {"tensor_parallel_size": 3}, "tova and tensor parallelism"),
+        (ADAKV, "parallel_config", {"tensor_parallel_size": 3}, "adakv and tensor parallelism"),
+        (ADAKV, "model_config", {"use_mla": True}, "nothing to share out"),
+        (SHARED, "parallel_config", {"_api_process_count": 2}, "API servers: .*--api-server-coun"),
+        (SHARED, "parallel_config", {"data_parallel_size": 2}, "data parallelism: .* --share out"),
+        (SHARED, "model_config", {"enable_sleep_mode": True}, "sleep mode: .* --share "),
+        (KEPT, "parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
+        (KEPT, "parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
+        (KEPT, "model_config", {"quantization": "gptq"}, "quantised weights"),
+        (KEPT, "model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
+        (KEPT, "model_config", {"model": "someone/model"}, "pass the folder that the model"),
+        (KEPT, "load_config", {"load_format": "dummy"}, "made-up weights"),
     ],
-    ids=str,
+    ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_a_budget_is_shared_out_among_heads_of_one_process_alone(config, parts, words):
-    settings = ServingSettings(policy="adakv", budget=64).to_config()
-    require_supported(changed(config, additional_config=settings))
+def test_settings_and_options_that_go_well_alone_are_refused_together(
+    config, settings, part, given, words
+):
+    own = {"additional_config": settings.to_config()}
+    require_supported(changed(config, **own))
+    require_supported(changed(config, **{part: given}))
+    if settings is KEPT:
+        require_supported(changed(config, **{part: given}, additional_config=SHARED.to_config()))
     with pytest.raises(UnsupportedModelError, match=words):
-        require_supported(changed(config, **parts, additional_config=settings))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("_api_process_count", "shared documents in several API servers: .*--api-server-count"),
-        ("data_parallel_size", "shared documents and data parallelism: .* leave --share out"),
-    ],
-)
-def test_documents_are_shared_by_one_server_with_one_engine(config, name, words):
-    settings = ServingSettings(policy="snapkv", budget=64, sharing=Sharing()).to_config()
-    require_supported(changed(config, additional_config=settings))
-    several = changed(config, parallel_config={name: 2})
-    require_supported(several)
-    several.additional_config = settings
-    with pytest.raises(UnsupportedModelError, match=words):
-        require_supported(several)
-
-
-def test_documents_are_not_put_to_sleep(config):
-    asleep = changed(config, model_config={"enable_sleep_mode": True})
-    require_supported(asleep)
-    sharing = ServingSettings(policy="snapkv", budget=64, sharing=Sharing())
-    asleep.additional_config = sharing.to_config()
-    with pytest.raises(UnsupportedModelError, match=r"documents and sleep mode: .* --share "):
-        require_supported(asleep)
-
-
-@pytest.mark.parametrize(
-    ("part", "given", "words"),
-    [
-        ("parallel_config", {"world_size": 2}, "tensor or pipeline parallelism"),
-        ("parallel_config", {"distributed_executor_backend": "ray"}, "workers on Ray"),
-        ("model_config", {"quantization": "gptq"}, "quantised weights"),
-        ("model_config", {"hf_overrides": {"rope_theta": 1.0}}, "hf-overrides"),
-        ("model_config", {"model": "someone/model"}, "pass the folder that the model"),
-        ("load_config", {"load_format": "dummy"}, "made-up weights"),
-    ],
-    ids=str,
-)
-def test_documents_are_kept_in_a_folder_where_their_model_is_known(config, part, given, words):
-    kept = ServingSettings(policy="snapkv", budget=64, sharing=Sharing(folder="/kept")).to_config()
-    shared = ServingSettings(policy="snapkv", budget=64, sharing=Sharing()).to_config()
-    require_supported(changed(config, additional_config=kept))
-    other = changed(config, **{part: given})
-    other.additional_config = shared
-    require_supported(other)
-    other.additional_config = kept
-    with pytest.raises(UnsupportedModelError, match=f"documents in a folder and .*{words}"):
-        require_supported(other)
+        require_supported(changed(config, **{part: given}, **own))
 
 
 def test_a_folder_holds_no_documents_whose_heads_differ(config):
-    sharing = Sharing(folder="/kept")
-    alike, parted = (
-        changed(
-            config,
-            additional_config=ServingSettings(
-                policy=policy, budget=64, sharing=sharing
-            ).to_config(),
-        )
-        for policy in ("snapkv", "adakv")
-    )
-    require_supported(alike)
     with pytest.raises(UnsupportedModelError, match="documents in a folder and adakv"):
-        require_supported(parted)
+        require_supported(changed(config, additional_config=KEPT_APART.to_config()))
 
 
 def test_several_api_servers_are_refused_before_any_of_them_starts(folder):
-    settings = ServingSettings(budget=64, sharing=Sharing())
     with pytest.raises(InvalidArgumentError, match=r"share: expected one API server, .*count 2: "):
-        serve(folder, settings, ["--api-server-count", "2"])
+        serve(folder, SHARED, ["--api-server-count", "2"])
     assert "PROMETHEUS_MULTIPROC_DIR" not in os.environ, "its folder is gone"
 
 
@@ -205,34 +163,6 @@ def test_heads_with_sinks_cannot_be_sequences_of_their_own():
     layer.impl.sinks = [0.0]
     with pytest.raises(UnsupportedModelError, match=r"model\.layer has a sink"):
         require_heads_apart("model.layer", layer)
-
-
-BOUNDED = ServingSettings(budget=64, limits=Limits(cap=128, decode_budget=256))
-LATENT = {"model_config": {"use_mla": True}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts", "words"),
-    [
-        (BOUNDED, {"speculative_config": {"method": "ngram"}}, "drafts where answers are held"),
-        (BOUNDED, {"scheduler_config": {"max_num_batched_tokens": 128}}, "steps of fewer tokens"),
-        (
-            BOUNDED,
-            {"scheduler_config": {"long_prefill_token_threshold": 100}},
-            "--long-prefill-token-threshold",
-        ),
-        (BOUNDED, LATENT, "--decode-policy tova"),
-        (
-            ServingSettings(budget=64, limits=Limits(decode_budget=256, decode_policy="tova")),
-            {"parallel_config": {"tensor_parallel_size": 3}},
-            "--decode-policy r-kv",
-        ),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_limits_that_cannot_be_kept_are_refused(config, settings, parts, words):
-    with pytest.raises(UnsupportedModelError, match=words):
-        require_supported(changed(config, additional_config=settings.to_config(), **parts))
 
 
 def asked(**more):
@@ -341,10 +271,10 @@ def test_arguments_that_were_printed_for_another_vllm_start_no_engine(
 
     given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
     given = {name: value for name, value in given.items() if name not in left_out}
-    monkeypatch.setattr(versions, "installed", lambda: "0.33.1")
+    monkeypatch.setattr(versions, "installed", lambda: "0.30.1")
     for module in ("requests", "scheduler", "worker"):
         monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"got 0\.33\.1; run pip install"):
+    with pytest.raises(MissingDependencyError, match=r"got 0\.30\.1; run pip install"):
         LLM(folder, **given)
 
 

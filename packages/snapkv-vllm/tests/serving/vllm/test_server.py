@@ -1,18 +1,31 @@
 """The server as its users see it: through the official client."""
 
 import json
+import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
 
 import pytest
 
 from snapkv import SnapKV
+from snapkv.errors import SnapKVError
+from snapkv_vllm.settings import ServingSettings
+from tests.serving.fuzzing import random_settings
+from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.servers import Server
 
 BUDGET = 128
+SETTINGS = ServingSettings(budget=BUDGET, parameters={"kernel_size": 13})
+PROMPT = 300
+NOISE = 0.5  # seconds that a busy machine adds now and then
+EXAMPLE = Path(__file__).parents[5] / "examples" / "chat_client.py"
 GREEDY = {"model": "demo", "temperature": 0, "max_tokens": 12}
 
 
@@ -232,3 +245,72 @@ def test_disconnected_clients_free_their_blocks(server, client, many_ids):
 def test_samples_of_one_prompt_share_its_blocks(client, many_ids):
     several = answer(client, prompt(many_ids, 30), n=3, temperature=1.0)
     assert [len(choice.token_ids) for choice in several.choices] == [12, 12, 12]
+
+
+def test_the_client_of_the_examples_is_answered_from_compressed_prompts(server):
+    before = server.metric("snapkv:requests_total", outcome="compressed")
+    command = [sys.executable, str(EXAMPLE), f"{server.url}/v1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    compressed = server.metric("snapkv:requests_total", outcome="compressed") - before
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("tokens read, at most 128 kept)") == 2
+    assert compressed == 2
+
+
+# Whatever a request sets, it is answered in ordinary time or refused, and nobody else notices.
+
+
+def timed(server, prompt, settings, *, stream=False):
+    """The status, the answer's text and the seconds it took."""
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "stream": stream}
+    begin = time.perf_counter()
+    status, said = server.post("/v1/completions", {**body, "vllm_xargs": settings})
+    return status, said, time.perf_counter() - begin
+
+
+def expected_status(settings):
+    try:
+        SETTINGS.for_request(json.loads(json.dumps(settings)))
+    except SnapKVError:
+        return 400
+    return 200
+
+
+def ordinary(server, many_ids, draw):
+    start = draw.randrange(9_000)
+    return timed(server, many_ids[start : start + PROMPT], {})[2]
+
+
+def drawn(draw, cases):
+    """Random settings with the status they are to get; half of them are taken by the server."""
+    of_status = {200: [], 400: []}
+    while min(len(settings) for settings in of_status.values()) < cases // 2:
+        settings = random_settings(draw, in_json=True)
+        of_status[expected_status(settings)].append(settings)
+    both = [(one, status) for status, many in of_status.items() for one in many[: cases // 2]]
+    return draw.sample(both, len(both))
+
+
+@pytest.mark.skipif(SECOND_RUNNER, reason="an interpreter's times tell nothing")
+@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_settings_are_answered_in_ordinary_time_or_refused(server, many_ids, cases):
+    draw = random.Random(cases)
+    fixed = many_ids[:PROMPT]
+    before = json.loads(timed(server, fixed, {})[1])["choices"]
+    usual = median(ordinary(server, many_ids, draw) for _ in range(5))
+    for settings, expected in drawn(draw, cases):
+        stream = draw.random() < 0.5
+        for _ in range(3):  # a costly setting costs every time, a busy machine does not
+            start = draw.randrange(9_000)
+            prompt = many_ids[start : start + PROMPT]
+            status, said, seconds = timed(server, prompt, settings, stream=stream)
+            assert status == expected, (settings, said)
+            if seconds < 2 * usual + NOISE:
+                break
+        else:
+            raise AssertionError((settings, f"{seconds} s, {usual} s is usual"))
+        assert status == 400 or "error" not in said
+    while server.metric("vllm:num_requests_running"):
+        time.sleep(0.2)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert json.loads(timed(server, fixed, {})[1])["choices"] == before

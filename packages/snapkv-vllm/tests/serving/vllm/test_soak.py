@@ -9,7 +9,7 @@ import pytest
 from snapkv_lab.evaluate.haystack import python_topics
 from snapkv_lab.experiments.magic_number import make_documents
 from tests.serving.vllm import soak
-from tests.serving.vllm.conftest import SECOND_RUNNER, SLOW_ON_SECOND
+from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
 
 PAGE = 32
@@ -89,8 +89,9 @@ def test_two_minutes_of_random_work(folder):
 FEW = {"requests": 24, "clients": 10, "blocks": 44}
 if SECOND_RUNNER:  # in Triton's interpreter
     FEW = {"requests": 12, "clients": 8, "blocks": 30}
+DOCUMENTS = () if SECOND_RUNNER else ("documents",)
 SERVERS = [
-    pytest.param(server, marks=SLOW_ON_SECOND if server != "limits" else [])
+    pytest.param(server, marks=[] if server in ("limits", *DOCUMENTS) else pytest.mark.slow)
     for server in soak.SERVERS
 ]
 

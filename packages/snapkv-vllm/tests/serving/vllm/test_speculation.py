@@ -26,8 +26,8 @@ POLICIES = {"snapkv": SnapKV, "adakv": lambda budget: AdaKV(SnapKV(budget))}
 
 @pytest.fixture(
     scope="module",
-    params=[("snapkv", False), ("snapkv", True), ("adakv", False)],
-    ids=["plain", "prefix-caching", "heads-of-different-length"],
+    params=[("snapkv", True), ("adakv", False)],
+    ids=["prefix-caching", "heads-of-different-length"],
 )
 def engine(request, small):
     """Of few blocks and short chunks, so that requests with drafts are preempted."""

@@ -151,7 +151,7 @@ def serve(
     from snapkv.app.models import place_of
 
     if print_command:
-        from snapkv_vllm.command import command_line
+        from snapkv_vllm.server import command_line
 
         typer.echo(command_line(place_of(model), settings, context.args, name=model))
         return

@@ -1,18 +1,18 @@
-"""What both of vLLM's model runners need, so that requests may hold fewer tokens than they saw."""
+"""vLLM's model runners, for which a request may hold fewer tokens than it has seen."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from snapkv_vllm.blocks import compressed, is_compressed
 from snapkv_vllm.compressor import Compressor, QueryRecorder
-from snapkv_vllm.heads.attention import HeadsAttention
+from snapkv_vllm.heads import HeadsAttention
 from snapkv_vllm.held import HeldTokens
 from snapkv_vllm.layers import attention_layers
-from snapkv_vllm.metrics import compression_stopwatch
-from snapkv_vllm.orders import Beginning, Move, Order
+from snapkv_vllm.metrics import Stopwatch, compression_stopwatch
+from snapkv_vllm.plans import Beginning, Move, Order
 from snapkv_vllm.refusals import (
     compressible_layers,
     require_heads_apart,
@@ -21,7 +21,7 @@ from snapkv_vllm.refusals import (
 )
 from snapkv_vllm.rehearsal import Largest, rehearsed
 from snapkv_vllm.scheduler import BEGINNINGS, ORDERS
-from snapkv_vllm.timing import Stopwatch
+from snapkv_vllm.versions import require_overridden
 
 
 class CompressingRunner:
@@ -30,6 +30,8 @@ class CompressingRunner:
     The runner's own lengths and positions stay true. Attention in the compressed KV cache groups is
     told the tokens that a request holds, and new tokens go to the slots behind those.
     """
+
+    overridden: ClassVar[tuple[str, ...]] = ()
 
     _orders: dict[str, Order]
     _dropped: dict[str, int]
@@ -47,6 +49,7 @@ class CompressingRunner:
         """Give a runner these abilities; only this one, others of its class stay as they are."""
         require_supported(runner.vllm_config)
         kind = type(runner)
+        require_overridden(kind, cls.overridden)
         runner.__class__ = type(f"Compressing{kind.__name__}", (cls, kind), {})
         runner._orders, runner._dropped, runner._compressed = {}, {}, {}
         runner._recorder = QueryRecorder()
@@ -145,11 +148,7 @@ class CompressingRunner:
             self._heads.forget(request_id)
 
     def _begin(self, beginnings: Mapping[str, Beginning]) -> None:
-        """Note what those requests hold of which this is the first step, and that have documents.
-
-        Args:
-            beginnings: of all requests of the step that begin with a document.
-        """
+        """Note what the requests hold that begin with a document in this step."""
         for request_id, begun in beginnings.items():
             if begun.parts_heads:
                 self._heads.begin_with(request_id, begun.first_block)
@@ -159,9 +158,7 @@ class CompressingRunner:
     def _enter_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
         """Note what this step's requests hold, and whose queries to put aside.
 
-        Args:
-            requests: of the batch, row by row.
-            query_ends: where the tokens of each request end in the batch.
+        `query_ends` is where the tokens of each request end in the batch.
         """
         self._held.enter(requests, self._dropped)
         self._heads.enter(requests, query_ends)
@@ -174,10 +171,7 @@ class CompressingRunner:
     def _read_ahead(self, requests: Sequence[str], query_ends: Sequence[int], inputs: Any) -> None:
         """Put the prompt's last tokens where a step reads them ahead; their slots stay.
 
-        Args:
-            requests: of the batch, row by row.
-            query_ends: where the tokens of each request end in the batch.
-            inputs: (ids, positions), each (tokens,), of the batch.
+        `inputs` are the (ids, positions) of the batch, each (tokens,).
         """
         for request_id, end in zip(requests, query_ends, strict=True):
             order = self._orders.get(request_id)
@@ -219,3 +213,124 @@ def requests_that_begin_anew(scheduler_output: Any) -> set[str]:
         *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
         *(request.req_id for request in scheduler_output.scheduled_new_reqs),
     }
+
+
+class CompressingFirstRunner(CompressingRunner):
+    """vLLM's first runner, which serves where there is no Triton and what the second refuses.
+
+    Its private parts: rows and block tables in `input_batch`, block lists in `requests`.
+    """
+
+    overridden = ("_prepare_inputs", "sample_tokens", "_is_uniform_decode")
+
+    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        blocks = list(state.block_ids)
+        for move in moves:
+            blocks[move.group] = list(move.targets)
+        state.block_ids = tuple(blocks)
+        row = self.input_batch.req_id_to_index.get(request_id)
+        if row is not None:
+            self.input_batch.block_table.clear_row(row)
+            self.input_batch.block_table.add_row(state.block_ids, row)
+
+    def _step_back(self, request_id: str, tokens: int) -> None:
+        """The scheduler's number counts, with every step."""
+
+    def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
+        requests = self.input_batch.num_reqs
+        starts = self.query_start_loc
+        batch = self.input_batch.req_ids[:requests], starts.np[1 : requests + 1].tolist()
+        self._enter_batch(*batch)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        on_device = starts.gpu[: requests + 1]
+        positions = self._held.positions(self.positions[:tokens], on_device)
+        if positions is not None:
+            for group in self._compressed_groups:
+                table = self.input_batch.block_table[group]
+                table.compute_slot_mapping(requests, on_device, positions)
+        self._read_ahead(*batch, (self.input_ids.gpu, self.positions))
+        return prepared
+
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let no prompt that is still being read draw from its seed.
+
+        vLLM throws the token away and takes the draw back, by an offset into the generator, which
+        generators of CPUs do not have: the engine would end.
+        """
+        generators = self.input_batch.generators
+        reads = self.discard_request_mask.np
+        reading = {row: generators.pop(row) for row in list(generators) if reads[row]}
+        try:
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            generators.update(reading)
+
+    def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
+        """No graph is replayed where queries are put aside, or heads are sequences."""
+        uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
+        return bool(uniform) and not self._runs_beside_graphs
+
+
+class CompressingSecondRunner(CompressingRunner):
+    """vLLM's second runner, its default wherever there is Triton.
+
+    Its private parts: block tables and requests' rows that live on the device.
+    """
+
+    overridden = ("gather_batch_req_state", "prepare_attn")
+
+    def _enter_blocks(self: Any, request_id: str, moves: Sequence[Move]) -> None:
+        row = self.req_states.req_id_to_index.get(request_id)
+        if row is None:
+            return
+        for move in moves:
+            self.block_tables.block_tables[move.group].stage_write(row, 0, list(move.targets))
+            self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
+
+    def _step_back(self: Any, request_id: str, tokens: int) -> None:
+        """The device counts for itself."""
+        row = self.req_states.req_id_to_index.get(request_id)
+        if row is not None:
+            self.req_states.num_computed_tokens.gpu[row] -= tokens
+
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """No graph is replayed where queries are put aside, or heads are sequences."""
+        state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
+            scheduler_output, dummy_run
+        )
+        return state, None if self._runs_beside_graphs else uniform
+
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        """Give new tokens of compressed requests the slots behind those they hold."""
+        starts = input_batch.query_start_loc_np
+        batch = input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist()
+        self._enter_batch(*batch)
+        block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
+        positions = self._held.positions(input_batch.positions, input_batch.query_start_loc)
+        if positions is not None:
+            held = self.block_tables.compute_slot_mappings(
+                input_batch.idx_mapping,
+                input_batch.query_start_loc,
+                positions,
+                num_tokens_padded=input_batch.num_tokens_after_padding,
+                out=self._held_slots(),
+            )
+            for group in self._compressed_groups:
+                slots[group].copy_(held[group])
+        self._read_ahead(*batch, (input_batch.input_ids, input_batch.positions))
+        return block_tables, slots
+
+    def _held_slots(self: Any) -> Any:
+        if not hasattr(self, "_slots_of_held"):
+            self._slots_of_held = self.block_tables.slot_mappings.clone()
+        return self._slots_of_held
+
+
+def compress_in(runner: Any) -> None:
+    """Lay the abilities of a `CompressingRunner` over a runner that a worker has made."""
+    second = runner.vllm_config.use_v2_model_runner
+    (CompressingSecondRunner if second else CompressingFirstRunner).over(runner)

@@ -1,26 +1,124 @@
-"""The CPU backend's layout: each block packed as the instruction set of the machine likes it.
+"""How attention backends lay out keys and values inside a block.
 
-How a block is packed is written down nowhere but in the kernel that writes it. So numbers that name
-their own place are written with that kernel and looked for afterwards, once per kind of block.
+Blocks are numbered along the first axis of a cache and tokens inside a block; a slot is
+``block * block_tokens + token``. In what is read and written, layers that are alike are rows of a
+batch, so that a step takes as few operations as can be.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
-from vllm import _custom_ops as ops
 
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import gather_tokens
+
+
+class Layout(Protocol):
+    """Reads and writes tokens of the caches of a few layers that are alike."""
+
+    def part(self, layers: slice) -> Self:
+        """The same for some of the layers."""
+
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """The keys of the first tokens in these blocks: a copy, (layers, Hkv, T, D)."""
+
+    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+        """Some of the keys that were read, (layers, Hkv, K, D), of every head those of `keep`."""
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """The values of some tokens in these blocks: a copy, (layers, Hkv, K, D).
+
+        Args:
+            blocks: as above.
+            keep: (layers, Hkv or 1, K) int64, which tokens of every head.
+        """
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put (layers, Hkv, K, D) keys and values into KV cache slots, the same for all heads."""
+
+
+def layout_of(layers: Sequence[Any]) -> Layout:
+    """The layout of some of vLLM's attention layers that are alike, once their caches are there."""
+    return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
+
+
+def slots(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
+    """The KV cache slots of the first tokens that lie in these blocks."""
+    within = torch.arange(block_tokens, device=blocks.device)
+    return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
+
+
+class PlainLayout:
+    """FlashAttention's and Triton's: token by token, keys and values side by side.
+
+    Args:
+        caches: of each layer, (blocks, Hkv, block_tokens, 2 * D), however it lies in memory.
+        head_size: D.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], head_size: int) -> None:
+        self._caches = caches
+        self._head_size = head_size
+
+    def part(self, layers: slice) -> Self:
+        """See `Layout`."""
+        return type(self)(self._caches[layers], self._head_size)
+
+    def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """See `Layout`."""
+        every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
+        return self._read(slice(None, self._head_size), blocks, every)
+
+    def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        return gather_tokens(keys, keep)
+
+    def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
+        """See `Layout`."""
+        return self._read(slice(self._head_size, None), blocks, keep)
+
+    def _read(self, half: slice, blocks: Tensor, tokens: Tensor) -> Tensor:
+        heads, block_tokens = self._caches[0].shape[1:3]
+        head = torch.arange(heads, device=blocks.device)[:, None]
+        places = zip(blocks[tokens // block_tokens], tokens % block_tokens, strict=True)
+        of_layers = zip(self._caches, places, strict=True)
+        return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `Layout`."""
+        block_tokens = self._caches[0].shape[2]
+        block, token = slots // block_tokens, slots % block_tokens
+        by_token = torch.cat([keys, values], dim=-1).transpose(1, 2)  # (layers, K, Hkv, 2 * D)
+        for cache, states in zip(self._caches, by_token, strict=True):
+            cache.transpose(1, 2)[block, token] = states
+
+
+def _plain(layers: Sequence[Any]) -> PlainLayout:
+    return PlainLayout([layer.kv_cache for layer in layers], layers[0].head_size)
+
+
+def _latent(layers: Sequence[Any]) -> PlainLayout:
+    """Latent attention's (MLA) caches of (blocks, block_tokens, latent and rotated part).
+
+    All of it meets the queries, so it is read as the keys of one KV head; values are made of the
+    same latent, and nothing is stored for them: they have no numbers.
+    """
+    return PlainLayout([layer.kv_cache.unsqueeze(1) for layer in layers], layers[0].head_size)
+
 
 _DIGIT = 16  # every float format holds the whole numbers below it, and its square, exactly
 
 
 class CpuLayout:
-    """Reads through the measured packing, writes with the kernel.
+    """The CPU backend's: each block packed as the instruction set of the machine likes it.
+
+    How is written down nowhere but in the kernel that writes it. So numbers that name their own
+    place are written with that kernel and looked for afterwards, once per kind of block. Reads go
+    through the measured packing, writes through the kernel.
 
     Args:
         caches: of each layer, (blocks, Hkv, block_tokens, 2 * D).
@@ -62,8 +160,8 @@ class CpuLayout:
         return picked
 
     def _packings(self) -> "tuple[_Packing, _Packing]":
-        sizes = self._block_tokens, self._head_size
-        return _packings(self._isa, *sizes, self._caches[0].dtype)
+        dtype = self._caches[0].dtype
+        return _packings(self._isa, self._block_tokens, self._head_size, dtype)
 
     def _halves(self, cache: Tensor) -> Sequence[Tensor]:
         """Where the keys of a layer lie and where its values, (blocks, Hkv, block_tokens, D)."""
@@ -77,9 +175,27 @@ class CpuLayout:
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Layout`."""
+        from vllm import _custom_ops as ops
+
         for cache, *states in zip(self._caches, keys, values, strict=True):
             by_token = map(_by_token, states)
             ops.cpu_attn_reshape_and_cache(*by_token, *self._halves(cache), slots, self._isa)
+
+
+def _cpu(layers: Sequence[Any]) -> CpuLayout:
+    return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa)
+
+
+LAYOUTS: dict[str, Callable[[Sequence[Any]], Layout]] = {
+    "CPU_ATTN": _cpu,
+    "FLASH_ATTN": _plain,
+    "TRITON_ATTN": _plain,
+    "CPU_MLA": _latent,
+    "TRITON_MLA": _latent,
+    "FLASH_ATTN_MLA": _latent,
+    "FLASHMLA": _latent,
+}
+"""By the names of vLLM's attention backends."""
 
 
 def _by_token(states: Tensor) -> Tensor:
@@ -144,13 +260,11 @@ class _Packing:
         axes = self.numbers + self.tokens if side_by_side else self.tokens + self.numbers
         sizes, strides = zip(*axes, strict=True)
         before = len(self.numbers) if side_by_side else 0  # axes between the heads and the blocks
-        states = caches[0].new_empty(
-            len(caches), heads, *sizes[:before], len(blocks), *sizes[before:]
-        )
+        shape = len(caches), heads, *sizes[:before], len(blocks), *sizes[before:]
+        states = caches[0].new_empty(shape)
         for cache, found in zip(caches, states, strict=True):
-            blocks_of = cache.as_strided(
-                (*cache.shape[:2], *sizes), (*cache.stride()[:2], *strides)
-            )
+            of_cache = (*cache.shape[:2], *sizes), (*cache.stride()[:2], *strides)
+            blocks_of = cache.as_strided(*of_cache)
             torch.index_select(blocks_of, 0, blocks, out=found.movedim(1 + before, 0))
         if side_by_side:
             return states.reshape(len(caches), heads, head_size, -1).mT
@@ -193,14 +307,11 @@ def _packings(
 
 def _packed(states: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """A block that holds (block_tokens, 1, D) both as keys and as values, as it lies in memory."""
+    from vllm import _custom_ops as ops
+
     block_tokens, _, head_size = states.shape
     cache = torch.zeros(1, 1, 2 * block_tokens, head_size, dtype=states.dtype)
     keys, values = cache.chunk(2, dim=2)
     slots = torch.arange(block_tokens)
     ops.cpu_attn_reshape_and_cache(states, states.clone(), keys, values, slots, isa)
     return keys, values
-
-
-def layout(layers: Sequence[Any]) -> CpuLayout:
-    """The layout of layers that are alike."""
-    return CpuLayout([layer.kv_cache for layer in layers], layers[0].isa)

@@ -1,0 +1,463 @@
+"""Requests whose KV heads hold different numbers of tokens, on vLLM's own kernels.
+
+vLLM has one table of blocks for all heads of a layer. A block is as many pages as the layer has KV
+heads, and nothing but that table says which head a page belongs to. So the pages of a request's
+blocks are handed out anew, every head of every request is shown to the kernels as a sequence of its
+own with one KV head, and the scheduler counts blocks as ever.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadPlaces:
+    """The places of heads that kept different numbers of tokens.
+
+    Args:
+        kept: (..., H) int64, tokens that every head of a layer kept at the prompt's end.
+        page_tokens: tokens in a page.
+    """
+
+    kept: Tensor
+    page_tokens: int
+
+    def of_pages(self, pages: Tensor) -> Tensor:
+        """The places of some pages of every head.
+
+        Args:
+            pages: (..., H or 1, N) int64, which pages of a head, counted from its first token.
+
+        Returns:
+            (..., H, N) int64.
+        """
+        heads = self.kept.shape[-1]
+        first, before, turn = (one.unsqueeze(-1) for one in self._at_the_end)
+        grown = first.sum(dim=-2, keepdim=True) + (pages - first) * heads + turn
+        return torch.where(pages < first, before + pages, grown)
+
+    def spread(self, states: Tensor, slots: int) -> Tensor:
+        """Lay out what the heads kept as the blocks that hold it.
+
+        Args:
+            states: (..., H, K, D), of every head the last `kept` along K.
+            slots: tokens that the blocks hold; they must be enough.
+
+        Returns:
+            (..., H, slots, D): what lies in the place of every head, zero where nothing does.
+        """
+        heads, longest, size = states.shape[-3:]
+        position = torch.arange(longest, device=states.device)
+        position = position - (longest - self.kept.unsqueeze(-1))  # (..., H, K), below 0 is none
+        place = self.of_pages(position.clamp(min=0) // self.page_tokens)
+        slot = place // heads * self.page_tokens + position % self.page_tokens
+        target = (place % heads * slots + slot).where(position >= 0, heads * slots)
+        found = states.new_zeros(*states.shape[:-3], heads * slots + 1, size)
+        index = target.flatten(-2).unsqueeze(-1).expand(*target.shape[:-2], -1, size)
+        found.scatter_(-2, index, states.flatten(-3, -2))
+        return found[..., :-1, :].reshape(*states.shape[:-3], heads, slots, size)
+
+    @functools.cached_property
+    def _at_the_end(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(..., H) pages at the prompt's end, pages of the heads before, and each head's turn.
+
+        Heads with the least room take a place first.
+        """
+        pages = -(-self.kept // self.page_tokens)
+        turn = (pages * self.page_tokens - self.kept).argsort(dim=-1, stable=True).argsort(dim=-1)
+        return pages, pages.cumsum(dim=-1) - pages, turn
+
+
+@dataclass(frozen=True)
+class HeadPages:
+    """The cache of a layer, in which each block is as many pages as there are KV heads.
+
+    Attributes:
+        cache: (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its
+            heads in memory, pages overlap, and most numbers belong to no head of a block.
+        of_block: how far the number of a page moves from block to block.
+        of_head: the same from head to head.
+        heads: KV heads of a block.
+    """
+
+    cache: Tensor
+    of_block: int
+    of_head: int
+    heads: int
+
+    @classmethod
+    def of(cls, cache: Tensor) -> Self:
+        """Of (blocks, Hkv, block_tokens, 2 * D), in whatever order it lies in memory."""
+        blocks, heads, tokens, size = cache.shape
+        block, head, token, number = cache.stride()
+        step = math.gcd(block, head) if heads > 1 else block
+        of_block, of_head = block // step, head // step if heads > 1 else 0
+        pages = (blocks - 1) * of_block + (heads - 1) * of_head + 1
+        view = cache.as_strided((pages, 1, tokens, size), (step, step, token, number))
+        return cls(view, of_block, of_head, heads)
+
+    def numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
+        """The numbers of pages at some places, each in its block."""
+        return blocks * self.of_block + places % self.heads * self.of_head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The requests of a batch whose heads hold their own numbers of tokens.
+
+    Attributes:
+        starts: where each one's tokens begin in the batch.
+        counts: how many tokens each has in this step.
+        rows: their numbers in the batch.
+        requests: their names.
+        is_whole: whether there are no others.
+    """
+
+    starts: Sequence[int] = ()
+    counts: Sequence[int] = ()
+    rows: Sequence[int] = ()
+    requests: Sequence[str] = ()
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Every head of some requests as a sequence with one KV head, in some layers that are alike.
+
+    Sequences are ordered by request, then by head; their tokens lie one behind the other.
+
+    Attributes:
+        states: (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and
+            their heads, (tokens * Hkv).
+        in_order: whether those are the first of them, one after the other.
+        starts: (sequences + 1,) int32, where the tokens of each sequence begin.
+        most_new: tokens of the sequence that has the most of this step.
+        most_tokens: a number that no sequence is longer than.
+        lengths: (layers, sequences) int32, tokens held, with those of this step.
+        tables: (layers, sequences, pages) int32.
+        slots: (layers, N * Hkv) int64, where the keys and values of this step go.
+    """
+
+    states: Tensor
+    in_order: bool
+    starts: Tensor
+    most_new: int
+    most_tokens: int
+    lengths: Tensor
+    tables: Tensor
+    slots: Tensor
+
+
+def sequences(
+    batch: Rows,
+    places: HeadPlaces,
+    generated: Tensor,
+    blocks: Tensor,
+    pages: HeadPages,
+    most_tokens: int,
+) -> Sequences:
+    """Lay out the heads of some requests as sequences.
+
+    Args:
+        batch: the requests.
+        places: of (layers, requests, Hkv) heads.
+        generated: (requests,) tokens behind the prompt, with those of this step.
+        blocks: (requests, most blocks), the requests' own; what stands behind them is not used.
+        pages: of the layers' caches, which are alike.
+        most_tokens: of what any of their heads holds when the step is done, or a number above.
+    """
+    device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
+    counts = torch.tensor(batch.counts).repeat_interleave(heads)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    of_sequence = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(of_sequence)) - starts[of_sequence]
+    token = torch.tensor(batch.starts)[of_sequence // heads] + within
+    states = (token * heads + of_sequence % heads).to(device)
+
+    width = -(-most_tokens // page_tokens)
+    place = places.of_pages(torch.arange(width, device=device)[None])  # (layers, requests, H, W)
+    block = (place // heads).clamp(max=blocks.shape[1] - 1)  # of pages that no head has yet
+    requests = torch.arange(blocks.shape[0], device=device)[:, None, None]
+    tables = pages.numbers(blocks[requests, block].long(), place).flatten(1, 2)
+
+    lengths = (places.kept + generated[:, None]).flatten(1)
+    of_sequence, within = of_sequence.to(device), within.to(device)
+    behind = counts.to(device)[of_sequence] - within
+    position = lengths[:, of_sequence] - behind  # (layers, N * H)
+    page = tables[:, of_sequence].gather(2, (position // page_tokens).unsqueeze(2)).squeeze(2)
+    return Sequences(
+        states=states,
+        in_order=max(batch.counts) == 1 and tuple(batch.starts) == tuple(range(len(batch.starts))),
+        starts=starts.to(device, torch.int32),
+        most_new=max(batch.counts),
+        most_tokens=most_tokens,
+        lengths=lengths.int(),
+        tables=tables.int(),
+        slots=page * page_tokens + position % page_tokens,
+    )
+
+
+def sequence_metadata(
+    plain: Any, found: Sequences, layer: int, *, builder: Any, group_size: int
+) -> Any:
+    """What a builder has made of a batch, for the sequences of one layer in its place."""
+    own = _PLANS[type(plain).__name__](plain, found, layer, builder, group_size)
+    return replace(
+        plain,
+        num_actual_tokens=len(found.states),
+        max_query_len=found.most_new,
+        query_start_loc=found.starts,
+        max_seq_len=found.most_tokens,
+        seq_lens=found.lengths[layer],
+        block_table=found.tables[layer],
+        slot_mapping=found.slots[layer],
+        **own,
+    )
+
+
+def _cpu_plan(
+    plain: Any, found: Sequences, layer: int, builder: Any, group_size: int
+) -> dict[str, Any]:
+    """How the kernel shares out the work among threads, which its builder asks for too."""
+    from vllm import _custom_ops as ops
+    from vllm import envs
+
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=found.lengths.shape[1],
+        num_heads=group_size,
+        num_kv_heads=1,
+        head_dim=builder.head_dim,
+        seq_lens=found.lengths[layer],
+        dtype=builder.dtype,
+        query_start_loc=found.starts,
+        causal=plain.causal,
+        sliding_window_size=builder.window_size,
+        isa=builder.isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        kv_cache_dtype=builder.kv_cache_dtype,
+    )
+    return {"scheduler_metadata": plan}
+
+
+_PLANS: dict[str, Callable[..., dict[str, Any]]] = {
+    "CPUAttentionMetadata": _cpu_plan,
+    # Buffers for splitting long sequences have the batch's size, so they are not split.
+    "TritonAttentionMetadata": lambda *_: {"seq_threshold_3D": 0},
+    # Made ahead for the batch; without it the kernel plans for itself.
+    "FlashAttentionMetadata": lambda *_: {"scheduler_metadata": None},
+}
+
+
+@dataclass
+class _KeptHeads:
+    """What the heads of a request kept of its prompt, layer by layer."""
+
+    prompt_tokens: int
+    most_tokens: int = 0
+    of_layers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _LayerStep:
+    """What a layer does in a step for our rows, and whether there are no others."""
+
+    found: Sequences
+    pages: HeadPages
+    metadata: Any
+    alone: bool
+
+    def taken(self, states: Tensor) -> Tensor:
+        """Of a batch's (tokens, Hkv * G, D) states those of the sequences: (N, G, D)."""
+        by_head = states.reshape(len(states) * self.pages.heads, -1, states.shape[-1])
+        if self.found.in_order:
+            return by_head[: len(self.found.states)]
+        return by_head[self.found.states]
+
+
+class HeadsAttention:
+    """Shows the heads of some requests to vLLM's kernels as sequences with one KV head each.
+
+    To the rest of the batch nothing changes: the kernels run over it as ever, see no more of our
+    requests than the tokens of the step, and store none of these. What they answer for ours is
+    then overwritten. Where all rows are ours they do not run.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _KeptHeads] = {}
+        self._documents: dict[int, _KeptHeads] = {}
+        self._batch = Rows()
+        self._layers: dict[str, Any] = {}
+        self._steps: dict[str, _LayerStep] = {}
+        self._places: dict[str, tuple[tuple[str, ...], HeadPlaces]] = {}
+
+    @property
+    def requests(self) -> Iterable[str]:
+        """Those that something is remembered of."""
+        return self._kept
+
+    def holds_any(self, requests: Iterable[str]) -> bool:
+        """Whether any of these is one of them."""
+        return any(request in self._kept for request in requests)
+
+    def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
+        """A request's prompt has ended; the heads of a layer hold (Hkv,) `kept` tokens of it."""
+        mine = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
+        mine.of_layers[layer] = kept
+        mine.most_tokens = max(mine.most_tokens, int(kept.max()))
+
+    def keep_document(self, request: str, first_block: int) -> None:
+        """What a request has kept is a document from now on, whose blocks begin with this one."""
+        self._documents[first_block] = self._kept[request]
+
+    def begin_with(self, request: str, first_block: int) -> None:
+        """A request begins with such a document, whose heads hold what they kept of it."""
+        self._kept[request] = self._documents[first_block]
+
+    def forget(self, request: str) -> None:
+        """The request has ended, or begins anew."""
+        if self._kept.pop(request, None) is not None:
+            self._places.clear()  # another one may come under its name
+
+    def enter(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
+        """A step begins with these rows, whose tokens end in the batch where it is said."""
+        starts = (0, *query_ends[:-1])
+        rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
+        self._batch = Rows(
+            requests=tuple(requests[row] for row in rows),
+            rows=rows,
+            starts=tuple(starts[row] for row in rows),
+            counts=tuple(query_ends[row] - starts[row] for row in rows),
+            is_whole=len(rows) == len(requests),
+        )
+
+    def leave(self) -> None:
+        """The step is over; what follows may be a dummy batch."""
+        self._batch = Rows()
+        self._steps.clear()
+
+    def attach(self, name: str, layer: Any) -> None:
+        """Have one of vLLM's attention layers attend and store as said here from now on."""
+        impl = layer.impl
+        alone = _of_one_head(impl)
+        forward, update = impl.forward, impl.do_kv_cache_update
+
+        def forward_beside(
+            layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
+        ) -> Any:
+            step = self._steps.get(name)
+            if step is None or not step.alone:
+                forward(layer, query, key, value, cache, metadata, **more)
+            if step is not None:
+                _attend(alone, step, layer, query, more["output"])
+            return more["output"]
+
+        def update_beside(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
+            step = self._steps.get(name)
+            if step is None or not step.alone:
+                update(layer, key, value, cache, slots)
+            if step is not None:
+                new = step.taken(key), step.taken(value)
+                alone.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
+
+        impl.forward, impl.do_kv_cache_update = forward_beside, update_beside
+        self._layers[name] = layer
+
+    def tell(self, builder: Any) -> None:
+        """Have one of vLLM's attention metadata builders prepare our rows too from now on.
+
+        Its layers are attached, and have their caches.
+        """
+        build: Callable[..., Any] = builder.build
+        layers = [self._layers[name] for name in builder.layer_names]
+        pages = [HeadPages.of(layer.kv_cache) for layer in layers]
+        group_size = layers[0].impl.num_heads // pages[0].heads
+
+        def build_beside(prefix: int, common: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._batch.rows:
+                return build(prefix, common, *args, **kwargs)
+            found = self._sequences(builder.layer_names, common, pages[0])
+            plain = build(prefix, self._without_ours(common), *args, **kwargs)
+            for layer, name in enumerate(builder.layer_names):
+                told = sequence_metadata(
+                    plain, found, layer, builder=builder, group_size=group_size
+                )
+                self._steps[name] = _LayerStep(found, pages[layer], told, self._batch.is_whole)
+            return plain
+
+        builder.build = build_beside
+
+    def _sequences(self, names: Sequence[str], common: Any, pages: HeadPages) -> Sequences:
+        """The heads of our rows in some layers that are alike."""
+        batch = self._batch
+        rows = torch.tensor(batch.rows, device=common.seq_lens.device)
+        kept = [self._kept[request] for request in batch.requests]
+        prompts = torch.tensor([one.prompt_tokens for one in kept], device=rows.device)
+        seen = common.seq_lens_cpu_upper_bound
+        seen = common.seq_lens if seen is None else seen
+        most = max(
+            one.most_tokens - one.prompt_tokens + int(seen[row])
+            for one, row in zip(kept, batch.rows, strict=True)
+        )
+        return sequences(
+            batch,
+            self._places_of(names, kept, pages),
+            common.seq_lens[rows] - prompts,
+            common.block_table_tensor[rows],
+            pages,
+            most,
+        )
+
+    def _places_of(
+        self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages
+    ) -> HeadPlaces:
+        """Those of the batch's heads, which stay the same from step to step."""
+        requests, places = self._places.get(names[0], ((), None))
+        if places is None or requests != self._batch.requests:
+            layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
+            places = HeadPlaces(torch.stack(layers), pages.cache.shape[2])
+            self._places[names[0]] = self._batch.requests, places
+        return places
+
+    def _without_ours(self, common: Any) -> Any:
+        """vLLM's `CommonAttentionMetadata`, in which our rows hold this step's tokens alone."""
+        batch, device = self._batch, common.seq_lens.device
+        lengths, counts = common.seq_lens.clone(), torch.tensor(batch.counts, dtype=torch.int32)
+        lengths[torch.tensor(batch.rows, device=device)] = counts.to(device)
+        spans = zip(batch.starts, batch.counts, strict=True)
+        tokens = torch.cat([torch.arange(start, start + count) for start, count in spans])
+        common.slot_mapping[tokens.to(device)] = -1  # in place: what layers store goes by it too
+        changed: dict[str, Any] = {"seq_lens": lengths, "_num_computed_tokens_cache": None}
+        bound = common.seq_lens_cpu_upper_bound
+        if bound is not None:
+            bound = bound.clone()
+            bound[list(batch.rows)] = counts.to(bound.dtype)
+            changed |= {"seq_lens_cpu_upper_bound": bound, "max_seq_len": int(bound.max())}
+        return common.replace(**changed)
+
+
+def _of_one_head(impl: Any) -> Any:
+    """A backend's implementation, for sequences with a single KV head."""
+    alone = copy.copy(impl)
+    alone.num_kv_heads, alone.num_heads = 1, impl.num_heads // impl.num_kv_heads
+    return alone
+
+
+def _attend(alone: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
+    """Write what the sequences answer into the batch's (tokens, Hq, D) output."""
+    queries = step.taken(query)
+    answers = output.view(-1, *queries.shape[1:])
+    found, cache = step.found, step.pages.cache
+    if found.in_order:
+        out = answers[: len(queries)]
+        alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
+        return
+    out = torch.empty_like(queries)
+    alone.forward(layer, queries, None, None, cache, step.metadata, output=out)
+    answers[found.states] = out
