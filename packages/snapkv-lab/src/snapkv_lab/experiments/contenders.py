@@ -28,6 +28,7 @@ WINDOW_SIZE = 16
 """Of every method that has a window: the best width for this model at small budgets."""
 
 FULL = "full cache"
+BUDGETLESS = ("FastGen",)
 
 RECOVERY = {
     (768, 64): 0.001,

@@ -42,7 +42,7 @@ def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
     assert kept["held_bytes"] == both["held_bytes"] < plain["held_bytes"]
     assert drafted["held_bytes"] == kept["held_bytes"] + plain["held_bytes"]
     assert with_heads["faster_than"].keys() == {"plain, full cache"}
-    page = medusa.render(everything)
+    page = medusa.EXPERIMENT.render(everything)
     assert f"{both['ms_per_token']['p50']:.1f}" in page
 
 
