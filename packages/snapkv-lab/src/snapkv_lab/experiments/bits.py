@@ -16,9 +16,8 @@ from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.decode import decoder
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
 from snapkv_lab.experiments.magic_number import SEED, Document, make_documents
-from snapkv_lab.experiments.reading import ReadPrompt, read_prompt
+from snapkv_lab.experiments.reading import ReadPrompt, read_prompt, score_answer
 from snapkv_lab.experiments.records import Row
-from snapkv_lab.experiments.scoring import score_answer
 from snapkv_lab.measure.timing import alternate, ratios, spread
 
 PROMPT_TOKENS, DOCUMENTS, BUDGET, TIMED_TOKENS = 2048, 8, 512, 48

@@ -14,10 +14,9 @@ from snapkv import SnapKV
 from snapkv.app.models import LoadedModel
 from snapkv_lab.experiments.decode import decoder
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
-from snapkv_lab.experiments.magic_number import SEED
-from snapkv_lab.experiments.overhead import measure_overhead
+from snapkv_lab.experiments.magic_number import SEED, prompt_of
 from snapkv_lab.experiments.peak_memory import measure_peaks
-from snapkv_lab.experiments.prompts import prompt_of
+from snapkv_lab.experiments.prefill import measure_overhead
 from snapkv_lab.experiments.reading import read_prompt
 from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.contenders import compressed, full

@@ -23,10 +23,9 @@ from snapkv import FullCache, SnapKV
 from snapkv_lab.experiments.decode import decoder
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
 from snapkv_lab.experiments.kvpress_process import Kvpress
-from snapkv_lab.experiments.magic_number import SEED
+from snapkv_lab.experiments.magic_number import SEED, prompt_of
 from snapkv_lab.experiments.peak_memory import HAND_BACK_FREED_MEMORY
 from snapkv_lab.experiments.prefill import reader
-from snapkv_lab.experiments.prompts import prompt_of
 from snapkv_lab.experiments.reading import ReadPrompt, read_prompt
 from snapkv_lab.experiments.records import (
     Row,

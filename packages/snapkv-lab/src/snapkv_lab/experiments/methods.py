@@ -1,6 +1,7 @@
 """Every method side by side at equal budgets: right answers, bytes and time per token."""
 
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -8,14 +9,15 @@ from statistics import fmean
 
 import torch
 
+from snapkv import FullCache
 from snapkv.app.models import LoadedModel
-from snapkv.policies import Policy
+from snapkv.policies import AdaKV, KeyDiff, KVzip, Policy, Random
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import Haystack, load_haystack
-from snapkv_lab.experiments import first_tokens
 from snapkv_lab.experiments.contenders import (
     BUDGETLESS,
     FULL,
+    WINDOW_SIZE,
     around_wide_pooling,
     contenders_at,
     full_cache,
@@ -26,12 +28,79 @@ from snapkv_lab.experiments.contenders import (
 )
 from snapkv_lab.experiments.decode import decoder
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, cell, of, pivot, table
-from snapkv_lab.experiments.first_tokens import measure_first_tokens
-from snapkv_lab.experiments.magic_number import SEED, Document, make_documents
-from snapkv_lab.experiments.reading import ReadPrompt, read_prompt, read_prompt_twice
+from snapkv_lab.experiments.magic_number import SEED, Document, make_documents, stretch
+from snapkv_lab.experiments.reading import ReadPrompt, read_prompt, read_prompt_twice, score_answer
 from snapkv_lab.experiments.records import Row, environment_line, markdown_table
 from snapkv_lab.experiments.retrieval import Outcome, Question, measure_retrieval
 from snapkv_lab.measure.timing import alternate, ratios, spread
+
+FOLLOWED_TOKENS, FOLLOWED_BUDGETS, SINKS = 768, (64, 192, 384), (0, 4)
+STRETCHES, FOLLOWING_TOKENS = 8, 256
+
+
+def with_sinks(budget: int, sink_tokens: int) -> dict[str, Policy]:
+    """Methods that look at no question, with so many sinks."""
+    kvzip = KVzip(budget, window_size=WINDOW_SIZE, sink_tokens=sink_tokens)
+    return {
+        "KVzip": kvzip,
+        "AdaKV(KVzip)": AdaKV(kvzip),
+        "KeyDiff": KeyDiff(budget, window_size=WINDOW_SIZE, sink_tokens=sink_tokens),
+        "Random": Random(budget, window_size=WINDOW_SIZE, sink_tokens=sink_tokens),
+    }
+
+
+def measure_first_tokens(loaded: LoadedModel, haystack: Haystack) -> Iterator[Row]:
+    """The loss of what follows a text, from every cache."""
+    compared: list[tuple[str, int | None, int | None, Policy]] = [
+        ("full cache", None, None, FullCache()),
+        *(
+            (name, budget, sinks, policy)
+            for budget in FOLLOWED_BUDGETS
+            for sinks in SINKS
+            for name, policy in with_sinks(budget, sinks).items()
+        ),
+    ]
+    losses: list[list[float]] = [[] for _ in compared]
+    repeat = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
+    for number in range(STRETCHES):
+        print(f"text {number + 1} of {STRETCHES}", file=sys.stderr)
+        draw = random.Random(f"{SEED}/first tokens/{number}")
+        ids = stretch(loaded.tokenizer, haystack.text, FOLLOWED_TOKENS + FOLLOWING_TOKENS, draw)
+        prompt = read_prompt_twice(
+            loaded.model, ids[:FOLLOWED_TOKENS], policy=KVzip(), instruction_ids=repeat
+        )
+        for (*_, policy), of_policy in zip(compared, losses, strict=True):
+            score = score_answer(prompt, prompt.compressed(policy), ids[FOLLOWED_TOKENS:])
+            of_policy.append(score.nll / (FOLLOWING_TOKENS - 1))
+    for (name, budget, sinks, policy), of_policy in zip(compared, losses, strict=True):
+        yield {
+            "task": "text that follows",
+            "prompt_tokens": FOLLOWED_TOKENS,
+            "following_tokens": FOLLOWING_TOKENS,
+            "texts": STRETCHES,
+            "method": name,
+            "budget": budget,
+            "sink_tokens": sinks,
+            "policy": policy.describe(),
+            "loss": round(fmean(of_policy), 4),
+            "losses": [round(loss, 4) for loss in of_policy],
+        }
+
+
+def _first_tokens(rows: list[Row]) -> list[str]:
+    """Loss by method, budget and sinks, that of the full cache first."""
+    losses = {(row["method"], row["budget"], row["sink_tokens"]): row["loss"] for row in rows}
+    columns = [(budget, sinks) for budget in FOLLOWED_BUDGETS for sinks in SINKS]
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["budget"]))
+    table = markdown_table(
+        ["method", *(f"{budget} tokens, {sinks} sinks" for budget, sinks in columns)],
+        [
+            ["full cache", *[f"{rows[0]['loss']:.3f}"] * len(columns)],
+            *([name, *(f"{losses[name, *column]:.3f}" for column in columns)] for name in methods),
+        ],
+    )
+    return ["## First tokens", table]
+
 
 BUDGETS = {768: (64, 192, 384), 2048: (128, 512, 1024)}
 """Tokens per layer and KV head, on average, at each prompt length: half of it, a quarter, and a
@@ -231,7 +300,7 @@ def _tables(rows: list[Row]) -> Iterator[str]:
         yield f"## Around wide pooling, {own[0]['prompt_tokens']:,} tokens"
         yield pivot(own, "method, kernel 13", "{method}", "visible, {budget}", _CELL)
     if own := of(rows, part="first tokens"):
-        yield from first_tokens.section(own)
+        yield from _first_tokens(own)
     if own := of(rows, part="timing"):
         yield "## Bytes and time per token"
         yield table(

@@ -8,13 +8,13 @@ from snapkv import FullCache, Random, SnapKV
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.experiments.contenders import SinksAndRecent
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot
 from snapkv_lab.experiments.magic_number import SEED, make_documents
 from snapkv_lab.experiments.records import (
     Row,
 )
 from snapkv_lab.experiments.retrieval import measure_retrieval
-from snapkv_lab.experiments.sinks_and_recent import SinksAndRecent
 
 DOCUMENTS = {768: 24, 2048: 12, 4096: 8}
 """How many documents are read at each prompt length."""

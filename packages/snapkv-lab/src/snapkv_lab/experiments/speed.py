@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from snapkv_lab.experiments import decode, prefill
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
-from snapkv_lab.experiments.magic_number import SEED
+from snapkv_lab.experiments.magic_number import SEED, prompt_of
 from snapkv_lab.experiments.peak_memory import measure_peaks
-from snapkv_lab.experiments.prompts import prompt_of
 from snapkv_lab.experiments.records import (
     Row,
 )

@@ -34,8 +34,7 @@ from snapkv_lab.experiments.pooling_rows import (
     loss_above_full,
     paired,
 )
-from snapkv_lab.experiments.reading import read_prompt
-from snapkv_lab.experiments.scoring import score_answer
+from snapkv_lab.experiments.reading import read_prompt, score_answer
 
 
 @pytest.fixture(scope="module")
