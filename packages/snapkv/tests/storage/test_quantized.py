@@ -250,7 +250,7 @@ def test_rows_crops_resets_and_files(tmp_path):
     ("policy", "options", "layer"),
     [(KeyDiff(BUDGET, window_size=8), {}, 0), (FullCache(), {"recall": "host"}, 3)],
 )
-def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer):
+def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer, tmp_path):
     model = copy.deepcopy(tiny_model("llama"))
     weight = model.model.layers[layer].self_attn.v_proj.weight.data
     kept, weight[:] = weight.clone(), torch.inf
@@ -260,6 +260,8 @@ def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer
     weight[:] = kept
     with pytest.raises(CacheMismatchError, match=r"call cache\.reset\(\)"):
         call(model, cache, random_ids(1, 1))
+    with pytest.raises(CacheMismatchError, match=r"call cache\.reset\(\)"):
+        cache.save(tmp_path / "half")
     cache.reset()
     fresh = CompressedCache(model, policy, quantize="int8", **options)
     assert torch.equal(*(call(model, each, random_ids(1, PROMPT)) for each in (cache, fresh)))

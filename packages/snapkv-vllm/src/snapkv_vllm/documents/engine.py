@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from snapkv.document_files import model_identity, read_document
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_vllm.documents.exchange import REFUSED
-from snapkv_vllm.documents.files import model_identity, read_document
 from snapkv_vllm.documents.reading_twice import piece_tokens
 from snapkv_vllm.documents.refused import NO_ROOM, RefusedError
 from snapkv_vllm.documents.room import Room

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from snapkv.document_files import StoredDocument, read_document, write_document
 from snapkv.errors import CacheFileError, InvalidArgumentError, SnapKVError
-from snapkv_vllm.documents.files import read_document, write_document
 from snapkv_vllm.documents.states import DocumentStates
 
 REFUSED = "refused"
@@ -89,12 +89,11 @@ def save_document(
         InvalidArgumentError: blocks of which it is not known what they hold.
     """
     held = states.read(blocks, len(token_ids))
-    write_document(
-        path,
-        model=model,
+    document = StoredDocument(
         token_ids=torch.tensor(token_ids),
         kept=held.kept,
         keys=held.keys,
         values=held.values,
         policy=held.policy,
     )
+    write_document(path, model, document)

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from snapkv.cache.saving.files import seal_of
-from snapkv.cache.saving.writing import naming, replace_file, replacing
-from snapkv.errors import CacheFileError
+from snapkv.document_files import (
+    from_record,
+    naming,
+    record_of,
+    replace_file,
+    replacing,
+    seal_of,
+)
+from snapkv.errors import CacheFileError, LibraryError
 from snapkv_vllm.documents.catalogue import SharedDocument
 from snapkv_vllm.documents.refused import RefusedError
 from snapkv_vllm.documents.tenants import EVERYBODY
@@ -106,7 +112,7 @@ class DocumentFolder:
         messages = None if document.messages is None else list(document.messages)
         seal = seal_of(self.place(tenant, name), checked=False)
         said = {"name": name, "messages": messages, "seal": seal, "created": document.created}
-        replace_file(self._named(tenant, name, _NOTE), json.dumps(said))
+        replace_file(self._named(tenant, name, _NOTE), record_of(said))
 
     def forget(self, tenant: str, name: str) -> None:
         """Remove a document's files where they are there, the note first.
@@ -125,7 +131,7 @@ class DocumentFolder:
         for path in self._folder.glob(f"*/*{_NOTE}"):
             try:
                 found.append(self._read(path))
-            except (OSError, ValueError, TypeError, KeyError) as error:
+            except (OSError, ValueError, TypeError, KeyError, LibraryError) as error:
                 yield CacheFileError(
                     f"note: expected one of a document, got {str(path)!r}: {error!r}; delete it, "
                     "and register the document again"
@@ -133,7 +139,10 @@ class DocumentFolder:
         yield from sorted(found, key=lambda one: one.created)
 
     def _read(self, path: Path) -> Noted:
-        said: Mapping[str, Any] = json.loads(path.read_text())
+        content = path.read_text()
+        said: Mapping[str, Any] = json.loads(content)
+        if "seal" not in said:  # earlier servers wrote it bare
+            said = from_record(content)
         tenant = EVERYBODY if path.parent.name == _EVERYBODY else path.parent.name
         messages, created = said["messages"], float(said["created"])
         name, seal = str(said["name"]), str(said["seal"])

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from snapkv.cache.saving.files import seal_of, write_sealed
+from snapkv.document_files import from_record
 from snapkv.errors import OutOfMemoryError, OutputError, SnapKVError
 from snapkv_vllm.documents.folder import DocumentFolder
 from snapkv_vllm.documents.refused import RefusedError, status_of
@@ -52,7 +53,7 @@ def test_what_was_registered_stands_again_as_it_was(tmp_path):
             "everybody/contract.json",
             "everybody/contract.safetensors",
         ]
-        note = json.loads((tmp_path / "ab12/rules.json").read_text())
+        note = from_record((tmp_path / "ab12/rules.json").read_text())
         seal = seal_of(tmp_path / "ab12/rules.safetensors")
         assert note == {
             "name": "rules",
@@ -150,16 +151,31 @@ def test_what_goes_for_room_stays_in_the_folder_until_it_is_deleted(tmp_path):
     asyncio.run(run())
 
 
+def change(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_bare_note_of_an_earlier_server_still_opens(tmp_path):
+    async def run():
+        await World(tmp_path).documents.register("", BODY)
+        note = tmp_path / "everybody/contract.json"
+        note.write_text(json.dumps(from_record(note.read_text())))
+        assert await World(tmp_path).names() == ["contract"]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda folder: (folder / "contract.json").write_text("{"), "contract.json"),
         (lambda folder: (folder / "contract.json").write_text("[]"), "contract.json"),
+        (lambda folder: change(folder / "contract.json", "seal", "soul"), "contract.json"),
         (lambda folder: (folder / "contract.json").rename(folder / "b.json"), "'contract'"),
         (lambda folder: (folder / "contract.safetensors").unlink(), "saved before"),
         (lambda folder: put(folder, [1, 97], 2, "contract.safetensors"), "another one at"),
     ],
-    ids=["cut", "list", "renamed", "gone", "replaced"],
+    ids=["cut", "list", "changed", "renamed", "gone", "replaced"],
 )
 def test_what_is_damaged_is_left_with_one_line_and_the_others_stand(
     tmp_path, caplog, monkeypatch, damage, said

@@ -21,9 +21,9 @@ import torch
 import transformers.modeling_gguf_pytorch_utils as gguf_reading
 from transformers import AutoTokenizer
 
-from snapkv.app.checkpoint import load_complete
 from snapkv.cache_folder import cache_folder
 from snapkv.errors import InvalidArgumentError, SnapKVError, missing_package
+from snapkv.hf.checkpoint import load_complete
 from snapkv.validation import first_line
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from huggingface_hub.errors import CacheNotFound
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from snapkv.app.checkpoint import load_complete
 from snapkv.app.conversion import convert_once
 from snapkv.app.hub import TIMEOUT_SECONDS, is_cached, is_reachable, may_be_hub_id
 from snapkv.app.text_files import link_fault
@@ -27,6 +26,7 @@ from snapkv.errors import (
     UnsupportedModelError,
 )
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.checkpoint import load_complete
 from snapkv.hf.known_heads import with_known_heads
 from snapkv.plan import (
     free_bytes,

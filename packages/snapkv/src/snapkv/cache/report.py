@@ -96,9 +96,11 @@ class CacheReport(dict[str, Any]):
                 )
             )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = [str.rjust, str.ljust, *[str.rjust] * 4]
         table = [
-            "  ".join(align(*cell) for align, *cell in zip(aligned, line, widths, strict=True))
+            "  ".join(
+                cell.ljust(width) if place == 1 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
             for line in lines
         ]
         return "\n".join([_title(self), *table])

@@ -391,8 +391,11 @@ class CompressedCache(Cache):
 
         Raises:
             CacheFileError: the file cannot be written, or holds something else than a cache.
-            CacheMismatchError: the model is gone, so that the file could not say whose it is.
+            CacheMismatchError: the model is gone, so that the file could not say whose it is, or a
+                forward pass has ended in an error; call `reset`.
         """
+        if self.reading.is_broken:
+            raise _interrupted()
         saved.write(self, self.options, Path(path), beside or {})
 
     @classmethod

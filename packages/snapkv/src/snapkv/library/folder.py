@@ -9,12 +9,18 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapkv.cache.saving.files import seal_of
-from snapkv.cache.saving.writing import naming, replace_file
+from snapkv.document_files import (
+    BEGINNING,
+    digest_of,
+    naming,
+    replace_file,
+    seal_fault,
+    seal_of,
+)
 from snapkv.errors import CacheFileError, LibraryError, OutputError
 from snapkv.library.about import About
 from snapkv.library.passages import passages
-from snapkv.library.records import BEGINNING, Record, Text, digest_of
+from snapkv.library.records import Record, Text
 
 _ABOUT, _LOCK, _DOCUMENTS, _CACHES = "library.json", "library.lock", "documents", "caches"
 _RECORD_NAME = re.compile(r"[0-9a-f]{24}\.json")
@@ -130,13 +136,8 @@ class Folder:
             checked: whether to read every byte, or only the header.
         """
         path = self.cache_file(record)
-        try:
-            if seal_of(path, checked=checked) == record.seal:
-                return None
-            reason = "it is another file than the one that was written"
-        except CacheFileError as error:
-            reason = str(error)
-        return Fault(name=record.name, path=path, reason=reason)
+        reason = seal_fault(path, record.seal, checked=checked)
+        return None if reason is None else Fault(name=record.name, path=path, reason=reason)
 
     # Who changes it is alone.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from snapkv.document_files import digest_of
 from snapkv.errors import (
     CacheFileError,
     InvalidArgumentError,
@@ -27,7 +28,7 @@ from snapkv.library.folder import Fault, Folder
 from snapkv.library.frame import question_ids
 from snapkv.library.parts import Part, joined_ids
 from snapkv.library.reader import Reader
-from snapkv.library.records import Record, Text, digest_of, each_once, keys_of
+from snapkv.library.records import Record, Text, each_once, keys_of
 from snapkv.library.searching import Hit, Passages, gone, require_some
 from snapkv.policies import FullCache, Policy
 from snapkv.storage.codes import Bits

@@ -1,19 +1,14 @@
 """What a library knows of a document: its text, its passages, and which file holds its cache."""
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
+from snapkv.document_files import digest_of, from_record, record_of
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, LibraryError
 from snapkv.library.passages import Span
 from snapkv.validation import nearest
-
-FORMAT = "snapkv document 1"
-BEGINNING = f'{{"format": "{FORMAT.rstrip("1")}'
-"""With which every record begins, of this format or a later one."""
 
 _KEY_DIGITS = 24
 
@@ -111,8 +106,7 @@ class Record:
 
     def as_json(self) -> str:
         """The file's content, with a digest of itself."""
-        body = asdict(self)
-        return json.dumps({"format": FORMAT, "sha256": _digest_of(body), "document": body})
+        return record_of(asdict(self))
 
     @classmethod
     def from_json(cls, content: str) -> Self:
@@ -121,21 +115,10 @@ class Record:
         Raises:
             LibraryError: it is not one, or has changed since.
         """
-        try:
-            whole = json.loads(content)
-            body, found, sealed = whole["document"], whole["format"], whole["sha256"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise LibraryError(f"it is no record of a document ({error!r})") from error
-        if found != FORMAT:
-            raise LibraryError(f"its format is {found!r}, not {FORMAT!r}")
-        if _digest_of(body) != sealed or set(body) != {field.name for field in fields(cls)}:
+        body = from_record(content)
+        if set(body) != {field.name for field in fields(cls)}:
             raise LibraryError("it is not what was written")
         return cls(**{**body, "chunks": tuple((start, stop) for start, stop in body["chunks"])})
-
-
-def digest_of(text: str) -> str:
-    """SHA-256 of a text in UTF-8, in hexadecimal."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
@@ -174,7 +157,3 @@ def keys_of(name: str, records: dict[str, Record]) -> list[str]:
             f"{nearest(name, names)}"
         )
     return found
-
-
-def _digest_of(body: Any) -> str:
-    return digest_of(json.dumps(body, sort_keys=True))

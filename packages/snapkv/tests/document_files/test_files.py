@@ -20,16 +20,17 @@ from snapkv import (
     ModelNotFoundError,
     Random,
     SnapKV,
+    document_files,
 )
 from snapkv.app.models import place_of
 from snapkv.cache.saving.files import read_sealed, seal_of
+from snapkv.document_files import StoredDocument, model_identity, read_document
 from snapkv.errors import CacheFileError, UnsupportedModelError
 from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
 from snapkv.policies import H2O
 from snapkv.storage.ragged import RaggedStore
-from snapkv_vllm.documents.files import model_identity, read_document, write_document
 from tests.families import random_ids, tiny_config, tiny_model
 
 TOKENS, BUDGET = 70, 32
@@ -37,6 +38,10 @@ POLICY = KVzip(BUDGET, window_size=4)
 WHOLE = ("llama", "qwen3", "phi3", "glm4", "olmo2", "granite", "mixtral", "deepseek_v3")
 """Families of full attention in every layer."""
 TINY = {"class": "Tiny", "dtype": "float32"}
+
+
+def write_document(path, *, model, **parts):
+    document_files.write_document(path, model, StoredDocument(**parts))
 
 
 def parts_of(cache):

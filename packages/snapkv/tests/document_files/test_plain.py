@@ -24,10 +24,10 @@ from snapkv import (
     StreamingLLM,
 )
 from snapkv.cache.saving.files import read_sealed, write_sealed
+from snapkv.document_files import read_document
 from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
-from snapkv_vllm.documents.files import read_document
 from tests.cache.test_saving import damaged_files
 from tests.families import random_ids, tiny_model
 

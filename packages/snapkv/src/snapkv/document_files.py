@@ -1,0 +1,402 @@
+"""What is on disk of a document that was read once: its record, and beside it its cache, sealed.
+
+`Document`, `Library` and a server's documents share this. The cache is a file of
+`CompressedCache.save` with the document's token ids beside it, under "input_ids". The record is
+JSON with a digest of itself; it holds the seal of the cache's file, and is written behind it: a
+document is there if and only if its record is.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snapkv.cache.layer import CompressedLayer, LayerIdentity
+from snapkv.cache.reading import Reading
+from snapkv.cache.saving.encoding import COMPRESSED, decode_layer, spread_bytes
+from snapkv.cache.saving.files import read_sealed, seal_of, write_sealed
+from snapkv.cache.saving.writing import naming, replace_file, replacing
+from snapkv.cache.slots import SlotMap
+from snapkv.errors import (
+    CacheFileError,
+    CacheMismatchError,
+    InvalidArgumentError,
+    LibraryError,
+    ModelNotFoundError,
+    SnapKVError,
+    UnsupportedModelError,
+)
+from snapkv.hf.cache import CompressedCache
+from snapkv.hf.checkpoint import load_complete
+from snapkv.hf.identity import identity_of, require_identity
+from snapkv.hf.model_parts import length_dependent_rope
+from snapkv.hf.saved import contents, encoded, fitting_together, policy_of, tensors_beside
+from snapkv.policies import EvictingPolicy, FullCache, Policy
+from snapkv.storage.dense import DenseStore, Dynamic
+from snapkv.storage.static import StaticStore
+from snapkv.validation import first_line, format_bytes
+
+__all__ = [
+    "BEGINNING",
+    "StoredDocument",
+    "digest_of",
+    "from_record",
+    "model_identity",
+    "naming",
+    "read_document",
+    "record_of",
+    "replace_file",
+    "replacing",
+    "seal_fault",
+    "seal_of",
+    "write_document",
+]
+
+_FORMAT = "snapkv document 1"
+BEGINNING = f'{{"format": "{_FORMAT.rstrip("1")}'
+"""With which every record begins, of this format or a later one."""
+
+_READ_AGAIN = "register the document's text instead"
+
+
+def digest_of(text: str) -> str:
+    """SHA-256 of a text in UTF-8, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def record_of(document: Mapping[str, Any]) -> str:
+    """The content of a document's record, with a digest of itself."""
+    return json.dumps({"format": _FORMAT, "sha256": _digest_of(document), "document": document})
+
+
+def from_record(content: str) -> dict[str, Any]:
+    """The document that `record_of` was given.
+
+    Raises:
+        LibraryError: it is no record, or has changed since.
+    """
+    try:
+        whole = json.loads(content)
+        document, found, sealed = whole["document"], whole["format"], whole["sha256"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise LibraryError(f"it is no record of a document ({error!r})") from error
+    if found != _FORMAT:
+        raise LibraryError(f"its format is {found!r}, not {_FORMAT!r}")
+    if _digest_of(document) != sealed or not isinstance(document, dict):
+        raise LibraryError("it is not what was written")
+    return document
+
+
+def _digest_of(document: Any) -> str:
+    return digest_of(json.dumps(document, sort_keys=True))
+
+
+def seal_fault(path: Path, seal: str, *, checked: bool) -> str | None:
+    """What is wrong with the cache's file that a record names; None where nothing is.
+
+    Args:
+        path: the file.
+        seal: that the record holds.
+        checked: whether to read every byte, or only the header.
+    """
+    try:
+        if seal_of(path, checked=checked) == seal:
+            return None
+    except CacheFileError as error:
+        return str(error)
+    return "it is another file than the one that was written"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredDocument:
+    """A document whose layers and heads all keep as many tokens, K; as an engine holds it.
+
+    Attributes:
+        token_ids: (T,) int64, what the model has read.
+        kept: (layers, Hkv, K) int64, positions of the kept tokens, ascending.
+        keys: of every layer (Hkv, K, D), in the model's dtype, as attention sees them.
+        values: of every layer (Hkv, K, Dv).
+        policy: what has chosen them.
+        seal: SHA-256 of the file; "" before it is written.
+    """
+
+    token_ids: Tensor
+    kept: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    policy: Policy
+    seal: str = ""
+
+    def fault(self, dtype: str) -> str | None:
+        """What is wrong with its tensors for a model of this dtype; None for nothing.
+
+        Numbers that are none would stay in an engine's blocks, and be read with other requests'
+        tokens.
+        """
+        ids, kept = self.token_ids, self.kept
+        if not _are_indices(ids, 1):
+            return f"token ids of {_said(ids)}"
+        if not _are_indices(kept, 3):
+            return f"kept positions of {_said(kept)}"
+        if int(kept.max()) >= len(ids) or bool((kept.diff(dim=-1) <= 0).any()):
+            return f"kept positions that are not ascending below {len(ids)}"
+        if not len(kept) == len(self.keys) == len(self.values):
+            return f"{len(self.keys)} keys and {len(self.values)} values for {len(kept)} layers"
+        for states in (*self.keys, *self.values):
+            if states.ndim != 3 or states.shape[:2] != kept.shape[1:] or not states.shape[2]:
+                return f"keys or values of {_said(states)} for positions of {_said(kept)}"
+            if str(states.dtype) != f"torch.{dtype}":
+                return f"keys or values of {_said(states)} for a model in {dtype}"
+            if not bool(torch.isfinite(states).all()):
+                return "keys or values that are infinite or no numbers"
+        return None
+
+
+def _are_indices(tensor: Tensor, axes: int) -> bool:
+    """Whether it has so many axes, and numbers from zero on."""
+    is_whole = tensor.dtype in (torch.int32, torch.int64)
+    return is_whole and tensor.ndim == axes and tensor.numel() > 0 and int(tensor.min()) >= 0
+
+
+def _said(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def model_identity(
+    folder: str | Path, dtype: str, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """What files say of the model in a folder, as a process says that has it loaded.
+
+    transformers loads the model on the CPU for it, and lets go of it: only that tells for certain
+    which weights it has by which names. Ask once.
+
+    Args:
+        folder: of the model.
+        dtype: "float32", "bfloat16" or "float16", the one that the other program computes in.
+        trust_remote_code: run model code that comes with the checkpoint.
+
+    Raises:
+        ModelNotFoundError: no such folder, or one without a model.
+        InvalidArgumentError: a checkpoint without some of its weights.
+        UnsupportedModelError: transformers cannot load it, its cache cannot be compressed, or its
+            keys depend on the text's length, which each program chooses by lengths of its own.
+    """
+    place = Path(folder).absolute()
+    if not (place / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"model: expected a folder with a config.json, got {str(folder)!r}; check the path"
+        )
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    options |= {"dtype": getattr(torch, dtype)}
+    remedy = "download it again, or correct its config.json"
+    try:
+        model = load_complete(place, place, told_by="config.json", remedy=remedy, **options)
+    except SnapKVError:
+        raise
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"model: expected one that transformers loads in {dtype}, got {str(folder)!r}: "
+            f"{first_line(error)}; register the text of documents, without files"
+        ) from error
+    CompressedCache(model, FullCache())  # refuses what cannot be compressed
+    kind = length_dependent_rope(model.config.get_text_config(decoder=True))
+    if kind is not None:
+        raise UnsupportedModelError(
+            f"model: expected a rotary embedding that is the same in transformers and in vLLM, got "
+            f"{type(model).__name__} with rope_type {kind!r}, which each chooses by lengths of its "
+            "own; register the text of documents, without files"
+        )
+    return identity_of(model)
+
+
+def write_document(path: str | Path, model: Mapping[str, Any], document: StoredDocument) -> None:
+    """Write a document for `CompressedCache.load`, `read_document` or an engine.
+
+    The file is that of `cache.save(path, beside={"input_ids": token_ids[None]})` on a cache that
+    the policy has left with these tokens.
+
+    Args:
+        path: the file; a cache that was saved there is replaced, any other file is refused.
+        model: the `model_identity` of the model that has read it.
+        document: its tensors, on any device.
+
+    Raises:
+        InvalidArgumentError: tensors that do not fit together, that hold other than numbers of the
+            model's dtype, or a policy that goes on choosing.
+        CacheFileError: the file cannot be written, or holds something else than a cache.
+    """
+    fault, policy = document.fault(model["dtype"]), document.policy
+    if fault is None and isinstance(policy, EvictingPolicy):
+        fault = f"them from {policy.name}, which evicts while it generates"
+    if fault is not None:
+        raise InvalidArgumentError(
+            f"document: expected token ids, and as many kept positions, keys and values in every "
+            f"layer and head, got {fault}; pass what a method such as KVzip has left"
+        )
+    tokens, layers = len(document.token_ids), []
+    for index, positions in enumerate(document.kept):
+        layer = CompressedLayer(policy, LayerIdentity(layer_idx=index), Dynamic())
+        states = document.keys[index][None], document.values[index][None]
+        state = dict(zip(("keys", "values"), states, strict=True), num_kv_heads=len(positions))
+        slots = SlotMap().chosen(positions[None], tokens, chosen_at=tokens)
+        layer.restore(DenseStore.kind, state, slots)
+        layers.append(layer)
+    parameters = inspect.signature(CompressedCache).parameters.values()
+    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    beside = {"input_ids": document.token_ids[None].to(torch.int64)}
+    reading = Reading(layers=layers, prompt_end=tokens)
+    write_sealed(Path(path), *encoded(layers, reading, options, model, beside))
+
+
+def read_document(
+    path: str | Path, *, model: Mapping[str, Any], most_bytes: int | None = None
+) -> StoredDocument:
+    """The document in a file that `write_document` has written, or `CompressedCache.save`.
+
+    A cache is a document where an engine can go on from it just as the library does: it has read
+    one prompt, whose token ids were saved beside it, it keeps as many tokens in every layer and
+    head, and nothing chooses from them again. Whether the shapes are those of an engine's layers
+    is the engine's to check.
+
+    Args:
+        path: the file. It is read in full; nothing in it is run.
+        model: the `model_identity` of the model that is to go on from it.
+        most_bytes: refuse a larger file before it is read, or one whose packed keys and values
+            would take more.
+
+    Raises:
+        CacheFileError: no such file, a larger one, or not one that was saved, whole and unchanged.
+        CacheMismatchError: it belongs to another model or dtype.
+        InvalidArgumentError: a cache that no engine can hold; the message says why.
+    """
+    path = Path(path)
+    file = read_sealed(path, most_bytes=most_bytes)
+    with fitting_together(path):
+        size = spread_bytes(file.notes.get("packed", {}))
+        if most_bytes is not None and size > most_bytes:
+            raise CacheFileError(
+                f"path: expected a saved cache of at most {format_bytes(most_bytes)} in the "
+                f"model's dtype, got {format_bytes(size)} at {str(path)!r}; save one that keeps "
+                "fewer tokens, or raise the limit"
+            )
+        tensors, notes = contents(file)
+        require_identity(model, notes["model"])
+        ids = tensors_beside(tensors).get("input_ids")
+        _refuse(path, _faults_of_notes(notes, ids))
+        assert ids is not None  # it would have been refused
+        layers = _layers(path, notes, tensors)
+        keys, values = zip(*(layer.store.padded() for layer in layers), strict=True)
+        document = StoredDocument(
+            token_ids=ids.flatten(),
+            kept=torch.cat([layer.stored_positions() for layer in layers]),
+            keys=[states[0] for states in keys],
+            values=[states[0] for states in values],
+            policy=layers[0].policy,
+            seal=file.seal,
+        )
+        if (fault := document.fault(model["dtype"])) is not None:
+            raise ValueError(fault)
+    return document
+
+
+def _layers(
+    path: Path, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> list[CompressedLayer]:
+    """The layers of a cache: one row without pads, every head with as many tokens."""
+    try:
+        policy = policy_of(notes["policy"])
+    except CacheMismatchError as error:
+        raise InvalidArgumentError(
+            f"path: expected a saved cache of a method of this package, got {str(path)!r} of "
+            f"{notes['policy']['name']!r}; {_READ_AGAIN}"
+        ) from error
+    layers = []
+    for index, saved in enumerate(notes["layers"]):
+        layer = CompressedLayer(policy, LayerIdentity(layer_idx=index), Dynamic())
+        if saved["store_kind"] == StaticStore.kind:  # in files alike
+            saved = saved | {"store_kind": DenseStore.kind}
+        decode_layer(layer, saved, dict(tensors), torch.device("cpu"))
+        _refuse(path, _faults_of_layer(layer))
+        if layer.seen_tokens != notes["seen_tokens"]:
+            raise ValueError(f"layer {index} has seen {layer.seen_tokens} tokens")
+        layers.append(layer)
+    _refuse(path, _faults_of_all(policy, layers))
+    return layers
+
+
+_Faults = Iterator[tuple[str, str]]
+"""What is wrong with a cache, and the remedy; the first is told, and what follows is not asked."""
+
+
+def _refuse(path: Path, faults: _Faults) -> None:
+    for got, remedy in faults:
+        raise InvalidArgumentError(
+            f"path: expected a saved cache that an engine can hold, got {str(path)!r}, {got}; "
+            f"{remedy}"
+        )
+
+
+def _faults_of_notes(notes: Mapping[str, Any], input_ids: Tensor | None) -> _Faults:
+    """Of its options, and of the tokens that were read, all of them the prompt's."""
+    options = notes["options"]
+    if notes["recalls"]:
+        remedy = "save one that was made without recall"
+        yield "whose evicted tokens lie off the device (recall)", remedy
+    if bits := options.get("quantize"):
+        yield f"whose tokens are held in {bits} (quantize)", "save one made without quantize"
+    if options.get("turns") == "compress":
+        yield "which chooses again with every turn (turns)", "save one made without turns"
+    for index, saved in enumerate(notes["layers"]):
+        if saved["kind"] != COMPRESSED:
+            yield f"whose layer {index} is a {saved['kind']}, which keeps its own", _READ_AGAIN
+    seen, begin, end = (notes[name] for name in ("seen_tokens", "turn_start", "prompt_end"))
+    if not seen:
+        yield "which has read nothing", "save one that has read a document"
+    if begin or end != seen:
+        got = f"which has seen {seen} tokens, of which the last prompt are those from {begin} to"
+        yield f"{got} {end}", "save it right behind its first prompt, before it generates"
+    if input_ids is None:
+        remedy = 'save it with cache.save(path, beside={"input_ids": input_ids})'
+        yield "without the token ids that it has read", remedy
+        return
+    if input_ids.ndim == 2 and len(input_ids) != 1:
+        yield f"with token ids of {len(input_ids)} rows", "save a cache of one row"
+    if input_ids.numel() != seen:
+        got = f"with {input_ids.numel()} token ids for {seen} tokens"
+        yield got, "save it beside the token ids that it has read"
+
+
+def _faults_of_layer(layer: CompressedLayer) -> _Faults:
+    store, slots, index = layer.store, layer.slots, layer.identity.layer_idx
+    if len(store.keys) != 1:
+        yield f"of {len(store.keys)} rows", "save a cache of one row for every document"
+    pads = (slots.pads, slots.fillers)
+    if any(marks is not None and bool(marks.any()) for marks in pads):
+        yield "of a prompt with pads", "read the document without padding"
+    if store.keys.shape[1] != store.num_kv_heads:
+        got = f"with sets of their own for {store.keys.shape[1]} query heads"
+        yield got, "use a method that keeps one for every KV head"
+    if layer.notes.sink_keys is not None:
+        yield "whose sinks were moved to other positions", _READ_AGAIN
+    if bool((layer.stored_positions() < 0).any()):
+        got = f"whose heads keep different numbers of tokens in layer {index}"
+        yield got, "use a method that keeps as many in each, such as KVzip without AdaKV"
+
+
+def _faults_of_all(policy: Policy, layers: Sequence[CompressedLayer]) -> _Faults:
+    lengths = sorted({layer.store.slots for layer in layers})
+    if len(lengths) > 1:
+        got = f"whose layers keep different numbers of tokens, from {lengths[0]} to {lengths[-1]}"
+        yield got, "use a method that keeps as many in each, such as KVzip"
+    # A method that has dropped nothing yet takes what is read next for the end of its prompt.
+    if not all(layer.slots.is_compressed for layer in layers) and not isinstance(policy, FullCache):
+        got = f"of which {policy.name} has dropped nothing, and would choose with the next prompt"
+        yield got, "save one that keeps fewer tokens than it has read, or one of FullCache"
+    if isinstance(policy, EvictingPolicy):
+        yield f"of {policy.name}, which evicts while it generates", _READ_AGAIN
