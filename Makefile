@@ -108,26 +108,11 @@ format: $(INSTALLED) ## Put every file into its format
 	$(BIN)/ruff format
 
 results: $(INSTALLED) ## Measure again everything in docs/results (half a day on two cores)
-	$(BIN)/python -m snapkv_lab.experiments quality
-	$(BIN)/python -m snapkv_lab.experiments speed
-	$(BIN)/python -m snapkv_lab.experiments methods
-	$(BIN)/python -m snapkv_lab.experiments streaming
-	$(BIN)/python -m snapkv_lab.experiments studies
-	$(BIN)/python -m snapkv_lab.experiments evaluation
-	$(BIN)/python -m snapkv_lab.experiments ragged
-	$(BIN)/python -m snapkv_lab.experiments medusa
-	$(BIN)/python -m snapkv_lab.experiments recall
-	$(BIN)/python -m snapkv_lab.experiments chunked
-	$(BIN)/python -m snapkv_lab.experiments bits
-	$(BIN)/python -m snapkv_lab.experiments appending
-	$(BIN)/python -m snapkv_lab.experiments flat
-	$(BIN)/python -m snapkv_lab.experiments first_day
-	$(BIN)/python -m snapkv_lab.experiments pooling
-	$(BIN)/python -m snapkv_lab.experiments auto_budget
-	$(BIN)/python -m snapkv_lab.experiments sharing
-	$(BIN)/python -m snapkv_lab.experiments workers
-	$(BIN)/python -m snapkv_lab.experiments leaderboard
-	$(BIN)/python -m snapkv_lab.experiments results
+	for name in $(EXPERIMENTS); do $(BIN)/python -m snapkv_lab.experiments $$name || exit 1; done
+
+# Those that need neither vLLM nor kvpress nor files of other commands; the last one makes the pages.
+EXPERIMENTS := quality speed methods streaming studies evaluation ragged medusa recall chunked bits \
+    appending flat first_day pooling auto_budget sharing workers leaderboard results
 
 kvpress: $(KVPRESS)/.installed ## kvpress in an environment of its own, to be measured beside this
 

@@ -13,7 +13,6 @@ import typer
 from snapkv.cli.app import program, run
 from snapkv_lab import drawing
 from snapkv_lab.experiments import overview, plans, speed
-from snapkv_lab.experiments.records import read_rows
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -99,7 +98,7 @@ def test_the_picture_of_the_first_page_shows_its_rows():
     def words(svg):
         return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
-    drawn = drawing.encoded(overview.drawn(read_rows(speed.ROWS)), ".svg", overview.STYLE)
+    drawn = drawing.encoded(overview.drawn(speed.EXPERIMENT.known()), ".svg", overview.STYLE)
     shown = words(overview.FIGURE.read_text(encoding="utf-8"))
     assert shown == words(drawn.decode())
     assert {"270", "22.5", "full cache"} <= set(shown)

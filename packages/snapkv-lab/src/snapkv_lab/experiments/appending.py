@@ -1,35 +1,18 @@
 """Time per token behind as many stored tokens: appended in place, or copied for every token.
 
-    python -m snapkv_lab.experiments appending
-        measure, write the rows, render the page (two minutes)
-
 transformers' own cache concatenates what is stored and what is new. Caches are filled directly.
-Rows: `docs/results/appending.jsonl`. Page: `docs/results/tables/appending.md`.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from snapkv import SnapKV
-from snapkv.app.models import load
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
-)
+from snapkv_lab.experiments.experiment import Experiment, Shown, table
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.contenders import Contender, compressed, filled, full
 from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
-
-ROWS = RESULTS / "appending.jsonl"
-PAGE = TABLES / "appending.md"
 
 PROMPT_TOKENS, TOKENS = 4096, 96
 CELLS = ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024))
@@ -75,29 +58,32 @@ def _decoder(model: Any, contender: Contender, batch: int, seen: int) -> Callabl
     return step
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    lines = [
-        [
-            str(row["batch"]),
-            f"{row['stored_tokens']:,}",
-            f"{row['ms']['p50']:.1f}",
-            f"{row['copying_ms']['p50']:.1f}",
-            f"{row['ratio']['p50']:.3f}",
-        ]
-        for row in rows
-    ]
-    header = ["batch", "stored tokens", "in place, ms", "copying, ms", "ratio"]
-    table = markdown_table(header, lines)
-    return tables_page("appending", "Appending in place", environment_line(rows), table)
-
-
-def _measurements() -> Iterator[Row]:
-    environment, loaded = describe_environment(), load("demo")
-    for row in measure(loaded.model):
-        print(row, file=sys.stderr)
-        yield {**row, "model": loaded.description(), "environment": environment}
+EXPERIMENT = Experiment(
+    name="appending",
+    title="Appending in place",
+    takes="two minutes",
+    measure=lambda given: measure(given.loaded.model),
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "batch": "{batch}",
+                "stored tokens": "{stored_tokens:,}",
+                "in place, ms": "{ms[p50]:.1f}",
+                "copying, ms": "{copying_ms[p50]:.1f}",
+                "ratio": "{ratio[p50]:.3f}",
+            },
+        )
+    ],
+    shown={
+        "appending": Shown(
+            "Appending in place",
+            ("batch", "in place, ms", "copying, ms", "ratio"),
+            ("1 | 1,024", "4 | 1,024", "8 | 1,024"),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

@@ -1,40 +1,32 @@
 """Words and automatic budgets on texts of 1k to 7k tokens, of kinds that chose neither.
 
-    python -m snapkv_lab.experiments auto_budget_held_out             measure what is not there yet
-    python -m snapkv_lab.experiments auto_budget_held_out --first 4   the same, from that round on
-
 The texts are those of `snapkv_lab.experiments.held_out`. Each is read once with the full cache;
 every policy compresses a copy of it and generates an answer, which is right if it has the expected
-words. A row is a question, with the answers where the full cache has it right. Rows:
-`docs/results/auto_budget_held_out.jsonl`. `python -m snapkv_lab.experiments results` makes the
-page of them, `docs/results/tables/auto_budget_held_out.md`.
+words. A row is a question, with the answers where the full cache has it right.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv import AutoBudget, CompressedCache, default_policy
-from snapkv.app.models import load
+from snapkv.cli.lost_votes import word_for
 from snapkv.policies import FullCache, Policy, PromptLayer
 from snapkv.prefill.selective import tokens_that_go_on
 from snapkv.validation import SMALL_WINDOW
-from snapkv_lab.experiments.auto_budget_page import render_held_out
+from snapkv_lab.experiments.auto_budget import WORDS, WORDS_TITLE, last_run
 from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown
 from snapkv_lab.experiments.held_out import Asked, HeldOut, held_out
 from snapkv_lab.experiments.pooling_reading import ReadText
+from snapkv_lab.experiments.pooling_rows import counted
 from snapkv_lab.experiments.reading import ReadPrompt
-from snapkv_lab.experiments.records import RESULTS, TABLES, Row, read_rows
-
-ROWS = RESULTS / "auto_budget_held_out.jsonl"
-PAGE = TABLES / "auto_budget_held_out.md"
-render = render_held_out
+from snapkv_lab.experiments.records import Row, append_rows, markdown_table
 
 ROUNDS = 8
 ANSWER_TOKENS = 28
@@ -65,28 +57,27 @@ def policies() -> dict[str, Policy]:
     }
 
 
-def measure(first: int) -> None:
-    """Read every text from that round on that has no row yet; append a row for each question."""
-    loaded = load("demo")
-    known = read_rows(ROWS) if ROWS.exists() else []
+def measure(given: Given) -> Iterator[Row]:
+    """Read every text from a round on that has no row yet; append a row for each question.
+
+    Two may run side by side: what another has measured meanwhile is not added again.
+    """
+    loaded, first = given.loaded, given.options["first"]
     run = {"model": loaded.description(), "environment": describe_environment()}
-    with ROWS.open("a", buffering=1 << 20, encoding="utf-8") as file:
-        if run not in known:
-            file.write(json.dumps(run) + "\n")
-        for text in held_out(loaded.tokenizer, range(first, ROUNDS)):
-            if _is_there(text):
-                continue
-            read = ReadText(loaded.model, text.ids)
-            rows = [_row(loaded.tokenizer, read, text, each) for each in text.asked]
-            if _is_there(text):  # from one that runs side by side
-                continue
-            file.write("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-            file.flush()  # at once, so that two do not mix theirs
+    append_rows(EXPERIMENT.rows, [run] if run not in EXPERIMENT.known() else [])
+    for text in held_out(loaded.tokenizer, range(first, ROUNDS)):
+        if _is_there(text):
+            continue
+        read = ReadText(loaded.model, text.ids)
+        rows = [_row(loaded.tokenizer, read, text, each) for each in text.asked]
+        if not _is_there(text):
+            append_rows(EXPERIMENT.rows, rows)
             print(text.name, [row["full"] for row in rows], file=sys.stderr, flush=True)
+            yield from rows
 
 
 def _is_there(text: HeldOut) -> bool:
-    return text.name in {row.get("text") for row in read_rows(ROWS)}
+    return text.name in {row.get("text") for row in EXPERIMENT.known()}
 
 
 @torch.inference_mode()
@@ -192,12 +183,96 @@ class _Answering:
         return self.generated(cache, len(answer) + MORE_TOKENS)
 
 
-def main() -> None:
-    """Measure what is not there yet."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--first", type=int, default=0, help="the round to begin with")
-    measure(parser.parse_args().first)
+DEFAULT = f"auto {AutoBudget.lost_vote}"
+LAYERS = range(14, 25)
+
+
+def _tables(rows: list[Row]) -> list[str]:
+    known = [row for row in rows if row.get("answers")]
+    of_length = _by_length(known)
+    lines = [
+        [
+            f"{name} (default)" if name == DEFAULT else name,
+            *(_kept(own, name) for own in [*of_length.values(), known]),
+        ]
+        for name in known[0]["answers"]
+    ]
+    asked = sum("text" in row for row in rows)
+    return [
+        f"## Right answers (share of the tokens kept), {len(known)} of {asked} questions",
+        markdown_table(["policy", *(f"{n:,} tokens" for n in of_length), "all"], lines),
+        f"## {WORDS_TITLE}",
+        _words(known),
+        "## Answers whose tokens the votes of a layer let go on",
+        _going_on_by_layer([row for row in rows if row.get("needed")]),
+    ]
+
+
+def _by_length(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(int(row["text"].split("/")[1]), []).append(row)
+    return dict(sorted(found.items()))
+
+
+def _kept(rows: Sequence[Row], name: str) -> str:
+    own = [(row["answers"][name], row["tokens"]) for row in rows]
+    share = fmean(found["kept"] / tokens for found, tokens in own)
+    return f"{sum(found['right'] for found, _ in own)}/{len(own)} ({share:.0%})"
+
+
+def _words(rows: Sequence[Row]) -> str:
+    names = list(rows[0]["answers"])
+    families = {"all": names, DEFAULT: [DEFAULT], "fading 1/4": ["fading 1/4"]}
+
+    def told(word: str, own: Sequence[str]) -> str:
+        answers = ((row["answers"][name], row["tokens"]) for row in rows for name in own)
+        return str(
+            counted(each["right"] for each, n in answers if word_for(each["peak"], n) == word)
+        )
+
+    lines = [[word, *(told(word, own) for own in families.values())] for word in WORDS]
+    return markdown_table(["word", *families], lines)
+
+
+def _going_on_by_layer(known: Sequence[Row]) -> str:
+    """Behind which layer the answers of longer texts go on in selective reading."""
+    columns = {
+        **{f"{share:.1%} go on": (known, share) for share in SHARES},
+        **{f"15.0%, {n:,} tokens": (own, 0.15) for n, own in _by_length(known).items()},
+    }
+    lines = [
+        [str(layer), *(_going_on(own, layer, share) for own, share in columns.values())]
+        for layer in LAYERS
+    ]
+    return markdown_table(["layers that read all", *columns], lines)
+
+
+def _going_on(rows: Sequence[Row], layer: int, share: float) -> str:
+    needed = [row["needed"][layer - 1] for row in rows]
+    found = sum(least is not None and least <= share for least in needed)
+    return f"{found}/{len(needed)}"
+
+
+EXPERIMENT = Experiment(
+    name="auto_budget_held_out",
+    title="The automatic budget and its words, on texts that chose neither",
+    takes="a day",
+    measure=measure,
+    resumes=True,
+    options={"first": 0},
+    measured=last_run,
+    tables=_tables,
+    shown={
+        "longer": Shown(
+            "Right answers (share of the tokens kept), 117 of 195 questions",
+            ("policy", "1,024 tokens", "7,168 tokens", "all"),
+            ("undiluted 0.0025", "auto 0.0015 (default)", "auto 0.001", "fading 1/4"),
+        ),
+        "longer-words": Shown(WORDS_TITLE, ("word", "all", "auto 0.0015", "fading 1/4")),
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

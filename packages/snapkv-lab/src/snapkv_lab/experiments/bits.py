@@ -1,13 +1,9 @@
 """Few bits for what is kept: right answers, bytes and time per token, with eviction and without.
 
-    python -m snapkv_lab.experiments bits  measure, write the rows, render the page (three minutes)
-    python -m snapkv_lab.experiments bits --render   render the page from the rows that are there
-
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
-end. Rows: `docs/results/bits.jsonl`. Page: `docs/results/tables/bits.md`.
+end.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -15,28 +11,14 @@ from typing import Any
 import torch
 
 from snapkv import FullCache, SnapKV
-from snapkv.app.models import load
 from snapkv.policies import Policy
-from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.experiments.decode import decoder
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
 from snapkv_lab.experiments.magic_number import SEED, Document, make_documents
-from snapkv_lab.experiments.reading import ReadPrompt, read_prompt
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
-)
-from snapkv_lab.experiments.scoring import score_answer
+from snapkv_lab.experiments.reading import ReadPrompt, read_prompt, score_answer
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.timing import alternate, ratios, spread
-
-ROWS = RESULTS / "bits.jsonl"
-PAGE = TABLES / "bits.md"
 
 PROMPT_TOKENS, DOCUMENTS, BUDGET, TIMED_TOKENS = 2048, 8, 512, 48
 BITS = (None, "int8", "fp8", "int4")
@@ -88,32 +70,39 @@ def _times(
     return alternate(decoders, rounds=tokens, warmup_rounds=4)
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    lines = [
-        [
-            f"{row['cache']}, {row['bits'] or row['model']['dtype']}",
-            format_bytes(row["held_bytes"]),
-            f"{row['right_answers']} of {row['documents']} ({row['nll']:.2f})",
-            f"{row['ms_per_token']['p50']:.1f}",
-            f"{row['against_whole']['p50']:.2f}",
-        ]
-        for row in rows
-    ]
-    header = ["cache", "held", "right answers", "ms per token", "against its own dtype"]
-    table = markdown_table(header, lines)
-    return tables_page("bits", "Few bits for what is kept", environment_line(rows), table)
-
-
-def _measurements() -> Iterator[Row]:
-    environment, loaded = describe_environment(), load("demo")
+def _measured(given: Given) -> Iterator[Row]:
     documents = make_documents(
-        loaded.tokenizer, load_haystack(), prompt_tokens=PROMPT_TOKENS, count=DOCUMENTS
+        given.loaded.tokenizer, load_haystack(), prompt_tokens=PROMPT_TOKENS, count=DOCUMENTS
     )
-    for row in measure(loaded.model, documents):
-        print(row, file=sys.stderr)
-        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+    return (row | {"seed": SEED} for row in measure(given.loaded.model, documents))
+
+
+EXPERIMENT = Experiment(
+    name="bits",
+    title="Few bits for what is kept",
+    takes="three minutes",
+    measure=_measured,
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "cache": lambda row: f"{row['cache']}, {row['bits'] or row['model']['dtype']}",
+                "held": "{held_bytes:bytes}",
+                "right answers": "{right_answers} of {documents} ({nll:.2f})",
+                "ms per token": "{ms_per_token[p50]:.1f}",
+                "against its own dtype": "{against_whole[p50]:.2f}",
+            },
+        )
+    ],
+    shown={
+        "bits": Shown(
+            "Few bits for what is kept",
+            ("cache", "held", "right answers", "ms per token", "against its own dtype"),
+            ("full cache, float32", "SnapKV, float32", "SnapKV, int8", "SnapKV, int4"),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

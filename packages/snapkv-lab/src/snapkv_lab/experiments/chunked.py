@@ -1,14 +1,10 @@
 """What is lost where a prompt is read in pieces under a cap, against reading it layer by layer.
 
-    python -m snapkv_lab.experiments chunked  measure, write the rows, render the page (two minutes)
-    python -m snapkv_lab.experiments chunked --render   render the page from the rows that are there
-
 The documents are those of the quality benchmark: one magic number in a long text, asked for at its
-end. Rows: `docs/results/chunked.jsonl`. Page: `docs/results/tables/chunked.md`.
+end.
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -18,23 +14,13 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, SnapKV
-from snapkv.app.models import load
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, table
 from snapkv_lab.experiments.magic_number import SEED, Document, make_documents
 from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
     Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
 )
-
-ROWS = RESULTS / "chunked.jsonl"
-PAGE = TABLES / "chunked.md"
 
 PROMPT_TOKENS, DOCUMENTS, CHUNK_TOKENS = 1024, 8, 128
 POLICY = SnapKV(128, window_size=16, kernel_size=13)
@@ -125,31 +111,31 @@ def measure(
         }
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    lines = [
-        [
-            "none" if row["cap_tokens"] is None else f"{row['cap_tokens']:,}",
-            f"{row['kept_as_exact']:.0%}",
-            f"{row['answer_nll']:.3f}",
-            f"{row['right_answers']} of {row['documents']}",
-        ]
-        for row in rows
-    ]
-    header = ["cap", "kept as without a cap", "nats per token of the answer", "right answers"]
-    table = markdown_table(header, lines)
-    return tables_page("chunked", "Reading under a cap", environment_line(rows), table)
-
-
-def _measurements() -> Iterator[Row]:
-    environment, loaded = describe_environment(), load("demo")
+def _measured(given: Given) -> Iterator[Row]:
     documents = make_documents(
-        loaded.tokenizer, load_haystack(), prompt_tokens=PROMPT_TOKENS, count=DOCUMENTS
+        given.loaded.tokenizer, load_haystack(), prompt_tokens=PROMPT_TOKENS, count=DOCUMENTS
     )
-    for row in measure(loaded.model, documents):
-        print(row, file=sys.stderr)
-        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+    return (row | {"seed": SEED} for row in measure(given.loaded.model, documents))
+
+
+EXPERIMENT = Experiment(
+    name="chunked",
+    title="Reading under a cap",
+    takes="two minutes",
+    measure=_measured,
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "cap": lambda row: f"{row['cap_tokens']:,}" if row["cap_tokens"] else "none",
+                "kept as without a cap": "{kept_as_exact:.0%}",
+                "nats per token of the answer": "{answer_nll:.3f}",
+                "right answers": "{right_answers} of {documents}",
+            },
+        )
+    ],
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

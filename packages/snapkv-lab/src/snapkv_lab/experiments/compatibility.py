@@ -1,30 +1,19 @@
 """With which releases the package was checked: a row for every check, and the page of them.
 
-    python -m snapkv_lab.experiments compatibility              render the page from the rows
     make release-check NOTE=--note                  note a row for every environment
-    export PYTEST_ADDOPTS="-p benchmarks.compatibility --note-as test-oldest"
+    export PYTEST_ADDOPTS="-p snapkv_lab.experiments.compatibility --note-as test-oldest"
     make test-oldest                                note a row for a run of tests
 
-Rows: `docs/results/compatibility.jsonl`, the latest of every check and its releases. Page:
-`docs/results/tables/compatibility.md`.
+The latest of every check and its releases stays.
 """
 
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_page,
-    write_rows,
-)
-
-ROWS = RESULTS / "compatibility.jsonl"
-PAGE = TABLES / "compatibility.md"
+from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Shown, table
+from snapkv_lab.experiments.records import Row, write_rows
 
 RELEASES = {"python": "Python", "torch": "torch", "transformers": "transformers", "vllm": "vLLM"}
 """What a row tells apart, and how the page calls it."""
@@ -37,8 +26,8 @@ def note(rows: list[Row], row: Row) -> list[Row]:
 
 def write(row: Row) -> None:
     """Note a row, and render the page anew."""
-    write_rows(ROWS, note(read_rows(ROWS) if ROWS.exists() else [], row))
-    write_page(render, rows=ROWS, page=PAGE)
+    write_rows(EXPERIMENT.rows, note(EXPERIMENT.known(), row))
+    EXPERIMENT.write()
 
 
 def _key(row: Row) -> list[tuple[Any, ...]]:
@@ -52,23 +41,13 @@ def _sortable(release: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts)
 
 
-def render(rows: list[Row]) -> str:
-    """The table of these rows."""
-    header = ["check", *RELEASES.values(), "outcome", "what was run", "commit"]
-    table = markdown_table(header, map(_cells, rows))
-    return tables_page("compatibility", "Compatibility", "A row for every run", table)
-
-
-def _cells(row: Row) -> list[str]:
+def _commit(row: Row) -> str:
     environment = row["environment"]
-    changed = " and changes" if environment["changed_files"] else ""
-    return [
-        f"`make {row['check']}`",
-        *(environment.get(name) or "" for name in RELEASES),
-        row["outcome"],
-        row["what"],
-        environment["commit"] + changed,
-    ]
+    return environment["commit"] + (" and changes" if environment["changed_files"] else "")
+
+
+def _release(name: str) -> Callable[[Row], str]:
+    return lambda row: row["environment"].get(name) or ""
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -81,8 +60,6 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any)
     name = config.getoption("note_as")
     if name is None:
         return
-    from snapkv_lab.experiments.environment import describe_environment
-
     counts = {
         kind: len(terminalreporter.stats.get(kind, ()))
         for kind in ("passed", "failed", "error", "skipped")
@@ -108,5 +85,29 @@ def _vllm() -> str | None:
     return None
 
 
+EXPERIMENT = Experiment(
+    name="compatibility",
+    title="Compatibility",
+    measured=lambda rows: "A row for every run",
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "check": "`make {check}`",
+                **{title: _release(name) for name, title in RELEASES.items()},
+                "outcome": "{outcome}",
+                "what was run": "{what}",
+                "commit": _commit,
+            },
+        )
+    ],
+    shown={
+        "compatibility": Shown(
+            "Compatibility", ("check", "Python", "torch", "transformers", "outcome")
+        )
+    },
+)
+
+
 if __name__ == "__main__":
-    write_page(render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

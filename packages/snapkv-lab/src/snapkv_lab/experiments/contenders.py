@@ -1,6 +1,10 @@
 """The methods that are compared with each other, all with the same number of slots to fill."""
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from snapkv import FullCache
 from snapkv.policies import (
@@ -16,6 +20,8 @@ from snapkv.policies import (
     KVzip,
     LagKV,
     Policy,
+    PrefixPolicy,
+    PromptLayer,
     PromptThenDecode,
     PyramidKV,
     Random,
@@ -28,6 +34,7 @@ WINDOW_SIZE = 16
 """Of every method that has a window: the best width for this model at small budgets."""
 
 FULL = "full cache"
+BUDGETLESS = ("FastGen",)
 
 RECOVERY = {
     (768, 64): 0.001,
@@ -106,3 +113,28 @@ def without_budget(prompt_tokens: int, budget: int, tokenizer: Any) -> dict[str,
 def full_cache() -> dict[str, Policy]:
     """What they are all compared with."""
     return {FULL: FullCache()}
+
+
+@dataclass(frozen=True)
+class SinksAndRecent(PrefixPolicy):
+    """Keeps the first `sink_tokens` of the prompt and fills the budget with the most recent.
+
+    Only the selection is StreamingLLM's: positions stay true here, where StreamingLLM counts them
+    inside its cache, and the tokens generated after the prompt are all kept.
+    """
+
+    name: ClassVar[str] = "sinks_and_recent"
+
+    _: KW_ONLY
+    sink_tokens: int = 4
+
+    @property
+    def query_tokens(self) -> int:
+        """None: nothing is scored by attention."""
+        return 0
+
+    def score(self, layer: PromptLayer) -> Tensor:
+        """Later is better: (B, Hkv, P) float32."""
+        batch, heads, prompt_tokens, _ = layer.keys.shape
+        columns = torch.arange(prompt_tokens - self.window_size, device=layer.keys.device)
+        return columns.float().expand(batch, heads, -1)

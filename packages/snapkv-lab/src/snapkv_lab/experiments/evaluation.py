@@ -1,22 +1,15 @@
 """The paper's experiments and later ones on the demo model, in a setting that two cores can run.
 
-    python -m snapkv_lab.experiments evaluation needle
-        run one experiment, or go on where it stopped
-    python -m snapkv_lab.experiments evaluation            all of them
-    python -m snapkv_lab.experiments evaluation --render
-        draw the figures and the page from the answers there
-
-Answers and rows: `docs/results/evaluation/NAME/`. Page: `docs/results/tables/evaluation.md`.
+Answers and rows: `docs/results/evaluation/NAME/`.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapkv.app.models import LoadedModel, load
+from snapkv.app.models import LoadedModel
 from snapkv.cache.paging import PageRecall
 from snapkv.policies import (
     H2O,
@@ -47,24 +40,16 @@ from snapkv_lab.evaluate.tasks import (
     Tracking,
     Turns,
 )
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_rows,
-)
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown
+from snapkv_lab.experiments.records import RESULTS, Row, markdown_table, read_rows, write_rows
 from snapkv_lab.report.figures import draw
 from snapkv_lab.report.page import method_table
 
 FOLDER = RESULTS / "evaluation"
-PAGE = TABLES / "evaluation.md"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Comparison:
     """A task with the methods that answer it, always on the demo model without a chat template.
 
     Attributes:
@@ -82,7 +67,7 @@ class Experiment:
     reference_loss: bool = False
 
     def run(self, loaded: LoadedModel) -> Run:
-        """The experiment on a loaded model."""
+        """It on a loaded model."""
         return Run(
             loaded=loaded,
             task=self.task(),
@@ -148,54 +133,54 @@ def _without_a_question(tokens: int, ratios: Sequence[int]) -> list[Method]:
     return found
 
 
-EXPERIMENTS: dict[str, Experiment] = {
-    "needle": Experiment(
+EXPERIMENTS: dict[str, Comparison] = {
+    "needle": Comparison(
         title="Needle in a haystack",
         task=lambda: Needle(
             lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100
         ),
         methods=_rivals(256),
     ),
-    "lines": Experiment(
+    "lines": Comparison(
         title="LongEval-Lines",
         task=lambda: Lines(
             lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
         ),
         methods=_rivals(192),
     ),
-    "ruler": Experiment(
+    "ruler": Comparison(
         title="RULER at 2k",
         task=lambda: Ruler(lengths=(2048,), samples_each=2),
         methods=_few(512)[:3],
     ),
-    "rag-citation": Experiment(
+    "rag-citation": Comparison(
         title="Citations",
         task=lambda: RagCitation(documents=(10, 20), samples_each=12),
         methods=_few(512),
     ),
-    "rag-position": Experiment(
+    "rag-position": Comparison(
         title="Lost in the middle",
         task=lambda: RagPosition(documents=(5, 10), samples_each=8, corpus="squad"),
         methods=_few(256),
     ),
-    "rag-pipeline": Experiment(
+    "rag-pipeline": Comparison(
         title="Retrieve, rerank, answer",
         task=lambda: RagPipeline(documents=(5, 10), samples_each=12, corpus="squad"),
         methods=_few(256),
     ),
-    "turns": Experiment(
+    "turns": Comparison(
         title="Several turns",
         task=lambda: Turns(lengths=(1024, 2048), samples_each=5, cloze=True),
         methods=_over_turns(256),
     ),
-    "tracking": Experiment(
+    "tracking": Comparison(
         title="Long answers",
         task=lambda: Tracking(
             answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
         ),
         methods=_evicting(512),
     ),
-    "hidden": Experiment(
+    "hidden": Comparison(
         title="A question that comes later",
         task=lambda: Ruler(
             tasks=("niah_single_1", "niah_single_2", "niah_multikey_1"),
@@ -209,11 +194,11 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 
 
-def run(names: Sequence[str]) -> None:
-    """Run experiments, each into its folder."""
-    loaded = load("demo")
-    for name in names:
-        EXPERIMENTS[name].run(loaded).into(FOLDER / name, _say)
+def run(given: Given) -> Iterator[Row]:
+    """Run experiments, each into its folder, or go on where they stopped."""
+    for name in given.parts:
+        EXPERIMENTS[name].run(given.loaded).into(FOLDER / name, _say)
+    yield from ()
 
 
 def _say(description: str, done: int, total: int) -> None:
@@ -240,52 +225,61 @@ def _summary(folder: Path, task: Task) -> list[Row]:
     return summarise(answers, [key(answer) for answer in answers], task)
 
 
-def render(found: dict[str, Results]) -> str:
-    """The tables of these results, with their figures."""
-    sections = [part for name, results in found.items() for part in _section(name, results)]
-    measured = f"Scores are times 100; intervals: 95 %, {METHOD}"
-    return tables_page("evaluation", "Tasks, answered by the demo model", measured, *sections)
-
-
-def _section(name: str, results: Results) -> list[str]:
-    run_block, table = results.run, method_table(results)
-    model = run_block["model"]
-    shown = [place for place, title in enumerate(table.headings) if title not in _NOT_SHOWN]
-    rows = [[row[place] for place in shown] for row in table.rows]
-    title = EXPERIMENTS[name].title
-    return [
-        f"## {title}",
-        f"{model['name']} ({model['dtype']}, {model['attn_implementation']}), "
-        f"{run_block['samples']} samples, data {run_block['data']}, torch {run_block['torch']}, "
-        f"transformers {run_block['transformers']}.",
-        markdown_table([table.headings[place] for place in shown], rows),
-        f"![{title}: score by method](../{FOLDER.name}/{name}.png)",
-    ]
+def _tables(found: dict[str, Results]) -> Iterator[str]:
+    for name, results in found.items():
+        shown = method_table(results)
+        places = [place for place, title in enumerate(shown.headings) if title not in _NOT_SHOWN]
+        title, block = EXPERIMENTS[name].title, results.run
+        yield f"## {title}"
+        yield (
+            "{model[name]} ({model[dtype]}, {model[attn_implementation]}), {samples} samples, "
+            "data {data}, torch {torch}, transformers {transformers}.".format_map(block)
+        )
+        yield markdown_table(
+            [shown.headings[place] for place in places],
+            [[row[place] for place in places] for row in shown.rows],
+        )
+        yield f"![{title}: score by method](../{FOLDER.name}/{name}.png)"
 
 
 _NOT_SHOWN = ("question", "ms/token")
 """Columns that are the same in every row, and times, which `speed.md` measures side by side."""
 
 
-def _write(found: dict[str, Results]) -> None:
-    PAGE.write_text(render(found), encoding="utf-8")
+def _drawn(found: dict[str, Results]) -> None:
     for name, results in found.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
         Path(FOLDER / f"{name}.png").write_bytes(encoded(draw(results)["scores"], ".png"))
 
 
-def main() -> None:
-    """Run what was asked for, then render."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; all by default")
-    parser.add_argument("--render", action="store_true")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(EXPERIMENTS):
-        parser.error(f"expected names of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}")
-    if not given.render:
-        run(given.names or list(EXPERIMENTS))
-    _write(measured())
+EXPERIMENT = Experiment(
+    name="evaluation",
+    title="Tasks, answered by the demo model",
+    takes="hours",
+    measure=run,
+    resumes=True,
+    parts=tuple(EXPERIMENTS),
+    read=measured,
+    measured=lambda found: f"Scores are times 100; intervals: 95 %, {METHOD}",
+    tables=_tables,
+    drawn=_drawn,
+    shown={
+        "ruler": Shown("RULER at 2k", ("method", "mean", "difference")),
+        "long-answers": Shown("Long answers", ("method", "mean", "difference")),
+        "turns": Shown(
+            "Several turns",
+            ("method", "1", "5", "mean", "cache"),
+            (
+                "full",
+                "SnapKV",
+                "SnapKV, compressed every turn",
+                "SnapKV, recalled from the host",
+                "SnapKV, recalled, 4 pages of 16 tokens every step",
+            ),
+        ),
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,41 +1,27 @@
 """A newcomer's first day: ten files and questions, asked with no flag at all.
 
-    python -m snapkv_lab.experiments first_day            measure, write the rows, render the page
-    python -m snapkv_lab.experiments first_day --render
-        render the page from the rows that are there
-
 Every pair is one run of `snapkv ask FILE... -q QUESTION --compare --json`, so it follows whatever
-that command does by default. Rows: `docs/results/first_day.jsonl`. Page:
-`docs/results/tables/first_day.md`.
+that command does by default.
 """
 
 import contextlib
 import importlib.metadata
 import io
 import json
+import random
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from snapkv.cli.app import run
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.first_day_logs import build_log, server_log
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
 from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
     Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
 )
-
-ROWS = RESULTS / "first_day.jsonl"
-PAGE = TABLES / "first_day.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +72,67 @@ def _written(name: str, text: Callable[[], str]) -> Callable[[Path], list[Path]]
         return [path]
 
     return files
+
+
+_SERVICES = ("gateway", "billing", "search", "mailer", "indexer", "auth")
+_EVENTS = (
+    "request served",
+    "cache refreshed",
+    "connection accepted",
+    "job finished",
+    "queue drained",
+    "session renewed",
+)
+_STEPS = ("fetching", "compiling", "linking", "testing", "packing")
+_PARTS = ("core", "parser", "renderer", "network", "storage", "console", "codec", "scheduler")
+
+
+def server_log() -> str:
+    """An hour of a server: what was served, a disk that fills up and a payment that fails."""
+    rng = random.Random(7)
+    lines = [
+        f"INFO {rng.choice(_SERVICES)} {rng.choice(_EVENTS)} in {rng.randrange(2, 900)} ms"
+        for _ in range(60)
+    ]
+    told = {
+        22: "ERROR billing payment 48213 failed: card declined by bank Nordholm",
+        45: "WARNING search disk /dev/sdb1 is 93 percent full",
+    }
+    return "\n".join(_stamped(rng, _with(lines, told)))
+
+
+def build_log() -> str:
+    """A build: what was compiled and tested, a test that failed and where the result was put."""
+    rng = random.Random(11)
+    lines = [
+        f"{rng.choice(_STEPS)} {rng.choice(_PARTS)} module {number} done in "
+        f"{rng.randrange(10, 99)}.{rng.randrange(10)} s"
+        for number in range(1, 56)
+    ]
+    told = {
+        19: "the compiler is clang version 17.0.6",
+        38: "FAILED test_reconnect: timeout after 30 seconds",
+        50: "the release was uploaded to the server falcon",
+    }
+    return "\n".join(_stamped(rng, _with(lines, told)))
+
+
+def _with(lines: Sequence[str], told: Mapping[int, str]) -> list[str]:
+    """The lines with others put in where they happened."""
+    both = list(lines)
+    for place, line in told.items():
+        both.insert(place, line)
+    return both
+
+
+def _stamped(rng: random.Random, lines: Sequence[str]) -> list[str]:
+    """The lines with a time before each, which goes on by some seconds."""
+    second, stamped = 8 * 3600, []
+    for line in lines:
+        second += rng.randrange(3, 40)
+        hour, minute = divmod(second // 60, 60)
+        stamped.append(f"2026-03-14 {hour:02}:{minute:02}:{second % 60:02} {line}")
+    return stamped
 
 
 _DATASETS = ("descr/wine_data.rst", "descr/iris.rst", "descr/diabetes.rst")
@@ -154,13 +201,12 @@ PAIRS = (
 )
 
 
-def measure() -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """Ask every question of its files."""
-    environment = describe_environment()
     with tempfile.TemporaryDirectory() as folder:
         for pair in PAIRS:
             print(pair.question, file=sys.stderr)
-            yield {**_asked(pair, pair.files(Path(folder))), "environment": environment}
+            yield _asked(pair, pair.files(Path(folder)))
 
 
 def _asked(pair: Pair, files: list[Path]) -> Row:
@@ -201,41 +247,61 @@ def _ask(arguments: list[str]) -> dict[str, Any]:
     return record
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    title = "First day: ten files and questions, without any option"
-    return tables_page("first_day", title, environment_line(rows), _sums(rows), _table(rows))
-
-
-def _sums(rows: list[Row]) -> str:
-    both = sum(row["right"] and row["full_right"] for row in rows)
-    share = sum(row["held_bytes"] for row in rows) / sum(row["full_bytes"] for row in rows)
-    most = max(row["held_bytes"] / row["full_bytes"] for row in rows)
-    full = sum(row["full_right"] for row in rows)
-    header = ["questions", "full cache right", "`ask` right too", "bytes", "at most"]
-    cells = [str(len(rows)), str(full), str(both), f"{share:.0%}", f"{most:.0%}"]
-    return markdown_table(header, [cells])
-
-
-def _table(rows: list[Row]) -> str:
-    header = ["question", "kind", "tokens", "expected", "full", "`ask`", "bytes", "lost votes"]
-    return markdown_table(header, [_cells(row) for row in rows])
-
-
-def _cells(row: Row) -> list[str]:
-    lost = row["lost_votes"]
-    share = "" if lost["share"] is None else f"{lost['share']:.0%}, "
+def _tables(rows: list[Row]) -> list[str]:
+    shares = [row["held_bytes"] / row["full_bytes"] for row in rows]
+    sums = {
+        "questions": len(rows),
+        "full": sum(row["full_right"] for row in rows),
+        "both": sum(row["right"] and row["full_right"] for row in rows),
+        "share": sum(row["held_bytes"] for row in rows) / sum(row["full_bytes"] for row in rows),
+        "most": max(shares),
+    }
     return [
-        f"{row['question']} ({', '.join(row['files'])})",
-        row["kind"],
-        f"{row['prompt_tokens']:,}",
-        row["expected"],
-        "right" if row["full_right"] else "wrong",
-        "right" if row["right"] else "wrong",
-        f"{row['held_bytes'] / row['full_bytes']:.0%}",
-        f"{share}{lost['word'] or 'not known'}",
+        table(
+            [sums],
+            {
+                "questions": "{questions}",
+                "full cache right": "{full}",
+                "`ask` right too": "{both}",
+                "bytes": "{share:.0%}",
+                "at most": "{most:.0%}",
+            },
+        ),
+        table(
+            rows,
+            {
+                "question": lambda row: f"{row['question']} ({', '.join(row['files'])})",
+                "kind": "{kind}",
+                "tokens": "{prompt_tokens:,}",
+                "expected": "{expected}",
+                "full": lambda row: "right" if row["full_right"] else "wrong",
+                "`ask`": lambda row: "right" if row["right"] else "wrong",
+                "bytes": lambda row: f"{row['held_bytes'] / row['full_bytes']:.0%}",
+                "lost votes": _lost,
+            },
+        ),
     ]
 
 
+def _lost(row: Row) -> str:
+    lost = row["lost_votes"]
+    share = "" if lost["share"] is None else f"{lost['share']:.0%}, "
+    return f"{share}{lost['word'] or 'not known'}"
+
+
+EXPERIMENT = Experiment(
+    name="first_day",
+    title="First day: ten files and questions, without any option",
+    measure=measure,
+    tables=_tables,
+    shown={
+        "first-day": Shown(
+            "First day: ten files and questions, without any option",
+            ("questions", "full cache right", "`ask` right too", "bytes", "at most"),
+        )
+    },
+)
+
+
 if __name__ == "__main__":
-    measure_or_render(__doc__, measure, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

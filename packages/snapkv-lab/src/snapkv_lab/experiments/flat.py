@@ -1,20 +1,9 @@
 """What is promised of a machine with two cores, measured there: ratios of runs that take turns.
 
-    python -m snapkv_lab.experiments flat
-        measure, write the rows, render the page (an hour or less)
-    python -m snapkv_lab.experiments flat --render    render the page from the rows that are there
-    python -m snapkv_lab.experiments flat --small
-        short prompts, rows on standard output: does it run?
-
 Decoding time behind prompts of several lengths, against the full cache in batches, what the vote
-adds to reading, and memory. To be run with nothing else on the machine. Rows:
-`docs/results/flat.jsonl`. Page: `docs/results/tables/flat.md`.
+adds to reading, and memory. To be run with nothing else on the machine.
 """
 
-import argparse
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,31 +11,18 @@ from typing import Any
 import torch
 
 from snapkv import SnapKV
-from snapkv.app.models import LoadedModel, load
-from snapkv.validation import format_bytes
+from snapkv.app.models import LoadedModel
 from snapkv_lab.experiments.decode import decoder
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.magic_number import SEED
-from snapkv_lab.experiments.overhead import measure_overhead
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
+from snapkv_lab.experiments.magic_number import SEED, prompt_of
 from snapkv_lab.experiments.peak_memory import measure_peaks
-from snapkv_lab.experiments.prompts import prompt_of
+from snapkv_lab.experiments.prefill import measure_overhead
 from snapkv_lab.experiments.reading import read_prompt
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_rows,
-)
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.contenders import compressed, full
 from snapkv_lab.measure.decode import DecodeBench
 from snapkv_lab.measure.timing import alternate, ratios, spread
 
-ROWS = RESULTS / "flat.jsonl"
-PAGE = TABLES / "flat.md"
 THREADS = 2
 POLICY = SnapKV(512)
 _FULL_CACHES = ("transformers", "transformers-static")
@@ -80,12 +56,10 @@ SMALL = Sizes(
 )
 
 
-def measure(sizes: Sizes) -> Iterator[Row]:
-    """All rows, with where they were measured."""
-    environment, loaded = describe_environment(), load("demo")
-    for row in _measurements(loaded, sizes):
-        print(row, file=sys.stderr)
-        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+def measure(given: Given) -> Iterator[Row]:
+    """All rows."""
+    sizes = SMALL if given.small else Sizes()
+    return (row | {"seed": SEED} for row in _measurements(given.loaded, sizes))
 
 
 def _measurements(loaded: LoadedModel, sizes: Sizes) -> Iterator[Row]:
@@ -137,91 +111,76 @@ def full_against_compressed(model: Any, sizes: Sizes) -> Iterator[Row]:
         yield {"benchmark": "batch", "budget": POLICY.budget, **row}
 
 
-def render(rows: list[Row]) -> str:
-    """The page that these rows make."""
-    of = {
-        name: [row for row in rows if row["benchmark"] == name]
-        for name in ("flat", "batch", "overhead", "peak memory")
-    }
-    flat, batch = of["flat"][0], of["batch"][0]
-    return tables_page(
-        "flat",
-        "Flat after the prompt",
-        environment_line(rows),
-        f"## Time per token by length of the prompt, budget {flat['budget']}",
-        markdown_table(
-            ["prompt tokens", "ms per token", "against the shortest"],
-            [
-                [
-                    f"{row['prompt_tokens']:,}",
-                    f"{row['ms_per_token']['p50']:.1f}",
-                    _ratio(row["ratio"]),
-                ]
-                for row in of["flat"]
-            ],
+def _tables(rows: list[Row]) -> list[str]:
+    flat, batch = of(rows, benchmark="flat"), of(rows, benchmark="batch")
+    return [
+        f"## Time per token by length of the prompt, budget {flat[0]['budget']}",
+        table(
+            flat,
+            {
+                "prompt tokens": "{prompt_tokens:,}",
+                "ms per token": "{ms_per_token[p50]:.1f}",
+                "against the shortest": "{ratio:spread|.3f}",
+            },
         ),
-        f"## Against the full cache, {batch['batch']} requests of {batch['length']:,} tokens",
-        markdown_table(
-            ["cache", "ms per token", "against snapkv", "bytes held"],
-            [
-                [
-                    row["cache"],
-                    f"{row['ms_per_token']['p50']:.1f}",
-                    _ratio(row["ratio"]),
-                    format_bytes(row["held_bytes"]),
-                ]
-                for row in of["batch"]
-            ],
+        f"## Against the full cache, {batch[0]['batch']} requests of {batch[0]['length']:,} tokens",
+        table(
+            batch,
+            {
+                "cache": "{cache}",
+                "ms per token": "{ms_per_token[p50]:.1f}",
+                "against snapkv": "{ratio:spread|.3f}",
+                "bytes held": "{held_bytes:bytes}",
+            },
         ),
         "## Vote, selection and gather",
-        markdown_table(
-            ["prompt tokens", "reading, s", "compressing, ms", "share"],
-            [
-                [
-                    f"{row['prompt_tokens']:,}",
-                    f"{row['reading_ms']['p50'] / 1000:.2f}",
-                    f"{row['compressing_ms']['p50']:.0f}",
-                    f"{row['share']['p50']:.2%}",
-                ]
-                for row in of["overhead"]
-            ],
+        table(
+            of(rows, benchmark="overhead"),
+            {
+                "prompt tokens": "{prompt_tokens:,}",
+                "reading, s": "{reading_ms[p50]:seconds|.2f}",
+                "compressing, ms": "{compressing_ms[p50]:.0f}",
+                "share": "{share[p50]:.2%}",
+            },
         ),
         "## Memory",
-        markdown_table(
-            ["cache", "peak", "held after it"],
-            [
-                [
-                    row["cache"],
-                    format_bytes(row["peak_growth_bytes"]),
-                    format_bytes(row["held_bytes"]),
-                ]
-                for row in of["peak memory"]
-            ],
+        table(
+            of(rows, benchmark="peak memory"),
+            {
+                "cache": "{cache}",
+                "peak": "{peak_growth_bytes:bytes}",
+                "held after it": "{held_bytes:bytes}",
+            },
         ),
-    )
+    ]
 
 
-def _ratio(ratio: dict[str, float]) -> str:
-    return f"{ratio['p50']:.3f} ({ratio['p20']:.3f} to {ratio['p80']:.3f})"
-
-
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    parser.add_argument("--small", action="store_true", help="short prompts; nothing is written")
-    given = parser.parse_args()
-    torch.set_num_threads(THREADS)
-    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # of the processes that peaks are measured in
-    if given.small:
-        for row in measure(SMALL):
-            print(json.dumps(row))
-        return
-    if not given.render:
-        write_rows(ROWS, measure(Sizes()))
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
+EXPERIMENT = Experiment(
+    name="flat",
+    title="Flat after the prompt",
+    takes="an hour or less, with nothing else on the machine,",
+    measure=measure,
+    small=True,
+    threads=THREADS,
+    tables=_tables,
+    shown={
+        "flat": Shown(
+            "Time per token by length of the prompt, budget 512",
+            ("prompt tokens", "ms per token", "against the shortest"),
+            ("1,024", "8,192"),
+        ),
+        "batch": Shown(
+            "Against the full cache, 4 requests of 8,192 tokens",
+            ("cache", "ms per token", "against snapkv", "bytes held"),
+        ),
+        "voting": Shown(
+            "Vote, selection and gather",
+            ("prompt tokens", "reading, s", "compressing, ms", "share"),
+        ),
+        "peak": Shown("Memory", ("cache", "peak", "held after it"), ("transformers", "snapkv")),
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

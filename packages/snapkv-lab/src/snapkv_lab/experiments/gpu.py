@@ -29,7 +29,7 @@ from snapkv_lab.experiments import appending
 from snapkv_lab.experiments.environment import describe_environment
 from snapkv_lab.experiments.kvpress_process import Kvpress
 from snapkv_lab.experiments.medusa_gpu import figure_9
-from snapkv_lab.experiments.overhead import measure_overhead
+from snapkv_lab.experiments.prefill import measure_overhead
 from snapkv_lab.experiments.records import RESULTS, Row
 from snapkv_lab.measure.bandwidth import copy_bandwidth
 from snapkv_lab.measure.contenders import Contender, compressed, full

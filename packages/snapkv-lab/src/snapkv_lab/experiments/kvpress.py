@@ -1,13 +1,9 @@
 """Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
 
-    make kvpress  its environment: it does not take the transformers used here
-    python -m snapkv_lab.experiments kvpress
-        measure, write the rows, render the page (about nine minutes)
     python -m snapkv_lab.experiments kvpress --bench decode --shape llama-3.1-8b --lengths 4096
         a bench of `snapkv bench` with kvpress in it; rows as JSON
 
-kvpress runs in processes of their own, which wait while another works. Rows:
-`docs/results/kvpress.jsonl`. Page: `docs/results/tables/kvpress.md`.
+kvpress runs in processes of their own, which wait while another works.
 """
 
 import argparse
@@ -24,24 +20,16 @@ import torch
 from torch import Tensor
 
 from snapkv import FullCache, SnapKV
-from snapkv.app.models import load
 from snapkv_lab.experiments.decode import decoder
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
 from snapkv_lab.experiments.kvpress_process import Kvpress
-from snapkv_lab.experiments.magic_number import SEED
+from snapkv_lab.experiments.magic_number import SEED, prompt_of
 from snapkv_lab.experiments.peak_memory import HAND_BACK_FREED_MEMORY
 from snapkv_lab.experiments.prefill import reader
-from snapkv_lab.experiments.prompts import prompt_of
 from snapkv_lab.experiments.reading import ReadPrompt, read_prompt
 from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
     Row,
     environment_line,
-    markdown_table,
-    tables_page,
-    write_page,
-    write_rows,
 )
 from snapkv_lab.measure.bandwidth import copy_bandwidth
 from snapkv_lab.measure.contenders import Contender, compressed, full
@@ -51,8 +39,6 @@ from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.throughput import ThroughputBench
 from snapkv_lab.measure.timing import alternate, ratios, spread
 
-ROWS = RESULTS / "kvpress.jsonl"
-PAGE = TABLES / "kvpress.md"
 PYTHON = Path(__file__).parents[5] / ".venv-kvpress" / "bin" / "python"
 
 POLICY = SnapKV(512, window_size=32, kernel_size=7, pooling="avg")
@@ -142,37 +128,47 @@ def _rows(
         }
 
 
-def render(rows: list[Row]) -> str:
-    """The table of these rows."""
-    peer = rows[0]["peer"]
-    lines = [
-        [
-            row["benchmark"],
-            _NAMES[row["cache"]],
-            f"{row['prompt_tokens']:,}",
-            f"{row['ms']['p50']:,.1f}",
-            f"{row['against_kvpress']['p50']:.3f}",
-            f"{row['against_full']['p50']:.3f}",
-        ]
-        for row in rows
-    ]
-    header = ["work", "cache", "prompt tokens", "ms", "against kvpress", "against its full cache"]
-    there = f"kvpress {peer['kvpress']} on transformers {peer['transformers']}"
-    return tables_page(
-        "kvpress",
-        "Beside kvpress",
-        f"{environment_line(rows)}; {there}",
-        markdown_table(header, lines),
+def _measured(given: Given) -> Iterator[Row]:
+    if not PYTHON.is_file():
+        sys.exit(f"expected kvpress's environment, got no {PYTHON}; run make kvpress")
+    prompts = {length: prompt_of(given.loaded, length) for length in LENGTHS}
+    return (row | {"seed": SEED} for row in measure(given.loaded.model, prompts))
+
+
+def _line(rows: list[Row]) -> str:
+    return (
+        f"{environment_line(rows)}; "
+        "kvpress {kvpress} on transformers {transformers}".format_map(rows[0]["peer"])
     )
 
 
-def _measurements() -> Iterator[Row]:
-    if not PYTHON.is_file():
-        sys.exit(f"expected kvpress's environment, got no {PYTHON}; run make kvpress")
-    environment, loaded = describe_environment(), load("demo")
-    for row in measure(loaded.model, {n: prompt_of(loaded, n) for n in LENGTHS}):
-        print(row, file=sys.stderr)
-        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+EXPERIMENT = Experiment(
+    name="kvpress",
+    title="Beside kvpress",
+    takes="about nine minutes",
+    measure=_measured,
+    measured=_line,
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "work": "{benchmark}",
+                "cache": lambda row: _NAMES[row["cache"]],
+                "prompt tokens": "{prompt_tokens:,}",
+                "ms": "{ms[p50]:,.1f}",
+                "against kvpress": "{against_kvpress[p50]:.3f}",
+                "against its full cache": "{against_full[p50]:.3f}",
+            },
+        )
+    ],
+    shown={
+        "kvpress": Shown(
+            "Beside kvpress",
+            ("work", "prompt tokens", "ms", "against kvpress", "against its full cache"),
+            ("prefill | snapkv | 4,096", "decode | snapkv | 4,096"),
+        )
+    },
+)
 
 
 def bench(given: argparse.Namespace) -> Iterator[Row]:
@@ -220,8 +216,11 @@ def _bench_rows(given: argparse.Namespace, model: Any, contenders: list[Any]) ->
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and render the page, or run one bench."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--bench" not in arguments:
+        EXPERIMENT.main(arguments)
+        return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
     parser.add_argument("--bench", choices=["decode", "prefill", "memory", "throughput"])
     parser.add_argument("--python", type=Path, default=PYTHON, help="of kvpress's environment")
     parser.add_argument("--shape", default="smollm2-135m")
@@ -231,14 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, nargs="+", default=[1024])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory-gb", type=float, default=16.0, help="for throughput")
-    given = parser.parse_args(arguments)
-    if given.bench is not None:
-        for row in bench(given):
-            print(json.dumps(row), flush=True)
-        return
-    if not given.render:
-        write_rows(ROWS, _measurements())
-    write_page(render, rows=ROWS, page=PAGE)
+    for row in bench(parser.parse_args(arguments)):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,51 +1,38 @@
 """Documents that were read once: how soon the first token comes, and whether answers stay right.
 
-    python -m snapkv_lab.experiments library  measure, write the rows, render the page (an hour)
-    python -m snapkv_lab.experiments library --render   render the page from the rows that are there
-
 Ten documents of Python's standard library and thirty questions whose answers stand in them, and
 questions of SQuAD over paragraphs of one article. Every document is read once for every way of
 keeping it, and saved. For every question the files of four documents are loaded and joined; the
 same four are read in full beside it, in an order that turns from question to question. The right
 answer is then fed to the model: it counts as right where each of its tokens is the likeliest.
-
-Rows: `docs/results/library.jsonl`. Page: `docs/results/tables/library.md`.
 """
 
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
-from snapkv.app.models import LoadedModel, load
+from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_twice
 from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.library_page import render
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
 from snapkv_lab.experiments.library_questions import (
     PREFIX,
     Asked,
     python_questions,
     squad_questions,
 )
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    measure_or_render,
-)
-
-ROWS = RESULTS / "library.jsonl"
-PAGE = TABLES / "library.md"
+from snapkv_lab.experiments.records import Row
+from snapkv_lab.measure.timing import ratios
 
 KEEP_RATIO, BUDGET = 0.3, 512
 SQUAD_QUESTIONS = 30
@@ -232,17 +219,93 @@ def _files(shelf: Shelf, questions: Sequence[Asked], methods: Sequence[Method]) 
         }
 
 
-def _measurements() -> Iterator[Row]:
-    environment, loaded = describe_environment(), load("demo")
-    runs: list[tuple[Callable[[], list[Asked]], Sequence[Method]]] = [
-        (python_questions, METHODS),
-        (lambda: squad_questions(SQUAD_QUESTIONS), FEW),
-    ]
-    for questions, methods in runs:
-        for row in measure(loaded, questions(), methods):
-            print(row, file=sys.stderr)
-            yield {**row, "model": loaded.description(), "environment": environment}
+def _measured(given: Given) -> Iterator[Row]:
+    yield from measure(given.loaded, python_questions(), METHODS)
+    yield from measure(given.loaded, squad_questions(SQUAD_QUESTIONS), FEW)
+
+
+_FULL = "read in full"
+_TITLES = {"python": "Documents of Python", "squad": "Paragraphs of SQuAD"}
+
+
+def _tables(rows: list[Row]) -> Iterator[str]:
+    for group in dict.fromkeys(row["group"] for row in rows):
+        own = of(rows, group=group)
+        ways = [
+            row | {"per_token": row["bytes"] / row["tokens"] / 1e3} for row in own if "way" in row
+        ]
+        whole = ways[0]
+        yield f"## {_TITLES[group]}"
+        yield table(
+            _answers([row for row in own if "answers" in row]),
+            {
+                "kept, and read again": "{name}",
+                "to the first token": "{seconds:.2f} s",
+                "of reading in full": "{share:.2f}",
+                "right": "{right} of {asked}",
+                "of those right in full": "{kept} of {known}",
+                "loss": "{loss:.3f}",
+                "tokens held": "{tokens:,.0f}",
+            },
+        )
+        yield table(
+            ways,
+            {
+                f"{whole['files']} documents, {whole['tokens']:,} tokens": "{way}",
+                "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
+                "per token": "{per_token:.1f} kB",
+                "of whole": lambda row, whole=whole: f"{row['bytes'] / whole['bytes']:.2f}",
+            },
+        )
+
+
+def _answers(asked: Sequence[Row]) -> Iterator[Row]:
+    """For each way of reading what its answers have in common."""
+    known = [row for row in asked if row["answers"][_FULL]["right"]]
+    for name in asked[0]["answers"]:
+        found = [row["answers"][name] for row in asked]
+        full = [row["answers"][_FULL]["seconds"] for row in asked]
+        yield {
+            "name": name,
+            "seconds": median(each["seconds"] for each in found),
+            "share": median(ratios([each["seconds"] for each in found], full)),
+            "right": sum(each["right"] for each in found),
+            "asked": len(found),
+            "kept": sum(row["answers"][name]["right"] for row in known),
+            "known": len(known),
+            "loss": fmean(each["loss"] for each in found),
+            "tokens": fmean(each["kept_tokens"] for each in found),
+        }
+
+
+EXPERIMENT = Experiment(
+    name="library",
+    title="Documents that were read once",
+    takes="an hour",
+    measure=_measured,
+    tables=_tables,
+    shown={
+        "library": Shown(
+            "Documents of Python",
+            (
+                "kept, and read again",
+                "to the first token",
+                "of reading in full",
+                "of those right in full",
+                "tokens held",
+            ),
+            (
+                "read in full",
+                "whole, 0",
+                "whole, 0.15",
+                "KVzip 0.3, 0.15",
+                "KVzip 0.3 by head, 0.15",
+                "whole, 0.15, then snapkv 512",
+            ),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from snapkv_lab.evaluate.haystack import Haystack
+from snapkv.app.models import LoadedModel
+from snapkv_lab.evaluate.haystack import Haystack, load_haystack
 
 CITIES = (
     *("Athens", "Berlin", "Boston", "Cairo", "Chicago", "Dublin", "Lisbon", "London", "Madrid"),
@@ -103,3 +104,11 @@ def _sentence_end(tokenizer: Any, ids: Sequence[int], near: int) -> int:
 def _encode(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return ids
+
+
+def prompt_of(loaded: LoadedModel, prompt_tokens: int) -> list[int]:
+    """Token ids of that length."""
+    document, *_ = make_documents(
+        loaded.tokenizer, load_haystack(), prompt_tokens=prompt_tokens, count=1
+    )
+    return document.prompt_ids

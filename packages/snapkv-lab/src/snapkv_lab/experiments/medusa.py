@@ -1,21 +1,10 @@
-"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths.
+"""Figure 9 on the demo model: drafts on full and compressed caches, over prompt lengths."""
 
-    python -m snapkv_lab.experiments medusa            measure, write the rows, render the page
-    python -m snapkv_lab.experiments medusa --dtype bfloat16
-        measure one dtype, keep the rows of the other
-    python -m snapkv_lab.experiments medusa --render   render the page from the rows that are there
-    python -m snapkv_lab.experiments medusa --small    a minute's worth, printed and not written
-
-Rows: `docs/results/medusa.jsonl`. Page: `docs/results/tables/medusa.md`.
-"""
-
-import argparse
 import itertools
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,21 +21,9 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_rows,
-)
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot
+from snapkv_lab.experiments.records import Row, environment_line
 from snapkv_lab.measure.timing import alternate, ratios, spread
-
-ROWS = RESULTS / "medusa.jsonl"
-PAGE = TABLES / "medusa.md"
 
 QUESTION = "Summarize the text above."
 BASELINES = ("plain, full cache", "Medusa, full cache")
@@ -148,14 +125,9 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[Contender]:
 def measure(sizes: Sizes, heads: str, dtype: str) -> Iterator[Row]:
     """A row per contender and length, and one per cache and size of a pass."""
     loaded = load("demo", dtype=dtype)
-    common = {
-        "dtype": dtype,
-        "model": loaded.description(),
-        "environment": describe_environment(),
-    }
+    common = {"dtype": dtype, "model": loaded.description()}
     texts = _texts(loaded, sizes, heads, sizes.lengths[dtype])
     for row in itertools.chain(_passes(loaded, sizes), texts):
-        print(json.dumps(row), file=sys.stderr)
         yield {**row, **common}
 
 
@@ -277,79 +249,70 @@ def _rows(
         }
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    texts = [row for row in rows if row["benchmark"] == "medusa"]
-    of_dtype = {
-        dtype: [row for row in texts if row["dtype"] == dtype]
-        for dtype in dict.fromkeys(row["dtype"] for row in rows)
-    }
-    sections = [part for dtype, own in of_dtype.items() for part in _tables(dtype, own)]
-    return tables_page(
-        "medusa",
-        "Drafts on compressed caches",
-        "; ".join(environment_line(own) for own in of_dtype.values()),
-        *sections,
-        "## What a pass takes",
-        _pass_table([row for row in rows if row["benchmark"] == "pass"]),
+def _tables(rows: list[Row]) -> Iterator[str]:
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        own = of(rows, benchmark="medusa", dtype=dtype)
+        for what, pattern in {
+            "milliseconds per token": "{ms_per_token[p50]:.1f}",
+            **{f"times faster than {base}": partial(_faster, base) for base in BASELINES},
+            "tokens per verifying pass": "{acceptance_length:.2f}",
+            f"tokens of {own[0]['tokens']} as expected": "{same_tokens}",
+        }.items():
+            yield f"## {dtype}, {what}"
+            yield pivot(own, "decoding", "{contender}", "{prompt_tokens:,}", pattern)
+    yield "## What a pass takes"
+    yield pivot(
+        of(rows, benchmark="pass"),
+        "dtype, cache",
+        "{dtype}, {cache}",
+        "{tokens} tokens",
+        "{ms[p50]:.0f} ms ({against_one[p50]:.2f})",
     )
 
 
-def _tables(dtype: str, rows: list[Row]) -> Iterator[str]:
-    """Headings and tables of one dtype: contenders by prompt length."""
-    lengths = sorted({row["prompt_tokens"] for row in rows})
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    cells = {(row["contender"], row["prompt_tokens"]): row for row in rows}
-    header = ["decoding", *(f"{length:,}" for length in lengths)]
-    columns: dict[str, Callable[[Row], str]] = {
-        "milliseconds per token": lambda row: f"{row['ms_per_token']['p50']:.1f}",
-        f"times faster than {BASELINES[0]}": lambda row: _faster(row, BASELINES[0]),
-        f"times faster than {BASELINES[1]}": lambda row: _faster(row, BASELINES[1]),
-        "tokens per verifying pass": lambda row: f"{row['acceptance_length']:.2f}",
-        f"tokens of {rows[0]['tokens']} as expected": lambda row: f"{row['same_tokens']}",
-    }
-    for what, cell in columns.items():
-        yield f"## {dtype}, {what}"
-        lines = [[name, *(cell(cells[name, n]) for n in lengths)] for name in names]
-        yield markdown_table(header, lines)
-
-
-def _pass_table(rows: list[Row]) -> str:
-    counts = sorted({row["tokens"] for row in rows})
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        cell = f"{row['ms']['p50']:.0f} ms ({row['against_one']['p50']:.2f})"
-        cells.setdefault((row["dtype"], row["cache"]), []).append(cell)
-    return markdown_table(
-        ["dtype, cache", *(f"{count} tokens" for count in counts)],
-        [[f"{dtype}, {cache}", *texts] for (dtype, cache), texts in cells.items()],
-    )
-
-
-def _faster(row: Row, base: str) -> str:
+def _faster(base: str, row: Row) -> str:
     found = row["faster_than"].get(base)
     return "" if found is None else f"{found['p50']:.2f}"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    parser.add_argument("--small", action="store_true", help="small sizes, printed, not written")
-    parser.add_argument("--heads", default="demo", help="folder of the heads")
-    parser.add_argument("--dtype", choices=Sizes().lengths, help="measure only this one")
-    given = parser.parse_args(arguments)
-    if given.small:
-        print(render(list(measure(SMALL, given.heads, "float32"))))
-        return
-    if not given.render:
-        for dtype in [given.dtype] if given.dtype else Sizes().lengths:
-            rows = list(measure(Sizes(), given.heads, dtype))
-            kept = read_rows(ROWS) if ROWS.exists() else []
-            write_rows(ROWS, [*(row for row in kept if row["dtype"] != dtype), *rows])
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
+def _line(rows: list[Row]) -> str:
+    dtypes = dict.fromkeys(row["dtype"] for row in rows)
+    return "; ".join(
+        environment_line(of(rows, benchmark="medusa", dtype=dtype)) for dtype in dtypes
+    )
+
+
+def _measured(given: Given) -> Iterator[Row]:
+    sizes = SMALL if given.small else Sizes()
+    dtypes = given.parts[:1] if given.small else given.parts
+    for dtype in dtypes:
+        yield from measure(sizes, given.options["heads"], dtype)
+
+
+EXPERIMENT = Experiment(
+    name="medusa",
+    title="Drafts on compressed caches",
+    measure=_measured,
+    small=True,
+    parts=tuple(Sizes().lengths),
+    part_key="dtype",
+    options={"heads": "demo"},
+    measured=_line,
+    tables=_tables,
+    shown={
+        "drafts": Shown(
+            "float32, times faster than plain, full cache",
+            ("decoding", "1,025", "4,097"),
+            ("plain, SnapKV", "Medusa, SnapKV", "self-speculation, SnapKV drafts"),
+        ),
+        "drafts-16-bit": Shown(
+            "bfloat16, times faster than plain, full cache",
+            ("decoding", "1,025", "4,097", "7,937"),
+            ("plain, SnapKV", "Medusa, full cache", "Medusa, SnapKV"),
+        ),
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from snapkv_lab import drawing
 from snapkv_lab.experiments import speed
-from snapkv_lab.experiments.records import RESULTS, Row, read_rows
+from snapkv_lab.experiments.records import RESULTS, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def drawn(rows: list[Row]) -> "Figure":
 
 def main() -> None:
     """Draw it."""
-    drawing.save(drawn(read_rows(speed.ROWS)), FIGURE, STYLE)
+    drawing.save(drawn(speed.EXPERIMENT.known()), FIGURE, STYLE)
 
 
 if __name__ == "__main__":

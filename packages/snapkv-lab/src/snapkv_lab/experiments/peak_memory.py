@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 
 from snapkv.app.models import load
+from snapkv_lab.experiments.magic_number import prompt_of
 from snapkv_lab.experiments.prefill import BUDGET, CONTENDERS, PROMPT_TOKENS
-from snapkv_lab.experiments.prompts import prompt_of
 from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.held_bytes import cache_bytes, peak_growth_bytes, resident_bytes
 

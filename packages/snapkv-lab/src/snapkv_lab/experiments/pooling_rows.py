@@ -1,4 +1,4 @@
-"""The rows of the study of pooling, and the counts that its page is made of."""
+"""The rows of the study of pooling, and the counts that pages are made of."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,10 +28,9 @@ class Answer:
         question: a name, the same for all settings.
         share: the budget is the prompt's tokens divided by it.
         setting: window and pooling.
-        right: for every part of the answer, whether it was right.
-        full_right: the same of the full cache.
-        nll: per answer token after the first; None for answers of one token.
-        full_nll: the same of the full cache.
+        counted: of the parts of the answer that the full cache has right, which are right here.
+        above: nll per answer token after the first, above the full cache's; None where the answer
+            has one token.
         lost: six shares of the votes' mass that was not kept, in the order of `COLUMNS`.
     """
 
@@ -40,32 +39,25 @@ class Answer:
     question: str
     share: int
     setting: Setting
-    right: Sequence[int]
-    full_right: Sequence[int]
-    nll: float | None
-    full_nll: float | None
+    counted: Sequence[int]
+    above: float | None
     lost: Sequence[float]
-
-    @property
-    def counted(self) -> list[int]:
-        """Of the parts that the full cache has right, which are right here."""
-        return [own for own, full in zip(self.right, self.full_right, strict=True) if full]
 
 
 def answers_of(rows: Iterable[Row]) -> Iterator[Answer]:
     """All answers of all rows."""
     for row in rows:
+        full = row.get("full", {})
         for share, _, window, pooling, right, nll, *lost in row.get("answers", ()):
+            unknown = nll is None or full["nll"] is None
             yield Answer(
                 part=row["part"],
                 group=row["group"],
                 question=f"{row['text']}/{row['question']}",
                 share=share,
                 setting=(window, pooling),
-                right=right,
-                full_right=row["full"]["right"],
-                nll=nll,
-                full_nll=row["full"]["nll"],
+                counted=[own for own, whole in zip(right, full["right"], strict=True) if whole],
+                above=None if unknown else nll - full["nll"],
                 lost=lost,
             )
 
@@ -99,32 +91,32 @@ class Count:
         return f"{self.share:.2f} of {self.of} ({low:.2f} to {high:.2f})"
 
 
+def counted(rights: Iterable[int]) -> Count:
+    """How many of some answers are right."""
+    known = list(rights)
+    return Count(right=sum(known), of=len(known))
+
+
 def count(answers: Iterable[Answer]) -> Count:
     """How many parts are right of those that the full cache has right."""
-    counted = [right for answer in answers for right in answer.counted]
-    return Count(right=sum(counted), of=len(counted))
+    return counted(right for answer in answers for right in answer.counted)
 
 
 def loss_above_full(answers: Iterable[Answer]) -> float | None:
     """Mean nll per token beyond that of the full cache; None where no answer has one."""
-    above = [
-        answer.nll - answer.full_nll
-        for answer in answers
-        if answer.nll is not None and answer.full_nll is not None
-    ]
+    above = [answer.above for answer in answers if answer.above is not None]
     return fmean(above) if above else None
 
 
 def paired(answers: Sequence[Answer], one: Setting, other: Setting) -> tuple[int, int]:
     """Parts that the full cache has right and only `one` has right, and only `other`."""
-    found: dict[tuple[int, str], dict[Setting, list[int]]] = {}
+    found: dict[tuple[int, str], dict[Setting, Sequence[int]]] = {}
     for answer in answers:
-        key = (answer.share, answer.question)
-        found.setdefault(key, {})[answer.setting] = answer.counted
+        found.setdefault((answer.share, answer.question), {})[answer.setting] = answer.counted
     pairs = [
         pair
-        for of in found.values()
-        if one in of and other in of
-        for pair in zip(of[one], of[other], strict=True)
+        for own in found.values()
+        if one in own and other in own
+        for pair in zip(own[one], own[other], strict=True)
     ]
     return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)

@@ -1,12 +1,6 @@
-"""Decoding from heads that keep different numbers of tokens, against a uniform cache of the same.
+"""Decoding from heads that keep different numbers of tokens, against a uniform cache."""
 
-    python -m snapkv_lab.experiments ragged            measure, write the rows, render the page
-    python -m snapkv_lab.experiments ragged --render   render the page from the rows that are there
-
-Rows: `docs/results/ragged.jsonl`. Page: `docs/results/tables/ragged.md`.
-"""
-
-import sys
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,25 +13,16 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from snapkv import AdaKV, CompressedCache, SnapKV
-from snapkv.app.models import LoadedModel, load
+from snapkv.app.models import LoadedModel
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
 from snapkv_lab.experiments.magic_number import SEED, make_documents
 from snapkv_lab.experiments.reading import read_prompt
 from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
     Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
 )
 from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
-
-ROWS = RESULTS / "ragged.jsonl"
-PAGE = TABLES / "ragged.md"
 
 PROMPT_TOKENS = 4096
 BUDGETS = (512, 2048)
@@ -66,13 +51,10 @@ SHAPES = {
 Contender = Callable[[], Spent]
 
 
-def measure() -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """The whole model, then one layer of each shape."""
-    environment = describe_environment()
-    loaded = load("demo")
-    for row in (*_decode(loaded), *_layers()):
-        print(row, file=sys.stderr)
-        yield {**row, "seed": SEED, "model": loaded.description(), "environment": environment}
+    for row in itertools.chain(_decode(given.loaded), _layers()):
+        yield row | {"seed": SEED}
 
 
 @torch.inference_mode()
@@ -195,35 +177,50 @@ def _compare(contenders: dict[str, Contender], rounds: int, settings: Row) -> It
     }
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    names = ["shape", "batch", "budget"]
-    return tables_page(
-        "ragged",
-        "Heads that keep different numbers of tokens",
-        environment_line(rows),
-        "## Decoding with the whole model",
-        _table([row for row in rows if row["benchmark"] == "decode"], ["budget"], 1),
-        "## One layer: store the token and attend",
-        _table([row for row in rows if row["benchmark"] == "layer"], names),
-        "## One layer: attention only",
-        _table([row for row in rows if row["benchmark"] == "attention"], names),
-    )
+def _tables(rows: list[Row]) -> Iterator[str]:
+    names = ("shape", "batch", "budget")
+    for title, benchmark, by, digits in (
+        ("Decoding with the whole model", "decode", names[-1:], 1),
+        ("One layer: store the token and attend", "layer", names, 2),
+        ("One layer: attention only", "attention", names, 2),
+    ):
+        own = of(rows, benchmark=benchmark)
+        triples = [
+            {**pairs, "uniform": uniform["ms"], "ragged": ragged["ms"]}
+            for uniform, ragged, pairs in zip(own[::3], own[1::3], own[2::3], strict=True)
+        ]
+        yield f"## {title}"
+        yield table(
+            triples,
+            {
+                **{name: f"{{{name}}}" for name in by},
+                "uniform ms": f"{{uniform[p50]:.{digits}f}}",
+                "uneven ms": f"{{ragged[p50]:.{digits}f}}",
+                "time": "{ratio:spread|.2f}",
+                "processor time": "{cpu_ratio:spread|.2f}",
+            },
+        )
 
 
-def _table(rows: list[Row], names: list[str], digits: int = 2) -> str:
-    """A line for each two rows of times and the row of their ratios."""
-    lines = []
-    for uniform, ragged, pairs in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        times = [f"{row['ms']['p50']:.{digits}f}" for row in (uniform, ragged)]
-        found = [_ratio(pairs[name]) for name in ("ratio", "cpu_ratio")]
-        lines.append([*(str(pairs[name]) for name in names), *times, *found])
-    return markdown_table([*names, "uniform ms", "uneven ms", "time", "processor time"], lines)
-
-
-def _ratio(ratio: dict[str, float]) -> str:
-    return f"{ratio['p50']:.2f} ({ratio['p20']:.2f} to {ratio['p80']:.2f})"
+EXPERIMENT = Experiment(
+    name="ragged",
+    title="Heads that keep different numbers of tokens",
+    measure=measure,
+    tables=_tables,
+    shown={
+        "uneven": Shown(
+            "One layer: store the token and attend",
+            ("shape", "batch", "budget", "time"),
+            (
+                "demo model | 1 | 512",
+                "demo model | 4 | 2048",
+                "Llama 3.1 8B | 1 | 512",
+                "Llama 3.1 8B | 4 | 2048",
+            ),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, measure, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

@@ -1,45 +1,23 @@
-"""Ten questions about one document, and fifty turns in one cache: what recall keeps, and its cost.
+"""Ten questions about a document, and fifty turns in one cache: what recall keeps and costs."""
 
-    python -m snapkv_lab.experiments recall  measure, write the rows, render the page
-    python -m snapkv_lab.experiments recall --documents 1 --tokens 512 --budgets 96
-    python -m snapkv_lab.experiments recall --render  render the page from the rows that are there
-
-Rows: `docs/results/recall.jsonl`. Page: `docs/results/tables/recall.md`.
-"""
-
-import argparse
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from snapkv import AdaKV, CompressedCache, Document, FullCache, KVzip, SnapKV
-from snapkv.app.models import LoadedModel, load
+from snapkv.app.models import LoadedModel
 from snapkv.kvzip import read_context
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
-from snapkv_lab.evaluate.haystack import Haystack, load_haystack
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.evaluate.haystack import load_haystack
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
 from snapkv_lab.experiments.quotes import QuotedDocument, quoted_document
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_rows,
-)
+from snapkv_lab.experiments.records import Row, environment_line
 
-ROWS = RESULTS / "recall.jsonl"
-PAGE = TABLES / "recall.md"
-
-DOCUMENTS, TOKENS, TURNS = 4, 2048, 50
-BUDGETS = (128, 256)
 TURN_BUDGET, TURN_NEW_TOKENS, TURN_DOCUMENT_TOKENS = 128, 8, 512
 
 FULL, PLAIN, HIDDEN, TWICE, RECALL, AGAIN = "full", "plain", "hidden", "twice", "recall", "again"
@@ -56,32 +34,17 @@ Ask = Callable[[list[int], int], tuple[list[int], CompressedCache]]
 """Takes a question and how many tokens to answer; gives them, and the cache."""
 
 
-def measure(
-    documents: int, tokens: int, turns: int, budgets: Sequence[int] = BUDGETS
-) -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """All answers of all contenders, then a conversation, turn by turn."""
-    loaded, haystack, environment = load("demo"), load_haystack(), describe_environment()
-    common = {"model": loaded.description(), "environment": environment, "text": haystack.name}
-    for row in _measurements(loaded, haystack, documents, tokens, turns, budgets):
-        print(row, file=sys.stderr)
-        yield {**row, **common}
-
-
-def _measurements(
-    loaded: LoadedModel,
-    haystack: Haystack,
-    documents: int,
-    tokens: int,
-    turns: int,
-    budgets: Sequence[int],
-) -> Iterator[Row]:
-    for number in range(documents):
-        start = len(haystack.pieces) * number // documents
+    loaded, haystack, asked = given.loaded, load_haystack(), given.options
+    for number in range(asked["documents"]):
+        start = len(haystack.pieces) * number // asked["documents"]
         text = "\n\n".join(haystack.pieces[start:])
-        document = quoted_document(loaded.tokenizer, text, tokens=tokens)
-        for row in measure_questions(loaded.model, document, budgets):
-            yield {"document": number, **row}
-    yield from measure_turns(loaded, haystack.text, turns)
+        document = quoted_document(loaded.tokenizer, text, tokens=asked["tokens"])
+        for row in measure_questions(loaded.model, document, asked["budgets"]):
+            yield {"document": number, **row, "text": haystack.name}
+    for row in measure_turns(loaded, haystack.text, asked["turns"]):
+        yield row | {"text": haystack.name}
 
 
 def measure_questions(
@@ -256,89 +219,80 @@ def cap_bytes(row: Row) -> int:
     return int(tokens * per_token + staged)
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    questions = [row for row in rows if row["task"] == "questions"]
-    turns = [row for row in rows if row["task"] == "turns"]
-    return tables_page(
-        "recall",
-        "Many questions, many turns",
-        environment_line(questions),
+def _tables(rows: list[Row]) -> list[str]:
+    questions, turns = of(rows, task="questions"), of(rows, task="turns")
+    return [
         "## Ten questions about one document",
         _questions_table(questions),
         f"## {len(turns)} turns in one cache",
-        _turns_table(turns),
-    )
+        table(
+            (row for row in turns if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)),
+            {
+                "turn": "{turn}",
+                "tokens seen": lambda row: f"{row['prompt_tokens'] + row['new_tokens'] - 1:,}",
+                "device after it": "{held_bytes:bytes}",
+                "most within it": "{most_bytes:bytes}",
+                "cap": lambda row: format_bytes(cap_bytes(row)),
+                "host": "{host_bytes:bytes}",
+                "s": "{seconds:.2f}",
+            },
+        ),
+    ]
 
 
 def _questions_table(rows: list[Row]) -> str:
-    cells = sorted({(row["budget"] or 0, _ORDER.index(row["contender"])) for row in rows})
-    full = share(rows, FULL, None)
-    lines = []
-    for budget, place in cells:
-        name = _ORDER[place]
-        own = [r for r in rows if (r["contender"], r["budget"] or 0) == (name, budget)]
+    names, full, lines = list(NAMES), share(rows, FULL, None), []
+    for budget, place in sorted({(r["budget"] or 0, names.index(r["contender"])) for r in rows}):
+        own = of(rows, contender=names[place], budget=budget or None)
+        right = share(own, names[place], budget or None)
+        keys = ("seconds", "read_seconds", "held_bytes", "host_bytes")
         lines.append(
-            [
-                NAMES[name],
-                str(budget or "all"),
-                f"{share(own, name, budget or None):.0%}",
-                f"{share(own, name, budget or None) / full:.0%}" if full else "-",
-                f"{_mean(own, 'seconds'):.2f}",
-                f"{_mean(own, 'read_seconds'):.1f}",
-                format_bytes(_mean(own, "held_bytes")),
-                format_bytes(_mean(own, "host_bytes")),
-            ]
+            {"name": NAMES[names[place]], "budget": budget or "all", "right": right}
+            | {"of_full": f"{right / full:.0%}" if full else "-"}
+            | {key: fmean(row[key] for row in own) for key in keys}
         )
-    header = ["cache", "budget", "right answers", "of the full cache's", "s per question"]
-    return markdown_table([*header, "s to read before", "device", "host"], lines)
-
-
-def _turns_table(rows: list[Row]) -> str:
-    shown = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
-    return markdown_table(
-        ["turn", "tokens seen", "device after it", "most within it", "cap", "host", "s"],
-        [
-            [
-                str(row["turn"]),
-                f"{row['prompt_tokens'] + row['new_tokens'] - 1:,}",
-                *[format_bytes(row[name]) for name in ("held_bytes", "most_bytes")],
-                format_bytes(cap_bytes(row)),
-                format_bytes(row["host_bytes"]),
-                f"{row['seconds']:.2f}",
-            ]
-            for row in shown
-        ],
+    return table(
+        lines,
+        {
+            "cache": "{name}",
+            "budget": "{budget}",
+            "right answers": "{right:.0%}",
+            "of the full cache's": "{of_full}",
+            "s per question": "{seconds:.2f}",
+            "s to read before": "{read_seconds:.1f}",
+            "device": "{held_bytes:bytes}",
+            "host": "{host_bytes:bytes}",
+        },
     )
-
-
-_ORDER = tuple(NAMES)
 
 
 def share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
     """Fraction of right answers of a contender."""
-    own = [r["right"] for r in rows if (r["contender"], r["budget"]) == (contender, budget)]
-    return sum(own) / len(own)
+    return fmean(row["right"] for row in of(rows, contender=contender, budget=budget))
 
 
-def _mean(rows: Sequence[Row], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
-
-
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="stretches of text")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="length of each")
-    parser.add_argument("--turns", type=int, default=TURNS, help="turns of the conversation")
-    parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS, help="of SnapKV")
-    options = parser.parse_args()
-    if not options.render:
-        write_rows(ROWS, measure(options.documents, options.tokens, options.turns, options.budgets))
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
+EXPERIMENT = Experiment(
+    name="recall",
+    title="Many questions, many turns",
+    measure=measure,
+    options={"documents": 4, "tokens": 2048, "turns": 50, "budgets": (128, 256)},
+    measured=lambda rows: environment_line(of(rows, task="questions")),
+    tables=_tables,
+    shown={
+        "recall": Shown(
+            "Ten questions about one document",
+            ("cache", "right answers", "s per question", "device", "host"),
+            (
+                "full cache, read once | all",
+                "SnapKV, kept for the first question | 128",
+                "AdaKV(KVzip), kept before any question | 128",
+                "SnapKV with recall | 128",
+                "SnapKV, read again for every question | 128",
+            ),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,8 +1,7 @@
 """JSON rows on disk, and Markdown pages made of nothing but rows."""
 
-import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +22,11 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def measure_or_render(
-    doc: str | None,
-    measure: Callable[[], Iterable[Row]],
-    render: Callable[[list[Row]], str],
-    *,
-    rows: Path,
-    page: Path,
-) -> None:
-    """What a benchmark does when it is run: measure, unless told only to render its page.
-
-    Args:
-        doc: the benchmark's docstring, whose first line describes it.
-        measure: gives the rows.
-        render: makes the page of them.
-        rows: where they are.
-        page: where it is.
-    """
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    if not parser.parse_args().render:
-        write_rows(rows, measure())
-    write_page(render, rows=rows, page=page)
-
-
-def write_page(render: Callable[[list[Row]], str], *, rows: Path, page: Path) -> None:
-    """Make the page of the rows that are there, and show it."""
-    page.write_text(render(read_rows(rows)), encoding="utf-8")
-    print(page.read_text(encoding="utf-8"))
+def append_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Add rows that belong together, at once, so that none of them is left half written."""
+    text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    with path.open("a", buffering=1 << 20, encoding="utf-8") as file:
+        file.write(text)
 
 
 def between(page: str, begin: str, end: str, content: str) -> str:

@@ -9,8 +9,13 @@ from typing import Any, Literal
 from snapkv import CacheReport
 from snapkv.policies import Policy
 from snapkv_lab.experiments.magic_number import Document
-from snapkv_lab.experiments.reading import MOST_WINDOW_TOKENS, ReadPrompt, read_prompt
-from snapkv_lab.experiments.scoring import Score, score_answer
+from snapkv_lab.experiments.reading import (
+    MOST_WINDOW_TOKENS,
+    ReadPrompt,
+    Score,
+    read_prompt,
+    score_answer,
+)
 
 Question = Literal["visible", "hidden"]
 

@@ -1,18 +1,9 @@
 """Reading with fewer tokens from the middle of the model on: how much sooner, how much worse.
 
-    python -m snapkv_lab.experiments selective  measure all, write the rows, render the page
-    python -m snapkv_lab.experiments selective quality
-        measure this part, keep the rows of the others
-    python -m snapkv_lab.experiments selective --small    the same in a few minutes, for a look
-    python -m snapkv_lab.experiments selective --render
-        render the page from the rows that are there
-
 The parts: `time` of reading on the demo model, `shape`, the same at a longer prompt on a model of
-random weights, and `quality` at one budget. Rows: `docs/results/selective.jsonl`. Page:
-`docs/results/tables/selective.md`.
+random weights, and `quality` at one budget.
 """
 
-import argparse
 import contextlib
 import itertools
 import sys
@@ -32,10 +23,9 @@ from snapkv_lab.evaluate.haystack import load_haystack
 from snapkv_lab.evaluate.sample import Sample
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot, table
 from snapkv_lab.experiments.magic_number import SEED, make_documents
-from snapkv_lab.experiments.records import Row, read_rows, write_page, write_rows
-from snapkv_lab.experiments.selective_page import PAGE, ROWS, render
+from snapkv_lab.experiments.records import Row, environment_line
 from snapkv_lab.measure.contenders import compressed
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import alternate, ratios
@@ -271,37 +261,92 @@ def _quality(size: Size) -> Iterator[Row]:
         yield row | {"seed": SEED, "model": loaded.description()}
 
 
-PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
+_PARTS: dict[str, Callable[[Size], Iterator[Row]]] = {
     "time": _time,
     "shape": _shape,
     "quality": _quality,
 }
 
 
-def measure(parts: Sequence[str], size: Size) -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """The rows of some parts."""
-    for part in parts:
-        environment = describe_environment()
-        for row in PARTS[part](size):
-            print(row, file=sys.stderr)
-            yield {"part": part, **row, "environment": environment}
+    for part in given.parts:
+        for row in _PARTS[part](SMALL if given.small else Size()):
+            yield {"part": part, **row}
 
 
-def main() -> None:
-    """Measure what is asked for, and render the page of all that is there."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
-    parser.add_argument("--small", action="store_true", help="measure little, for a look")
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    given = parser.parse_args()
-    parts = given.parts or list(PARTS)
-    if not given.render:
-        found = list(measure(parts, SMALL if given.small else Size()))
-        kept = read_rows(ROWS) if ROWS.exists() else []
-        known = found + [row for row in kept if row["part"] not in parts]
-        write_rows(ROWS, sorted(known, key=lambda row: list(PARTS).index(row["part"])))
-    write_page(render, rows=ROWS, page=PAGE)
+def _tables(rows: list[Row]) -> Iterator[str]:
+    timed = {
+        "reading": _label,
+        "seconds": "{ms[p50]:seconds|.2f}",
+        "of the exact time": _ratio,
+    }
+    if own := of(rows, part="time"):
+        yield "## Time on the demo model"
+        yield table(own, timed)
+    if own := of(rows, part="shape"):
+        yield (
+            "## Time at {prompt_tokens:,} tokens, {model[layers]} layers of random weights"
+        ).format_map(own[0])
+        yield table(own, timed)
+    if own := of(rows, part="quality"):
+        everywhere = [
+            row | {"label": label, "task": "all", "cell": f"{_share(own, label):.2f}"}
+            for label in dict.fromkeys(map(_label, own))
+            for row in own[:1]
+        ]
+        cells = [row | {"label": _label(row), "cell": _cell(row)} for row in own]
+        yield "## Right answers"
+        yield pivot([*cells, *everywhere], "reading", "{label}", "{task}", "{cell}")
+
+
+def _line(rows: list[Row]) -> str:
+    found = (of(rows, part=part) for part in _PARTS)
+    return "; ".join(dict.fromkeys(environment_line(own) for own in found if own))
+
+
+def _share(rows: Sequence[Row], label: str) -> float:
+    own = [row for row in rows if _label(row) == label]
+    return float(sum(row["right"] for row in own) / sum(row["prompts"] for row in own))
+
+
+def _label(row: Row) -> str:
+    prefill = row["prefill"]
+    exact = prefill["name"] == "exact"
+    return "exact" if exact else "{name}, {layer}, {keep_ratio:.0%}".format_map(prefill)
+
+
+def _ratio(row: Row) -> str:
+    exact = row["prefill"]["name"] == "exact"
+    return "1.00" if exact else "{p50:.2f} ({min:.2f} to {max:.2f})".format_map(row["ratio"])
+
+
+def _cell(row: Row) -> str:
+    return f"{row['right'] / row['prompts']:.2f} ({row['loss']:.3f})"
+
+
+EXPERIMENT = Experiment(
+    name="selective",
+    title="Reading fewer tokens in the upper half of the model",
+    measure=measure,
+    small=True,
+    parts=tuple(_PARTS),
+    measured=_line,
+    tables=_tables,
+    shown={
+        "selective": Shown(
+            "Time on the demo model",
+            ("reading", "of the exact time"),
+            ("exact", "selective, 16, 15%", "gemfilter, 16, 15%"),
+        ),
+        "selective-right": Shown(
+            "Right answers",
+            ("reading", "lines", "all"),
+            ("exact", "selective, 16, 15%", "gemfilter, 16, 15%"),
+        ),
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,63 +1,29 @@
 """vLLM with compressed prompts beside stock vLLM, in turns, in one process.
 
-    .venv-vllm/bin/python -m snapkv_lab.experiments serving
-        measure, write the rows, render the page
-    .venv-vllm/bin/python -m snapkv_lab.experiments serving --only reading
-        one part, keep the other rows
-    .venv-vllm/bin/python -m snapkv_lab.experiments serving --small    small sizes, printed only
-    .venv-vllm/bin/python -m snapkv_lab.experiments serving --render   render the page from the rows
-
-Needs `make .venv-vllm/.installed`. Rows: `docs/results/serving.jsonl`. Page:
-`docs/results/tables/serving.md`.
+Needs `make .venv-vllm/.installed`.
 """
 
-import os
-
-# One engine after the other in this process, threads as the system gives them.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-import argparse
 import contextlib
-import gc
 import itertools
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 
 from snapkv import AdaKV, CompressedCache, SnapKV
-from snapkv.app.models import LoadedModel, load, place_of
+from snapkv.app.models import LoadedModel
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.engine import Engine, measured_on
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, cell, of, table
 from snapkv_lab.experiments.magic_number import Document, make_documents
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    read_rows,
-    write_rows,
-)
-from snapkv_lab.experiments.serving_page import (
-    ALONE,
-    ANSWER_TOKENS,
-    AT_ONCE,
-    BLOCK_TOKENS,
-    HEADS,
-    render,
-)
+from snapkv_lab.experiments.records import Row, environment_line, markdown_table
 from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
 from snapkv_vllm import engine_args
-from snapkv_vllm.versions import installed
-
-ROWS = RESULTS / "serving.jsonl"
-PAGE = TABLES / "serving.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +75,14 @@ SMALL = Sizes(
     at_once=2,
 )
 VOTES = {"kernel_size": 13}
+BLOCK_TOKENS = 128
+ANSWER_TOKENS = 32
+ALONE, AT_ONCE = "reading", "reading at once"
+"""Parts that read prompts up to their first tokens: one, and several."""
+HEADS = "heads of different length"
+
+Documents = Callable[[int, int], list[Document]]
+"""Makes so many prompts of so many tokens."""
 
 
 @dataclass
@@ -126,8 +100,8 @@ class Steps:
     running: list[int] = field(default_factory=list)
 
 
-class Engine:
-    """vLLM over the demo model, stock or with compressed prompts."""
+class StepEngine(Engine):
+    """vLLM over the demo model, stock or with compressed prompts, step by step."""
 
     def __init__(
         self,
@@ -138,32 +112,27 @@ class Engine:
         most_tokens: int,
         policy: str = SnapKV.name,
     ) -> None:
-        from vllm import LLM
-
         bytes_each = torch.finfo(getattr(torch, dtype)).bits // 8
         options: dict[str, Any] = {
             "dtype": dtype,
             "max_model_len": most_tokens,
             "block_size": BLOCK_TOKENS,
             "kv_cache_memory_bytes": blocks * BLOCK_TOKENS * 30 * 3 * 64 * 2 * bytes_each,
-            "enforce_eager": True,
             "enable_prefix_caching": False,
             "max_num_batched_tokens": 2048,
-            "disable_log_stats": True,
         }
         if budget is not None:
             options = engine_args(budget=budget, policy=policy, parameters=VOTES, **options)
-        self._llm = LLM(place_of("demo"), **options)
-        self._core = self._llm.llm_engine.engine_core.engine_core
+        super().__init__(**options)
 
     def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Steps]:
         """Greedy answers of all prompts sent at once, and what the steps took."""
         self.start(prompts, tokens)
         found: dict[int, list[int]] = {}
         steps = Steps()
-        while self._llm.llm_engine.has_unfinished_requests():
+        while self.llm.llm_engine.has_unfinished_requests():
             start = time.perf_counter()
-            outputs = self._llm.llm_engine.step()
+            outputs = self.llm.llm_engine.step()
             self._note(steps, time.perf_counter() - start)
             for one in outputs:
                 found[int(one.request_id)] = list(one.outputs[0].token_ids)
@@ -175,28 +144,27 @@ class Engine:
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
         for number, ids in enumerate(prompts):
-            self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+            self.llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
 
     def step(self) -> list[int]:
         """One step, and how many tokens of each request it computed."""
-        self._llm.llm_engine.step()
+        self.llm.llm_engine.step()
         return list(self._scheduled.num_scheduled_tokens.values())
 
     @property
     def held_blocks(self) -> int:
         """Blocks that are not free."""
-        pool = self._core.scheduler.kv_cache_manager.block_pool
-        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+        return int(self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks())
 
     def watch_steps(self) -> None:
         """Keep the numbers of tokens that each step computes."""
-        schedule = self._core.scheduler.schedule
+        schedule = self.core.scheduler.schedule
 
         def schedule_and_note(*args: Any, **kwargs: Any) -> Any:
             self._scheduled = schedule(*args, **kwargs)
             return self._scheduled
 
-        self._core.scheduler.schedule = schedule_and_note
+        self.core.scheduler.schedule = schedule_and_note
 
     def _note(self, steps: Steps, seconds: float) -> None:
         scheduled = getattr(self, "_scheduled", None)
@@ -209,7 +177,7 @@ class Engine:
 
     def kept_sets(self) -> dict[int, list[torch.Tensor]]:
         """From now on, what every layer keeps, by the length of the prompt."""
-        compressor = self._core.model_executor.driver_worker.worker.model_runner._compressor
+        compressor = self.core.model_executor.driver_worker.worker.model_runner._compressor
         keep, noted = compressor._keep_indices, {}
 
         def keep_and_note(*args: Any) -> torch.Tensor:
@@ -220,12 +188,6 @@ class Engine:
         compressor._keep_indices = keep_and_note
         return noted
 
-    def close(self) -> None:
-        """Give the memory back."""
-        self._core.shutdown()
-        del self._llm, self._core
-        gc.collect()
-
 
 def equal_to_stock(sizes: Sizes, documents: list[Document]) -> Row:
     """Share of prompts within the budget whose tokens are stock vLLM's."""
@@ -234,7 +196,7 @@ def equal_to_stock(sizes: Sizes, documents: list[Document]) -> Row:
     room = {"dtype": "float32", "blocks": 40, "most_tokens": 2048}
     answers = []
     for budget in (None, most):
-        engine = Engine(budget=budget, **room)
+        engine = StepEngine(budget=budget, **room)
         answers.append(engine.answers(prompts, ANSWER_TOKENS)[0])
         engine.close()
     same = sum(mine == stock for stock, mine in zip(*answers, strict=True))
@@ -245,11 +207,11 @@ def like_the_library(sizes: Sizes, documents: list[Document], loaded: LoadedMode
     """Share of kept sets that are the library's, and of answers, beside stock and transformers."""
     prompts = [d.prompt_ids[-(sizes.library_tokens + n) :] for n, d in enumerate(documents)]
     room = {"dtype": "float32", "blocks": 60, "most_tokens": 2048}
-    engine = Engine(budget=sizes.budget, **room)
+    engine = StepEngine(budget=sizes.budget, **room)
     kept = engine.kept_sets()
     mine = engine.answers(prompts, ANSWER_TOKENS)[0]
     engine.close()
-    engine = Engine(budget=None, **room)
+    engine = StepEngine(budget=None, **room)
     stock = engine.answers(prompts, ANSWER_TOKENS)[0]
     engine.close()
     sets = same_sets = same = same_stock = 0
@@ -287,14 +249,17 @@ def _generate(loaded: LoadedModel, ids: list[int], cache: CompressedCache | None
 
 
 @contextlib.contextmanager
-def both_engines(sizes: Sizes, prompt: list[int], blocks: int) -> Iterator[dict[str, Engine]]:
+def both_engines(sizes: Sizes, prompt: list[int], blocks: int) -> Iterator[dict[str, StepEngine]]:
     """Stock vLLM and the plugin side by side, warm and ready all the time."""
     room = {
         "dtype": "bfloat16",
         "blocks": blocks,
         "most_tokens": sizes.prompt_tokens + sizes.new_tokens,
     }
-    engines = {"stock": Engine(budget=None, **room), "snapkv": Engine(budget=sizes.budget, **room)}
+    engines = {
+        "stock": StepEngine(budget=None, **room),
+        "snapkv": StepEngine(budget=sizes.budget, **room),
+    }
     for engine in engines.values():
         engine.watch_steps()
         engine.answers([prompt], 2)
@@ -326,7 +291,7 @@ def reading(sizes: Sizes, documents: list[Document], part: str, at_once: int) ->
         yield row | _wall_and_processor_time(spent, "snapkv", "stock")
 
 
-def _read(engine: Engine, documents: list[Document], at_once: int) -> Callable[[], Spent]:
+def _read(engine: StepEngine, documents: list[Document], at_once: int) -> Callable[[], Spent]:
     prompts = itertools.cycle([document.prompt_ids for document in documents])
 
     def once() -> Spent:
@@ -356,7 +321,7 @@ def speed(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
 
 
 def _rounds(
-    sizes: Sizes, documents: list[Document], engines: dict[str, Engine], blocks: int
+    sizes: Sizes, documents: list[Document], engines: dict[str, StepEngine], blocks: int
 ) -> Iterator[Row]:
     prompts = [document.prompt_ids for document in documents]
     for number in range(sizes.rounds):
@@ -392,7 +357,7 @@ def heads(sizes: Sizes, documents: list[Document]) -> Iterator[Row]:
     most = len(prompts[0]) + tokens
     room = {"dtype": "bfloat16", "blocks": sizes.ample_blocks, "most_tokens": most}
     engines = {
-        name: Engine(budget=sizes.budget, policy=policy, **room)
+        name: StepEngine(budget=sizes.budget, policy=policy, **room)
         for name, policy in (("equal_heads", SnapKV.name), ("adakv", AdaKV.name))
     }
     blocks = {}
@@ -427,66 +392,148 @@ def _found(documents: Sequence[Document], answers: Sequence[list[int]]) -> int:
     )
 
 
-PARTS = ("budget of the prompt", "library", ALONE, AT_ONCE, "speed", HEADS)
+_PARTS: dict[str, Callable[[Sizes, Documents, LoadedModel], Iterable[Row]]] = {
+    "budget of the prompt": lambda sizes, documents, loaded: [
+        equal_to_stock(sizes, documents(sizes.equal_prompts, sizes.equal_tokens))
+    ],
+    "library": lambda sizes, documents, loaded: [
+        like_the_library(
+            sizes,
+            documents(sizes.library_prompts, sizes.library_tokens + sizes.library_prompts),
+            loaded,
+        )
+    ],
+    ALONE: lambda sizes, documents, loaded: reading(
+        sizes, documents(sizes.requests, sizes.prompt_tokens), ALONE, at_once=1
+    ),
+    AT_ONCE: lambda sizes, documents, loaded: reading(
+        sizes, documents(sizes.requests, sizes.prompt_tokens), AT_ONCE, at_once=sizes.at_once
+    ),
+    "speed": lambda sizes, documents, loaded: speed(
+        sizes, documents(sizes.requests, sizes.prompt_tokens)
+    ),
+    HEADS: lambda sizes, documents, loaded: heads(
+        sizes, documents(sizes.requests, sizes.heads_tokens)
+    ),
+}
 
 
-def measure(sizes: Sizes, names: Sequence[str] = PARTS) -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """Some parts; every row says with what it was measured."""
-    loaded, haystack = load("demo"), load_haystack()
-    environment = describe_environment() | {"vllm": installed()}
+    loaded, haystack = given.loaded, load_haystack()
 
     def documents(count: int, tokens: int) -> list[Document]:
         return make_documents(loaded.tokenizer, haystack, prompt_tokens=tokens, count=count)
 
-    parts: dict[str, Callable[[], Iterator[Row]]] = {
-        "budget of the prompt": lambda: iter(
-            [equal_to_stock(sizes, documents(sizes.equal_prompts, sizes.equal_tokens))]
-        ),
-        "library": lambda: iter(
+    for name in given.parts:
+        dtype = "float32" if name in ("budget of the prompt", "library") else "bfloat16"
+        measured = measured_on(loaded, dtype=dtype)
+        for row in _PARTS[name](SMALL if given.small else Sizes(), documents, loaded):
+            yield {**row, "votes": VOTES, **measured}
+
+
+def _tables(rows: list[Row]) -> list[str]:
+    fast = of(rows, part="speed")
+    pools = sorted({row["blocks"] for row in fast})
+    pairs = [
+        line for row in rows if row["part"] in _PAIRS for line in _pair(row, *_PAIRS[row["part"]])
+    ]
+    return [
+        "## The same answers",
+        _same(rows),
+        f"## {fast[0]['requests']} requests of {fast[0]['prompt_tokens']:,} tokens at once",
+        table(
             [
-                like_the_library(
-                    sizes,
-                    documents(sizes.library_prompts, sizes.library_tokens + sizes.library_prompts),
-                    loaded,
-                )
-            ]
+                _medians(of(fast, engine=name, blocks=blocks))
+                for blocks in pools
+                for name in ("stock", "snapkv")
+            ],
+            {
+                "blocks": "{blocks}",
+                "engine": lambda row: (
+                    row["engine"] + (f", budget {row['budget']}" if row["budget"] else "")
+                ),
+                "seconds": "{seconds:.1f}",
+                "prefill s": "{prefill_seconds:.1f}",
+                "decode s": "{decode_seconds:.1f}",
+                "decode steps": "{decode_steps:.0f}",
+                "most at once": "{most_running:.0f}",
+                "found": "{needles:.0f}/{requests}",
+            },
         ),
-        ALONE: lambda: reading(
-            sizes, documents(sizes.requests, sizes.prompt_tokens), ALONE, at_once=1
+        "## In pairs",
+        markdown_table(("work", "other", "snapkv", "ratio", "commit"), pairs),
+        "## Blocks held with heads of different length",
+        table(
+            of(rows, part=HEADS),
+            {"equal heads": "{blocks_held[equal_heads]}", "adakv": "{blocks_held[adakv]}"},
         ),
-        AT_ONCE: lambda: reading(
-            sizes, documents(sizes.requests, sizes.prompt_tokens), AT_ONCE, at_once=sizes.at_once
-        ),
-        "speed": lambda: speed(sizes, documents(sizes.requests, sizes.prompt_tokens)),
-        HEADS: lambda: heads(sizes, documents(sizes.requests, sizes.heads_tokens)),
-    }
-    description = loaded.description() | {"attn_implementation": "vLLM CPU_ATTN"}
-    for name in names:
-        dtype = "bfloat16" if name in (ALONE, AT_ONCE, "speed", HEADS) else "float32"
-        model = description | {"dtype": dtype}
-        for row in parts[name]():
-            yield {**row, "votes": VOTES, "model": model, "environment": environment}
+    ]
 
 
-def main() -> None:
-    """Measure or render."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="small sizes, printed only")
-    parser.add_argument("--render", action="store_true", help="only render the page")
-    parser.add_argument("--only", choices=PARTS, help="measure one part, keep the other rows")
-    given = parser.parse_args()
-    if given.small:
-        rows = list(measure(SMALL))
-        print("\n".join(json.dumps(row) for row in rows))
-        print(render(rows))
-        return
-    if not given.render:
-        names = [given.only] if given.only else PARTS
-        kept = read_rows(ROWS) if given.only else []
-        new = list(measure(Sizes(), names))
-        write_rows(ROWS, [*(row for row in kept if row["part"] not in names), *new])
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
+_PAIRS = {
+    ALONE: ("reading", "stock", "snapkv", "{:.2f} s", 1),
+    AT_ONCE: ("reading at once", "stock", "snapkv", "{:.2f} s", 1),
+    HEADS: ("a step, equal heads beside adakv", "equal_heads", "adakv", "{:.0f} ms", 1000),
+}
+"""By part: what is done, the two in its rows, how a time is told, units in a second."""
+
+
+def _pair(row: Row, work: str, other: str, ours: str, told: str, units: int) -> Iterator[list[str]]:
+    for clock, key in (("", "seconds"), (", processor time", "processor_seconds")):
+        against = f"{key.removesuffix('seconds')}against_{other}"
+        if against in row:
+            times = (units * row[f"{name}_{key}"]["p50"] for name in (other, ours))
+            ratio = cell(f"{{{against}:spread|.3f}}", row)
+            yield [work + clock, *map(told.format, times), ratio, row["environment"]["commit"]]
+
+
+def _same(rows: Sequence[Row]) -> str:
+    """Of answers and kept sets, how many are those of stock vLLM, the library, transformers."""
+    (equal,), (library,) = of(rows, part="budget of the prompt"), of(rows, part="library")
+    return markdown_table(
+        ("what", "equal to those of", "equal", "of"),
+        [
+            [what, whose, str(row[same]), str(row[whole])]
+            for what, whose, row, same, whole in (
+                ("answers, budget of the prompt", "stock vLLM", equal, "same_answers", "prompts"),
+                ("kept sets", "the library", library, "same_sets", "sets"),
+                ("answers", "the library", library, "same_answers", "prompts"),
+                (
+                    "stock vLLM's answers",
+                    "transformers",
+                    library,
+                    "stock_like_transformers",
+                    "prompts",
+                ),
+            )
+        ],
+    )
+
+
+def _medians(rows: Sequence[Row]) -> Row:
+    """The first of some rounds, with the medians of what was measured in all."""
+    keys = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "most_running")
+    return rows[0] | {key: median(row[key] for row in rows) for key in (*keys, "needles")}
+
+
+EXPERIMENT = Experiment(
+    name="serving",
+    title="Serving: stock vLLM and compressed prompts",
+    takes="hours",
+    measure=measure,
+    small=True,
+    parts=tuple(_PARTS),
+    measured=lambda rows: environment_line(of(rows, part="speed")),
+    tables=_tables,
+    shown={
+        "serving": Shown(
+            "16 requests of 4,000 tokens at once",
+            ("engine", "seconds", "prefill s", "decode s", "most at once"),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

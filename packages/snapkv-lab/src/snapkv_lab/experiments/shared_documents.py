@@ -1,56 +1,32 @@
 """Many questions about one document in vLLM: shared and compressed, or read with every request.
 
-    .venv-vllm/bin/python -m snapkv_lab.experiments shared_documents  measure and render the page
-    .venv-vllm/bin/python -m snapkv_lab.experiments shared_documents --render
-        only render it from the rows
-
 One engine answers every question in turns: from the document that was compressed once, behind a
 cached prefix as stock vLLM does, and, for some questions, reading all of it. Needs
-`make .venv-vllm/.installed`. Rows: `docs/results/shared_documents.jsonl`.
+`make .venv-vllm/.installed`.
 """
 
-import os
-
-# One engine in this process, threads as the system gives them.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from snapkv.app.models import LoadedModel, load, place_of
+from snapkv.app.models import LoadedModel
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
-)
+from snapkv_lab.experiments.engine import Engine, measured_on
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, table
+from snapkv_lab.experiments.records import Row, environment_line
 from snapkv_vllm import engine_args
 from snapkv_vllm.documents import words
 from snapkv_vllm.documents.sharing import Sharing
-from snapkv_vllm.versions import installed
-
-ROWS = RESULTS / "shared_documents.jsonl"
-PAGE = TABLES / "shared_documents.md"
 
 DOCUMENT_TOKENS = 4000
 BUDGETS = (1024, 2048)
 READ_WHOLE = 8
 BLOCK_TOKENS = 32
 HEADS = {"snapkv": "alike", "adakv": "of different length"}
-POLICIES = tuple(HEADS)
 MOST_TOKENS = 8192
 ANSWER_TOKENS = 6
 
@@ -120,12 +96,10 @@ def make_text(tokenizer: Any) -> Text:
     )
 
 
-class Engine:
+class DocumentEngine(Engine):
     """vLLM over the demo model, which shares documents."""
 
     def __init__(self, policy: str) -> None:
-        from vllm import LLM
-
         options = engine_args(
             budget=BUDGETS[0],
             policy=policy,
@@ -135,23 +109,13 @@ class Engine:
             dtype="bfloat16",
             kv_cache_memory_bytes=2 << 30,
             enable_prefix_caching=True,
-            enforce_eager=True,
-            disable_log_stats=True,
         )
-        self._llm = LLM(place_of("demo"), **options)
-        self._core = self._llm.llm_engine.engine_core.engine_core
-        self._pool = self._core.scheduler.kv_cache_manager.block_pool
+        super().__init__(**options)
 
     @property
     def free_blocks(self) -> int:
         """Those that hold nothing that anybody needs."""
-        return int(self._pool.get_num_free_blocks())
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._core.shutdown()
-        del self._llm, self._core, self._pool
-        gc.collect()
+        return int(self.pool.get_num_free_blocks())
 
     def send(self, ids: list[int], own: dict[str, Any], tokens: int, **more: Any) -> Any:
         """What the engine puts out, greedily."""
@@ -160,27 +124,24 @@ class Engine:
         sampling = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=own, **more
         )
-        (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+        (output,) = self.llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         return output
 
 
-def measure() -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """With heads that keep as many tokens, and with heads that do not."""
-    loaded = load("demo")
-    text, environment = make_text(loaded.tokenizer), describe_environment()
-    for policy in POLICIES:
-        engine = Engine(policy)
-        for row in rows_of(engine, text, loaded):
-            yield row | {"policy": policy, "environment": environment | {"vllm": installed()}}
+    text, measured = make_text(given.loaded.tokenizer), measured_on(given.loaded, dtype="bfloat16")
+    for policy in HEADS:
+        engine = DocumentEngine(policy)
+        for row in rows_of(engine, text, given.loaded):
+            yield row | {"policy": policy, **measured}
         engine.close()
 
 
-def rows_of(engine: Engine, text: Text, loaded: LoadedModel) -> Iterator[Row]:
+def rows_of(engine: DocumentEngine, text: Text, loaded: LoadedModel) -> Iterator[Row]:
     """A row for reading and for every way to ask."""
     instruction = loaded.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
     common = {
-        "model": loaded.description()
-        | {"attn_implementation": "vLLM CPU_ATTN", "dtype": "bfloat16"},
         "document_tokens": len(text.ids),
         "questions": len(text.questions),
     }
@@ -207,7 +168,7 @@ def rows_of(engine: Engine, text: Text, loaded: LoadedModel) -> Iterator[Row]:
     yield from (common | row for row in ask(engine, text, ways, loaded.tokenizer))
 
 
-def ask(engine: Engine, text: Text, ways: dict[str, Any], tokenizer: Any) -> Iterator[Row]:
+def ask(engine: DocumentEngine, text: Text, ways: dict[str, Any], tokenizer: Any) -> Iterator[Row]:
     """Every question in every way, in turns."""
     first: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, list[list[int]]] = {name: [] for name in ways}
@@ -242,49 +203,70 @@ def timed(work: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, done
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The tables of these rows."""
-    registered = [row for row in rows if row["part"] == "register"]
-    blocks = {(row["policy"], row["way"]): row["blocks"] for row in registered}
-    asked = [row for row in rows if row["part"] == "ask"]
-    whole_blocks = -(-rows[0]["document_tokens"] // BLOCK_TOKENS)
-    cached = {
-        row["policy"]: median(row["first_token_ms"])
-        for row in asked
-        if row["way"] == "whole, prefix cached"
-    }
-    lines = []
-    for row in asked:
-        middle = median(row["first_token_ms"])
-        lines.append(
-            (
-                row["way"],
-                HEADS[row["policy"]],
-                str(blocks.get((row["policy"], row["way"]), whole_blocks)),
-                f"{middle:.0f}",
-                f"{middle / cached[row['policy']]:.2f}",
-                f"{row['right']}/{row['asked']}",
-            )
-        )
-    header = ("document", "heads", "blocks held", "first token ms", "of prefix cached", "right")
-    reading = [
-        (
-            f"{row['budget']:,}",
-            HEADS[row["policy"]],
-            f"{row['seconds']:.0f}",
-            f"{row['seconds'] / row['read_once_seconds']:.1f}",
-        )
-        for row in registered
+def _tables(rows: list[Row]) -> list[str]:
+    registered = [
+        row | {"heads": HEADS[row["policy"]], "of_once": row["seconds"] / row["read_once_seconds"]}
+        for row in of(rows, part="register")
     ]
-    return tables_page(
-        "shared_documents",
-        "One document, 64 questions, in vLLM",
-        environment_line(asked),
-        markdown_table(header, lines),
+    blocks = {(row["policy"], row["way"]): row["blocks"] for row in registered}
+    whole_blocks = -(-rows[0]["document_tokens"] // BLOCK_TOKENS)
+    asked = [
+        row
+        | {"heads": HEADS[row["policy"]], "ms": median(row["first_token_ms"])}
+        | {"blocks": blocks.get((row["policy"], row["way"]), whole_blocks)}
+        for row in of(rows, part="ask")
+    ]
+    cached = {row["policy"]: row["ms"] for row in of(asked, way="whole, prefix cached")}
+    return [
+        table(
+            asked,
+            {
+                "document": "{way}",
+                "heads": "{heads}",
+                "blocks held": "{blocks}",
+                "first token ms": "{ms:.0f}",
+                "of prefix cached": lambda row: f"{row['ms'] / cached[row['policy']]:.2f}",
+                "right": "{right}/{asked}",
+            },
+        ),
         "## Registering a document",
-        markdown_table(("tokens kept", "heads", "seconds", "of reading it once"), reading),
-    )
+        table(
+            registered,
+            {
+                "tokens kept": "{budget:,}",
+                "heads": "{heads}",
+                "seconds": "{seconds:.0f}",
+                "of reading it once": "{of_once:.1f}",
+            },
+        ),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="shared_documents",
+    title="One document, 64 questions, in vLLM",
+    measure=measure,
+    measured=lambda rows: environment_line(of(rows, part="ask")),
+    tables=_tables,
+    shown={
+        "registering": Shown(
+            "Registering a document",
+            ("tokens kept", "heads", "seconds", "of reading it once"),
+            ("1,024 | alike", "1,024 | of different length"),
+        ),
+        "documents": Shown(
+            "One document, 64 questions, in vLLM",
+            ("document", "heads", "blocks held", "of prefix cached", "right"),
+            (
+                "whole, prefix cached | alike",
+                "shared, 1024 tokens | alike",
+                "shared, 1024 tokens | of different length",
+                "shared, 2048 tokens | of different length",
+            ),
+        ),
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, measure, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

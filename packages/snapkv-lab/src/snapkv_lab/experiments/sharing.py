@@ -1,11 +1,5 @@
-"""What an evaluation with ten methods takes beside one with one method: a prompt is read once.
+"""What an evaluation with ten methods takes beside one with one method: a prompt is read once."""
 
-    python -m snapkv_lab.experiments sharing  measure, write the rows, render the page (ten minutes)
-
-Rows: `docs/results/sharing.jsonl`. Page: `docs/results/tables/sharing.md`.
-"""
-
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,24 +16,13 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.app.models import LoadedModel, load
+from snapkv.app.models import LoadedModel
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Needle
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
-    tables_page,
-)
+from snapkv_lab.experiments.experiment import Experiment, Shown, table
+from snapkv_lab.experiments.records import Row
 from snapkv_lab.measure.timing import Spent, alternate, ratios, spent_on, spread
-
-ROWS = RESULTS / "sharing.jsonl"
-PAGE = TABLES / "sharing.md"
 
 LENGTHS = (1024, 2048, 4096)
 ROUNDS = 3
@@ -98,29 +81,31 @@ def _evaluation(loaded: LoadedModel, length: int, methods: Sequence[Method]) -> 
     return once
 
 
-def render(rows: list[Row]) -> str:
-    """The table of these rows."""
-    lines = [
-        [
-            f"{row['length']:,}",
-            f"{row['one_ms']['p50'] / 1000:.1f}",
-            f"{row['ten_ms']['p50'] / 1000:.1f}",
-            f"{row['ratio']['p50']:.2f}",
-        ]
-        for row in rows
-    ]
-    table = markdown_table(["prompt", "one method, s", "ten methods, s", "ratio"], lines)
-    return tables_page(
-        "sharing", "Ten methods for little more than one", environment_line(rows), table
-    )
-
-
-def _measurements() -> Iterator[Row]:
-    environment, loaded = describe_environment(), load("demo")
-    for row in measure(loaded):
-        print(row, file=sys.stderr)
-        yield {**row, "model": loaded.description(), "environment": environment}
+EXPERIMENT = Experiment(
+    name="sharing",
+    title="Ten methods for little more than one",
+    takes="ten minutes",
+    measure=lambda given: measure(given.loaded),
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "prompt": "{length:,}",
+                "one method, s": "{one_ms[p50]:seconds|.1f}",
+                "ten methods, s": "{ten_ms[p50]:seconds|.1f}",
+                "ratio": "{ratio[p50]:.2f}",
+            },
+        )
+    ],
+    shown={
+        "sharing": Shown(
+            "Ten methods for little more than one",
+            ("prompt", "one method, s", "ten methods, s", "ratio"),
+            ("1,024", "4,096"),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

@@ -1,14 +1,5 @@
-"""Perplexity over a text many times as long as the cache, with attention sinks and without.
+"""Perplexity over a text many times as long as the cache, with attention sinks and without."""
 
-    python -m snapkv_lab.experiments streaming  measure, write the rows, render the page
-    python -m snapkv_lab.experiments streaming --tokens 32768   the same over that many tokens
-    python -m snapkv_lab.experiments streaming --render
-        render the page from the rows that are there
-
-Rows: `docs/results/streaming.jsonl`. Page: `docs/results/tables/streaming.md`.
-"""
-
-import argparse
 import math
 import sys
 import time
@@ -18,23 +9,10 @@ from typing import Any
 import torch
 
 from snapkv import CompressedCache, FullCache, StreamingLLM
-from snapkv.app.models import load
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import python_topics
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_rows,
-)
-
-ROWS = RESULTS / "streaming.jsonl"
-PAGE = TABLES / "streaming.md"
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of, pivot
+from snapkv_lab.experiments.records import Row, markdown_table
 
 BUDGET = 256
 CHUNK_TOKENS = 64
@@ -55,10 +33,9 @@ METHODS: dict[str, Policy] = {
 TRUE_POSITIONS = ("sinks, original positions", "full cache")
 
 
-def measure(tokens: int) -> Iterator[Row]:
+def measure(given: Given) -> Iterator[Row]:
     """Stream the same text through every method's cache."""
-    loaded, text = load("demo"), python_topics()
-    environment = describe_environment()
+    loaded, text, tokens = given.loaded, python_topics(), given.options["tokens"]
     ids = loaded.tokenizer(text.text, add_special_tokens=False, verbose=False).input_ids
     for method, policy in METHODS.items():
         wanted = min(tokens, TRUE_POSITION_TOKENS) if method in TRUE_POSITIONS else tokens
@@ -80,8 +57,6 @@ def measure(tokens: int) -> Iterator[Row]:
                 "bucket_tokens": BUCKET_TOKENS,
                 "nll": round(nll, 4),
                 "method_seconds": round(seconds, 1),
-                "model": loaded.description(),
-                "environment": environment,
             }
 
 
@@ -110,34 +85,27 @@ def bucket_means(losses: Sequence[float], size: int) -> list[float]:
     return [sum(losses[i * size : (i + 1) * size]) / size for i in range(whole)]
 
 
-def render(rows: list[Row]) -> str:
-    """The tables of these rows."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    cells = {(row["method"], row["first_token"]): f"{math.exp(row['nll']):.2f}" for row in rows}
-    table = markdown_table(
-        ["tokens", *methods],
-        [
-            [f"{start + 1:,}-{start + rows[0]['bucket_tokens']:,}"]
-            + [cells.get((method, start), "-") for method in methods]
-            for start in sorted({row["first_token"] for row in rows})
-        ],
-    )
+def _tables(rows: list[Row]) -> list[str]:
     budget = next(row["settings"]["budget"] for row in rows if "budget" in row["settings"])
-    return tables_page(
-        "streaming",
-        "Streaming",
-        environment_line(rows),
+    size = rows[0]["bucket_tokens"]
+    cells = [
+        row
+        | {"tokens": f"{row['first_token'] + 1:,}-{row['first_token'] + size:,}"}
+        | {"perplexity": math.exp(row["nll"])}
+        for row in rows
+    ]
+    return [
         f"## Perplexity, budget {budget}",
         _means(rows),
         "## By place in the text",
-        table,
-    )
+        pivot(cells, "tokens", "{tokens}", "{method}", "{perplexity:.2f}"),
+    ]
 
 
 def _means(rows: list[Row]) -> str:
     """Past the first bucket, and past the trained length: the perplexity of a stretch."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    starts = {name: {r["first_token"] for r in rows if r["method"] == name} for name in methods}
+    starts = {name: {row["first_token"] for row in of(rows, method=name)} for name in methods}
     shared = set.intersection(*starts.values()) - {0}
     beyond = {s for s in set.union(*starts.values()) if s >= rows[0]["trained_tokens"]}
     lines = [_mean_line(rows, methods, own) for own in (shared, beyond) if own]
@@ -147,24 +115,33 @@ def _means(rows: list[Row]) -> str:
 def _mean_line(rows: list[Row], methods: list[str], starts: set[int]) -> list[str]:
     line = [f"{min(starts) + 1:,} to {max(starts) + rows[0]['bucket_tokens']:,}"]
     for name in methods:
-        of_method = {row["first_token"]: row["nll"] for row in rows if row["method"] == name}
+        of_method = {row["first_token"]: row["nll"] for row in of(rows, method=name)}
         own = [of_method[start] for start in sorted(starts) if start in of_method]
         whole = len(own) == len(starts)
         line.append(f"{math.exp(sum(own) / len(own)):.2f}" if whole else "-")
     return line
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render the page from the rows")
-    parser.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, help="length of the text")
-    options = parser.parse_args()
-    if not options.render:
-        write_rows(ROWS, measure(options.tokens))
-    PAGE.write_text(render(read_rows(ROWS)), encoding="utf-8")
-    print(PAGE.read_text(encoding="utf-8"))
+EXPERIMENT = Experiment(
+    name="streaming",
+    title="Streaming",
+    measure=measure,
+    options={"tokens": DEFAULT_TOKENS},
+    tables=_tables,
+    shown={
+        "streaming": Shown(
+            "Perplexity, budget 256",
+            (
+                "tokens",
+                "sinks, cache positions",
+                "no sinks",
+                "sinks, original positions",
+                "full cache",
+            ),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,37 +1,19 @@
 """The paper's observations, on the demo model.
 
-    python -m snapkv_lab.experiments studies  measure, write the rows, render page and figures
-    python -m snapkv_lab.experiments studies overlap  measure this one, keep the rows of the others
-    python -m snapkv_lab.experiments studies --render
-        render page and figures from the rows that are there
-
-Rows: `docs/results/studies.jsonl`, for each study one line that says how it was run and one per
+for each study one line that says how it was run and one per
 row. Page and figures: `docs/results/tables/studies.md`, `docs/results/studies/*.svg`. What was
 measured is also in `snapkv-results/studies`, where a run that was stopped goes on.
 """
 
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from snapkv.app.models import LoadedModel, load
-from snapkv_lab.experiments.environment import describe_environment
-from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
-    Row,
-    environment_line,
-    markdown_table,
-    read_rows,
-    tables_page,
-    write_rows,
-)
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, of
+from snapkv_lab.experiments.records import RESULTS, Row, environment_line, markdown_table
 from snapkv_lab.study import HitRate, Induction, Instructions, Overlap, Position, Sensitivity, Study
 from snapkv_lab.study.figures import save
 
-ROWS = RESULTS / "studies.jsonl"
-PAGE = TABLES / "studies.md"
 FIGURES = RESULTS / "studies"
 
 FOLDER = Path("snapkv-results") / "studies"
@@ -53,73 +35,65 @@ STUDIES: dict[str, Study] = {
 }
 
 
-def measure(names: Sequence[str]) -> Iterator[Row]:
-    """Studies, one after the other."""
-    environment, loaded = describe_environment(), load("demo")
-    for name in names:
-        yield from _measured(STUDIES[name], loaded, environment)
+def measure(given: Given) -> Iterator[Row]:
+    """Studies, one after the other: a line that says how it was run, then its rows."""
+    for name in given.parts:
 
+        def show(what: str, done: int, total: int, name: str = name) -> None:
+            print(f"{name}: {what} ({done} of {total})", file=sys.stderr)
 
-def _measured(study: Study, loaded: LoadedModel, environment: Row) -> Iterator[Row]:
-    def show(what: str, done: int, total: int) -> None:
-        print(f"{study.name}: {what} ({done} of {total})", file=sys.stderr)
-
-    findings = study.into(loaded, FOLDER / study.name, show)
-    model = loaded.description()
-    yield {"study": study.name, "run": findings.run, "model": model, "environment": environment}
-    for row in findings.rows:
-        yield {"study": study.name, **{name: _short(value) for name, value in row.items()}}
+        findings = STUDIES[name].into(given.loaded, FOLDER / name, show)
+        yield {"study": name, "run": findings.run}
+        for row in findings.rows:
+            yield {"study": name, **{key: _short(value) for key, value in row.items()}}
 
 
 def _short(value: object) -> object:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def render(rows: list[Row]) -> str:
-    """The figures and tables of these rows."""
-    measured = dict.fromkeys(environment_line([row]) for row in rows if "run" in row)
-    return tables_page(
-        "studies",
-        "The paper's observations",
-        "; ".join(measured),
-        *(part for name in STUDIES for part in _section(name, findings_of(rows, name))),
-    )
+def _line(rows: list[Row]) -> str:
+    return "; ".join(dict.fromkeys(environment_line([row]) for row in rows if "run" in row))
 
 
 def findings_of(rows: list[Row], name: str) -> list[Row]:
     """The rows of one study, without the line that says how it was run."""
-    return [row for row in rows if row["study"] == name and "run" not in row]
+    return [row for row in of(rows, study=name) if "run" not in row]
 
 
-def _section(name: str, rows: list[Row]) -> list[str]:
-    table = STUDIES[name].table(rows)
-    return [
-        f"## {name}",
-        f"![{name}](../studies/{name}.svg)",
-        f"{table.title[0].upper()}{table.title[1:]}.",
-        markdown_table(table.header, table.lines),
-    ]
+def _tables(rows: list[Row]) -> Iterator[str]:
+    for name, study in STUDIES.items():
+        found = study.table(findings_of(rows, name))
+        yield f"## {name}"
+        yield f"![{name}](../studies/{name}.svg)"
+        yield f"{found.title[0].upper()}{found.title[1:]}."
+        yield markdown_table(found.header, found.lines)
 
 
-def main() -> None:
-    """Measure unless told only to render."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--render", action="store_true", help="only render from the rows")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(STUDIES)}; all by default")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(STUDIES):
-        parser.error(f"expected names of {', '.join(STUDIES)}, got {', '.join(unknown)}")
-    if not given.render:
-        names = given.names or list(STUDIES)
-        others = [row for row in read_rows(ROWS) if row["study"] not in names]
-        write_rows(ROWS, [*others, *measure(names)])
-    rows = read_rows(ROWS)
-    PAGE.write_text(render(rows), encoding="utf-8")
+def _drawn(rows: list[Row]) -> None:
     FIGURES.mkdir(exist_ok=True)
     for name, study in STUDIES.items():
         save(study.figure(findings_of(rows, name)), str(FIGURES / f"{name}.svg"))
-    print(PAGE.read_text(encoding="utf-8"))
+
+
+EXPERIMENT = Experiment(
+    name="studies",
+    title="The paper's observations",
+    measure=measure,
+    parts=tuple(STUDIES),
+    part_key="study",
+    measured=_line,
+    tables=_tables,
+    drawn=_drawn,
+    shown={
+        "hit-rate": Shown(
+            "hit-rate",
+            ("kept", "window", "weighted", "beyond the first 4"),
+            ("vote | 4", "sinks and recent | 4"),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -1,14 +1,6 @@
-"""What two workers take for an evaluation that one has answered: processes of one thread each.
-
-    python -m snapkv_lab.experiments workers
-        measure, write the rows, render the page (five minutes)
-    python -m snapkv_lab.experiments workers --render   only render the page from the rows
-
-Rows: `docs/results/workers.jsonl`. Page: `docs/results/tables/workers.md`.
-"""
+"""What two workers take for an evaluation that one has answered: processes of one thread each."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,21 +14,12 @@ from snapkv_lab.evaluate.store import Record, key
 from snapkv_lab.evaluate.tasks import Needle
 from snapkv_lab.evaluate.workers.base import Equipment, Executor
 from snapkv_lab.evaluate.workers.processes import Processes
-from snapkv_lab.experiments.environment import describe_environment
+from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table
 from snapkv_lab.experiments.records import (
-    RESULTS,
-    TABLES,
     Row,
-    environment_line,
-    markdown_table,
-    measure_or_render,
     read_rows,
-    tables_page,
 )
 from snapkv_lab.measure.timing import alternate, ratios, spent_on, spread
-
-ROWS = RESULTS / "workers.jsonl"
-PAGE = TABLES / "workers.md"
 
 LENGTHS = (1024, 2048)
 DEPTHS = 6
@@ -119,29 +102,35 @@ def _evaluation(run: Run, pool: Executor) -> Callable[[], tuple[float, list[Reco
     return once
 
 
-def render(rows: list[Row]) -> str:
-    """The table of these rows."""
-    lines = [
-        [
-            ", ".join(f"{length:,}" for length in row["lengths"]),
-            f"{row['answers']:,}",
-            f"{row['one_ms']['p50'] / 1000:.1f}",
-            f"{row['two_ms']['p50'] / 1000:.1f}",
-            f"{row['speedup']['p50']:.2f}",
-        ]
-        for row in rows
-    ]
-    header = ["prompt tokens", "answers", "one worker, s", "two workers, s", "times as fast"]
-    table = markdown_table(header, lines)
-    return tables_page("workers", "Two workers beside one", environment_line(rows), table)
+def _measured(given: Given) -> Iterator[Row]:
+    loaded = load("demo", device="cpu")
+    return (row | {"model": loaded.description()} for row in measure(loaded))
 
 
-def _measurements() -> Iterator[Row]:
-    environment, loaded = describe_environment(), load("demo", device="cpu")
-    for row in measure(loaded):
-        print(row, file=sys.stderr)
-        yield {**row, "model": loaded.description(), "environment": environment}
+EXPERIMENT = Experiment(
+    name="workers",
+    title="Two workers beside one",
+    measure=_measured,
+    tables=lambda rows: [
+        table(
+            rows,
+            {
+                "prompt tokens": lambda row: ", ".join(f"{each:,}" for each in row["lengths"]),
+                "answers": "{answers:,}",
+                "one worker, s": "{one_ms[p50]:seconds|.1f}",
+                "two workers, s": "{two_ms[p50]:seconds|.1f}",
+                "times as fast": "{speedup[p50]:.2f}",
+            },
+        )
+    ],
+    shown={
+        "workers": Shown(
+            "Two workers beside one",
+            ("prompt tokens", "answers", "one worker, s", "two workers, s", "times as fast"),
+        )
+    },
+)
 
 
 if __name__ == "__main__":
-    measure_or_render(__doc__, _measurements, render, rows=ROWS, page=PAGE)
+    EXPERIMENT.main()

@@ -15,7 +15,7 @@ def test_fewer_bits_hold_fewer_bytes_in_every_row(random_document):
         assert all(row["held_bytes"] < 0.6 * whole["held_bytes"] for row in few)
         assert whole["against_whole"]["p50"] == 1
         assert few[0]["nll"] == pytest.approx(whole["nll"], abs=0.05)
-    assert bits.render(
+    assert bits.EXPERIMENT.render(
         [{**row, "model": {"name": "m", "dtype": "d", "attn_implementation": "a", "device": "c"},
           "environment": {"processor": "p", "threads": 1, "torch": "t", "transformers": "t",
                           "commit": "c"}} for row in rows]

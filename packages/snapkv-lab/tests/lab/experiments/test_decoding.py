@@ -6,6 +6,8 @@ from snapkv.decoding import MedusaHeads, save_heads
 from snapkv_lab.experiments import medusa, medusa_gpu
 from tests.families import tiny_model
 
+ENVIRONMENT = dict.fromkeys(("processor", "threads", "torch", "transformers", "commit"), "")
+
 
 @pytest.mark.slow
 def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
@@ -42,7 +44,7 @@ def test_the_small_form_measures_every_contender(demo, tmp_path, monkeypatch):
     assert kept["held_bytes"] == both["held_bytes"] < plain["held_bytes"]
     assert drafted["held_bytes"] == kept["held_bytes"] + plain["held_bytes"]
     assert with_heads["faster_than"].keys() == {"plain, full cache"}
-    page = medusa.render(everything)
+    page = medusa.EXPERIMENT.render([row | {"environment": ENVIRONMENT} for row in everything])
     assert f"{both['ms_per_token']['p50']:.1f}" in page
 
 

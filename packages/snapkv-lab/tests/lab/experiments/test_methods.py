@@ -16,11 +16,9 @@ from snapkv_lab.experiments.contenders import (
     without_budget,
 )
 from snapkv_lab.experiments.magic_number import make_documents
-from snapkv_lab.experiments.methods_page import held_tokens
-from snapkv_lab.experiments.records import read_rows
 from snapkv_lab.experiments.retrieval import measure_retrieval
 
-ROWS = read_rows(methods.ROWS)
+ROWS = methods.EXPERIMENT.known()
 QUALITY = [row for row in ROWS if row["part"] == "quality"]
 TIMING = [row for row in ROWS if row["part"] == "timing"]
 
@@ -68,7 +66,7 @@ def test_methods_of_a_column_hold_the_same_bytes():
             assert row["held_bytes"] == row["full_bytes"]
         elif row["method"] not in WITHOUT:
             extra_tokens = 2 if row["method"] == "StreamingLLM" else 0
-            assert held_tokens(row) == pytest.approx(row["budget"] + extra_tokens)
+            assert methods.held_tokens(row) == pytest.approx(row["budget"] + extra_tokens)
 
 
 def test_a_method_that_holds_more_than_its_budget_stops_the_run(demo, haystack):

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from snapkv import FullCache
-from snapkv_lab.experiments.pooling import MAIN, PARTS, POOLINGS, Part, question_row
+from snapkv_lab.experiments.pooling import (
+    EXPERIMENT,
+    MAIN,
+    PARTS,
+    POOLINGS,
+    Part,
+    figure,
+    question_row,
+)
 from snapkv_lab.experiments.pooling_cases import Case, Maker, Text
-from snapkv_lab.experiments.pooling_page import figure, render
 from snapkv_lab.experiments.pooling_reading import (
     FadingBothWays,
     FadingSoFar,
@@ -27,8 +34,7 @@ from snapkv_lab.experiments.pooling_rows import (
     loss_above_full,
     paired,
 )
-from snapkv_lab.experiments.reading import read_prompt
-from snapkv_lab.experiments.scoring import score_answer
+from snapkv_lab.experiments.reading import read_prompt, score_answer
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +229,7 @@ def test_an_interval_is_wilsons():
 
 def test_the_page_is_made_of_rows():
     rows = list(_made_rows())
-    page = render(rows)
+    page = EXPERIMENT.render(rows)
     assert "| window 16, centred 7 | 0.50 of 2 (0.09 to 0.91), +0.25 |" in page
     assert "## Group numbers: 2 questions, full cache, 2 of 2 right, loss 0.50" in page
     assert "## Group prose: 1 questions, full cache, loss 0.50" in page

@@ -3,11 +3,10 @@
 from statistics import median
 
 from snapkv_lab.experiments import flat, ragged, serving
-from snapkv_lab.experiments.records import read_rows
 
 
 def rows_of(benchmark):
-    found = [row for row in read_rows(flat.ROWS) if row["benchmark"] == benchmark]
+    found = [row for row in flat.EXPERIMENT.known() if row["benchmark"] == benchmark]
     assert found, benchmark
     assert all(row["environment"]["threads"] == flat.THREADS for row in found)
     return found
@@ -47,7 +46,7 @@ def test_heads_of_different_length_cost_at_most_half_as_much_again():
     A layer of the demo model on its own is too small to say anything: calls into torch are most of
     its time, with uneven heads and without.
     """
-    rows = [row for row in read_rows(ragged.ROWS) if "ratio" in row]
+    rows = [row for row in ragged.EXPERIMENT.known() if "ratio" in row]
     held = [row for row in rows if row.get("shape") != "demo model"]
     assert {row["benchmark"] for row in held} == {"decode", "layer", "attention"}
     for row in held:
@@ -57,7 +56,7 @@ def test_heads_of_different_length_cost_at_most_half_as_much_again():
 
 
 def served(part):
-    return [row for row in read_rows(serving.ROWS) if row["part"] == part]
+    return [row for row in serving.EXPERIMENT.known() if row["part"] == part]
 
 
 def test_a_budget_of_the_prompt_gives_stock_vllms_tokens():

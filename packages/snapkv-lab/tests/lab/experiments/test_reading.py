@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from snapkv import H2O, TOVA, CompressedCache, FastGen, FullCache, SnapKV
-from snapkv_lab.experiments.contenders import contenders_at
+from snapkv_lab.experiments.contenders import SinksAndRecent, contenders_at
 from snapkv_lab.experiments.magic_number import make_documents
-from snapkv_lab.experiments.reading import read_prompt
-from snapkv_lab.experiments.scoring import score_answer
-from snapkv_lab.experiments.sinks_and_recent import SinksAndRecent
+from snapkv_lab.experiments.reading import read_prompt, score_answer
 
 POLICIES = [
     FullCache(),

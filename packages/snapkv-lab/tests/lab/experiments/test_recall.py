@@ -5,20 +5,19 @@ import pytest
 from snapkv_lab.experiments.quotes import quoted_document
 from snapkv_lab.experiments.recall import (
     AGAIN,
+    EXPERIMENT,
     FULL,
     PLAIN,
     RECALL,
-    ROWS,
     cap_bytes,
     measure_questions,
     share,
 )
-from snapkv_lab.experiments.records import read_rows
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return read_rows(ROWS)
+    return EXPERIMENT.known()
 
 
 def test_recall_answers_as_the_full_cache_does_where_plain_snapkv_loses_a_third(rows):

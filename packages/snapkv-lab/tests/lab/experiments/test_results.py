@@ -1,38 +1,42 @@
 """Every number of the results comes from a committed row: the tables, and the words around them."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from snapkv_lab.experiments import evaluation, results
 from snapkv_lab.experiments.records import TABLES, read_rows
 
-RENDERED = dict(results.rendered())
+EXPERIMENTS = results.declared()
+SHOWN = results.shown_in(EXPERIMENTS)
 PAGE, README = results.PAGES
 SECTIONS = re.split(r"^(?=##+ )", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]
 
 
-@pytest.mark.parametrize("page", RENDERED, ids=lambda page: page.stem)
-def test_a_page_of_tables_is_what_its_rows_make(page):
-    assert page.read_text("utf-8") == RENDERED[page]()
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_page_of_tables_is_what_its_rows_make(name):
+    experiment = EXPERIMENTS[name]
+    assert experiment.name == name
+    assert experiment.page.read_text("utf-8") == experiment.render(experiment.known())
 
 
 def test_no_page_of_tables_is_left_over():
-    assert {*TABLES.glob("*")} == RENDERED.keys()
+    assert {*TABLES.glob("*")} == {each.page for each in EXPERIMENTS.values()}
 
 
 @pytest.mark.parametrize("page", results.PAGES, ids=lambda page: page.stem)
 def test_a_small_table_is_copied_from_a_page_of_tables(page):
     text = page.read_text("utf-8")
     assert "<!-- shown: " in text
-    assert results.filled(text) == text
+    assert results.filled(text, SHOWN) == text
 
 
 def test_every_small_table_and_every_page_of_tables_is_shown():
     text = "".join(page.read_text("utf-8") for page in results.PAGES)
-    assert {*re.findall(r"<!-- shown: (\S+) -->", text)} == results.SHOWN.keys()
+    assert {*re.findall(r"<!-- shown: (\S+) -->", text)} == SHOWN.keys()
     linked = {*re.findall(r"\(results/tables/(\w+)\.md\)", PAGE.read_text("utf-8"))}
-    assert linked == {page.stem for page in RENDERED}
+    assert linked == EXPERIMENTS.keys()
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.partition("\n")[0])
@@ -50,11 +54,11 @@ NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)*"
 
 
 def test_a_row_or_column_that_is_not_there_is_refused():
-    shown = results.SHOWN["kernels"]
+    page, shown = SHOWN["kernels"]
     with pytest.raises(ValueError, match="expected one row SnapKV"):
-        results.shown_table(results.Shown(shown.page, shown.section, shown.columns, ("SnapKV",)))
+        results.shown_table(page, replace(shown, rows=("SnapKV",)))
     with pytest.raises(ValueError, match="expected columns"):
-        results.shown_table(results.Shown(shown.page, shown.section, ("budget 1",)))
+        results.shown_table(page, replace(shown, columns=("budget 1",)))
 
 
 @pytest.mark.parametrize("name", evaluation.EXPERIMENTS)

@@ -7,9 +7,9 @@ another head, votes of another head, a shifted or dropped window, missing poolin
 import pytest
 
 from snapkv import FullCache, Random, SnapKV
+from snapkv_lab.experiments.contenders import SinksAndRecent
 from snapkv_lab.experiments.magic_number import make_documents
 from snapkv_lab.experiments.retrieval import measure_retrieval
-from snapkv_lab.experiments.sinks_and_recent import SinksAndRecent
 
 METHODS = {
     "full": FullCache(),

@@ -6,10 +6,10 @@ The margins are in nats and about half of what was measured (`docs/results/table
 import pytest
 
 from snapkv import FullCache, Random, SnapKV
+from snapkv_lab.experiments.contenders import SinksAndRecent
 from snapkv_lab.experiments.magic_number import make_documents
 from snapkv_lab.experiments.quality import BUDGETS, DOCUMENTS, policies_at
 from snapkv_lab.experiments.retrieval import measure_retrieval
-from snapkv_lab.experiments.sinks_and_recent import SinksAndRecent
 
 pytestmark = pytest.mark.slow
 

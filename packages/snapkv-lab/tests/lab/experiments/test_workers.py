@@ -18,7 +18,7 @@ def test_a_small_grid_gives_a_row_and_a_page(tmp_path, demo):
     low, high = (row["one_ms"][f"p{a}"] / row["two_ms"][f"p{b}"] for a, b in ((20, 80), (80, 20)))
     assert low - 0.01 <= row["speedup"]["p50"] <= high + 0.01
     named = {"model": loaded.description(), "environment": describe_environment()}
-    page = workers.render([row | named])
+    page = workers.EXPERIMENT.render([row | named])
     assert f"| 300, 320 | 8 | {row['one_ms']['p50'] / 1000:.1f} |" in page
     assert f"| {row['speedup']['p50']:.2f} |" in page
 
