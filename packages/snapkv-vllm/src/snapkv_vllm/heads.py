@@ -123,7 +123,7 @@ class Rows:
     starts: Sequence[int] = ()
     counts: Sequence[int] = ()
     rows: Sequence[int] = ()
-    requests: Sequence[str] = ()
+    requests: tuple[str, ...] = ()
     is_whole: bool = False
 
 
