@@ -104,6 +104,8 @@ def run_coded(queries, kv_heads, options):
     from snapkv.ops.codes import triton
 
     B, D = queries.shape[0], queries.shape[-1]
+    if queries.dtype == torch.float32 and D > 64:
+        return  # refused
     layout = BlockLayout((((96,) * kv_heads,) * B,), 32, queries.device)
     blocks = torch.zeros(len(layout.heads), 32, D, dtype=queries.dtype)
     keys, values = encode(blocks, 4, along="tokens"), encode(blocks, 4, along="channels")
@@ -140,6 +142,7 @@ KERNELS = {
     "_pool",
     "_fade",
     "_gather",
+    "_attend_codes",
     "_attend_split",
     "_put_together",
 }

@@ -38,6 +38,7 @@ def coded_attention(
     rows, G = Hq // H * Q, layout.block_tokens
     tail_keys, tail_values = tail_keys.contiguous(), tail_values.contiguous()
     tile, key_tokens = tiles(queries, max(D, Dv), rows)
+    tile, key_tokens = min(tile, 32), min(key_tokens, 32 if max(D, Dv) <= 128 else 16)
     table, begins, tokens = layout.table
     longest = -(-max(max(row) for row in layout.head_tokens) // G) * G
     longest += G * (len(layout.sections) - 1) + S  # a section may end within a block
@@ -48,7 +49,7 @@ def coded_attention(
     output = tail_values.new_empty(B, Hq, Q, Dv)
     widths: dict[str, Any] = {"DV": Dv, "DV_BLOCK": max(16, triton.next_power_of_2(Dv))}
     with torch.cuda.device_of(queries):
-        _attend_split[(B * H * triton.cdiv(rows, tile), splits)](
+        _attend_codes[(B * H * triton.cdiv(rows, tile), splits)](
             queries.contiguous(),
             *(keys.packed, keys.scale, keys.least),
             *(values.packed, values.scale, values.least),
@@ -68,14 +69,14 @@ def coded_attention(
             D=D,
             D_BLOCK=max(16, triton.next_power_of_2(D)),
             TILE=tile,
-            KEYS=min(key_tokens, G),
+            KEYS=key_tokens,
             G=G,
             KEY_BITS=keys.bits,
             KEY_BYTES=keys.packed.shape[-1],
             VALUE_BITS=values.bits,
             VALUE_BYTES=values.packed.shape[-1],
             GROUPS=values.scale.shape[-1],
-            num_stages=2,
+            num_stages=2 if max(D, Dv) <= 128 else 1,
             **widths,
         )
         _put_together[(B * H, rows)](
@@ -110,7 +111,7 @@ def _integers(packed_at, tokens, there, across, CHANNELS: tl.constexpr, BITS: tl
 
 
 @triton.jit(do_not_specialize=["rows", "Q", "S", "split", "splits"])
-def _attend_split(
+def _attend_codes(
     queries_at, key_codes_at, key_scale_at, key_least_at, value_codes_at, value_scale_at,
     value_least_at, table_at, begins_at, tokens_at, tail_keys_at, tail_values_at, sums_at, marks_at,
     rows, Q, S, split, splits, scaling, softcap,
