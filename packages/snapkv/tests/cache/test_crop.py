@@ -167,7 +167,7 @@ def test_behind_such_a_crop_what_all_fits_is_held_in_few_bits_again():
         read(model, cache, token)
     cache.crop(-4)
     read(model, cache, LATER[:, :1])
-    assert {layer.store.kind for layer in cache.reading.layers} == {"quantized"}
+    assert {layer.store.is_exact for layer in cache.reading.layers} == {False}
 
 
 @pytest.mark.parametrize(

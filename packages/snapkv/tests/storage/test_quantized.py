@@ -145,10 +145,10 @@ def test_fewer_bits_are_fewer_bytes_and_the_same_codes_all_along(demo):
         call(demo.model, cache, ids)
         held[bits] = cache.report().held_bytes
         if bits:
-            before = cache.layers[3].store.codes[0].codes.clone()
+            before = cache.layers[3].store.planes[0].codes.codes.clone()
             for token in ids[:, :5].split(1, dim=1):
                 call(demo.model, cache, token)
-            assert torch.equal(cache.layers[3].store.codes[0].codes, before)
+            assert torch.equal(cache.layers[3].store.planes[0].codes.codes, before)
             assert cache.layers[3].keys.shape[2] == 5
     assert held["int4"] < 0.16 * held[None]  # float32: 4 bits, and a byte of scales for eight
     assert held["int8"] < 0.29 * held[None]
@@ -209,7 +209,7 @@ def test_a_row_that_fitted_the_budget_beside_a_longer_one_chooses_as_alone(optio
                 assert found[found >= 0].tolist() == own[own >= 0].tolist()
         close = 0.05 if not options and row == 0 else 1e-3  # less of it is in few bits than alone
         assert (logits[row] - own_logits[0]).abs().max() <= close * own_logits.abs().max()
-    assert cache.layers[0].store.coded_tokens == BUDGET
+    assert cache.layers[0].store.planes[0].codes.shape[2] == BUDGET
 
 
 def test_recall_brings_back_what_was_read_and_not_its_codes():

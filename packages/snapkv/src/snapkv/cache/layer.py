@@ -18,9 +18,7 @@ from snapkv.policies.fair import Segments
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import fillers_left
 from snapkv.storage.base import Storage, TokenStore
-from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
-from snapkv.storage.ragged import RaggedStore
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Turns (B, H, N, D) states on by (B, N) positions, float32."""
@@ -97,7 +95,7 @@ class CompressedLayer(DynamicLayer):
     def __init__(self, policy: Policy, identity: LayerIdentity, storage: Storage) -> None:
         # Not transformers' own, which would assign keys and values.
         self.policy, self.identity, self.storage = policy, identity, storage
-        self.store = self.storage.empty()
+        self.store: TokenStore = self.storage.empty()
         self.slots = SlotMap()
         self.notes = DecodeNotes()
         self.offloaded: OffloadedTokens | None = None
@@ -421,10 +419,7 @@ class CompressedLayer(DynamicLayer):
         columns = self.slots.columns_of(kept, self.store)
         self._offload(self.store, tokens)
         self.cut_pages(columns, self.keys, tokens)
-        if selection.head_tokens is None:
-            self.store = self.store.keep(kept, tokens)
-        else:
-            self.store = RaggedStore.gather(self.store, kept, tokens)
+        self.store = self.store.keep(kept, tokens, ragged=selection.head_tokens is not None)
         scores, ids = self.notes.slot_scores, self.notes.token_ids
         if selection.scores is not None:
             scores = _of_slots(selection.scores, kept, columns.shape[1])
@@ -463,10 +458,7 @@ class CompressedLayer(DynamicLayer):
         columns = self.slots.columns_of(kept, self.store)
         scores = None if scores is None else _of_slots(scores, kept, heads)
         self.notes = replace(self.notes, slot_scores=scores)
-        if eviction.parts_heads and self.store.ragged is None:
-            self.store = RaggedStore.gather(self.store, kept, slots)
-        else:
-            self.store = self.store.keep(kept, slots)
+        self.store = self.store.keep(kept, slots, ragged=eviction.parts_heads)
         fillers = None
         if self.store.ragged is None:  # whose heads hold no fillers
             fillers = eviction.filler_tokens
@@ -564,8 +556,7 @@ class CompressedLayer(DynamicLayer):
         if self.store.is_static:
             self.notes = replace(self.notes, last_queries=None)  # the last ones did not pass by
         keys, values = self.offloaded.with_tail(*tail)
-        whole = {"keys": keys, "values": values, "num_kv_heads": self.store.num_kv_heads}
-        self.store = self.storage.restored(DenseStore.kind, whole)
+        self.store = self.storage.empty().fill(keys, values, self.store.num_kv_heads)
         self.slots = self.slots.whole()
 
 

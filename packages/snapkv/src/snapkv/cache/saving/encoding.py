@@ -45,7 +45,7 @@ def encode_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str,
         parts["offloaded"] = layer.offloaded.on_host()
     return {
         "kind": COMPRESSED,
-        "store_kind": layer.store.kind,
+        "store_kind": layer.store.kind if layer.store.is_exact else "quantized",
         "recall_due": layer.recall_due,
         **_encode(parts, name, tensors),
     }
