@@ -150,9 +150,10 @@ FAULTS = (
     ),
     Fault(
         name="a crop leaves the values of the tokens behind",
-        file="snapkv/storage/dense.py",
-        old="self.keys[..., :-tokens, :], self.values[..., :-tokens, :]",
-        new="self.keys[..., :-tokens, :], self.values[..., tokens:, :]",
+        file="snapkv/storage/base.py",
+        old="        for plane in self.planes:\n            plane.crop(tokens)\n",
+        new="        self.planes[0].crop(tokens)\n"
+        "        self.planes[1].states = self.planes[1].states[..., tokens:, :]\n",
         tests=("packages/snapkv/tests/hf/test_cache.py", "packages/snapkv/tests/cache"),
     ),
     Fault(

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.padding import PaddingWatch
-from snapkv.cache.reading import Reading
+from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer
 
