@@ -33,8 +33,8 @@ def coded_states(lengths, queries, bits, *, block_tokens=32, grown=False, dtype=
 
 def blocks_of(flat, layout):
     """(M, G, D): flat states in the blocks of a layout of one section."""
-    shape = len(layout.heads), layout.block_tokens, flat.shape[1]
-    return flat.index_select(0, layout.rows_to_encode()).view(shape)
+    counts = torch.tensor([0, *(count for row in layout.sections[0] for count in row)])
+    return flat[counts.cumsum(0)[layout.heads][:, None] + layout.places]
 
 
 def require_reference(impl, *, cases=tuple(LENGTHS), query_counts=(1, 3, 40)):

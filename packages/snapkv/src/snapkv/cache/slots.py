@@ -84,11 +84,11 @@ class SlotMap(RowRecord):
     @functools.cached_property
     def hides_slots(self) -> bool:
         """Whether any of the first slots must be hidden; asked of the device once."""
-        hidden = self._hidden
+        hidden = self.empty
         return hidden is not None and bool(hidden.any())
 
     @property
-    def _hidden(self) -> Tensor | None:
+    def empty(self) -> Tensor | None:
         """(B,) leading slots that hold no token."""
         return self.pads if self.kept is None else self.fillers
 
@@ -123,7 +123,7 @@ class SlotMap(RowRecord):
 
     def visible(self, store: TokenStore, slots: int) -> Tensor:
         """(B, slots) bool: which of the first slots hold a token and no filler."""
-        return _from(self._hidden, slots, store)
+        return _from(self.empty, slots, store)
 
     def visible_columns(self, store: TokenStore, columns: int) -> Tensor:
         """(B, columns) bool: which of the first columns, seen or to come, are no pads."""

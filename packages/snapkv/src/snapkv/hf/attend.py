@@ -149,16 +149,8 @@ def _with_own_mask(call: AttentionCall, layer: CompressedLayer, drafts: int = 0)
 
 def _attend_ragged(call: AttentionCall, ragged: RaggedStates) -> Tensor:
     """Attend to heads of different length and to the common tail behind the prompt."""
-    output = ops.ragged_attention(
-        call.query,
-        ragged.keys,
-        ragged.values,
-        ragged.layout,
-        call.key,
-        call.value,
-        call.score_options,
-        own_visible=None if call.candidates is None else call.candidates.visible,
-    )
+    visible = None if call.candidates is None else call.candidates.visible
+    output = ragged.attend(call.query, (call.key, call.value), call.score_options, visible)
     return output.transpose(1, 2).contiguous()
 
 

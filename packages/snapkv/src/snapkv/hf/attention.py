@@ -156,7 +156,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     if context.reading.narrowing is not None:
         context.reading.narrowing.on_prompt(replace(prompt, queries=call.query))
     selection = select(layer, prompt)
-    if selection is None or not drafts:
+    if not drafts or (selection is None and layer.storage.holds_as_it_came):
         output, weights = _attend_prompt(call, layer)
         _check_votes(call, context, prompt, output[:, own - 1])
         whole_pads = layer.slots.pads if layer.slots.is_partial else pads
@@ -173,7 +173,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     _check_votes(call, context, prompt, output[:, -1])
     layer.end_prompt(selection, prompt)
     behind = _drafts_of(call, selection, own)
-    if selection.head_tokens is not None:  # the tail alone; the rest is with the heads
+    if layer.store.ragged is not None:  # the tail alone; the rest is with the heads
         behind = replace(behind, key=layer.store.keys, value=layer.store.values)
     verified, _ = attend_stored(behind, layer, rebuild_mask=True)
     evict(behind, layer)
@@ -310,6 +310,7 @@ def _require_own_keys_unasked(call: AttentionCall, context: ForwardContext) -> N
         ("group_reduce", policy.parts_groups, "leave it at 'mean'"),
         ("refresh_every", turns is not None and turns.refresh_every, "leave it out"),
         ("recall", turns is not None and turns.pages is not None, "pass recall='host'"),
+        ("quantize", not context.layer.storage.holds_as_it_came, "leave it out"),
     ):
         if is_asked:
             context.take_back()

@@ -1,7 +1,7 @@
 """Votes, redundancy, pooling, group reduce, top-k, gather, pages; attention to ragged heads."""
 
 from snapkv.ops.codes.api import coded_attention
-from snapkv.ops.codes.coding import Codes, encode
+from snapkv.ops.codes.coding import Codes, encode, encode_float
 from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.pages import page_bounds, page_scores
 from snapkv.ops.ragged.api import ragged_attention
@@ -36,6 +36,7 @@ __all__ = [
     "attention_weights",
     "coded_attention",
     "encode",
+    "encode_float",
     "fade_votes",
     "gather_tokens",
     "keep_best",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snapkv.ops import RaggedLayout
+from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv.storage.base import Plane, RowChange, TokenStore
 
 Counts = tuple[tuple[int, ...], ...]
@@ -29,11 +29,13 @@ class RaggedStates:
         keys: (N, D), N the sum of `head_tokens`; rows first, then heads, then ascending positions.
         values: (N, Dv).
         head_tokens: tokens of each head.
+        least_slots: slots of the padded layout, at least.
     """
 
     keys: Tensor
     values: Tensor
     head_tokens: Counts
+    least_slots: int = 0
 
     @classmethod
     def gather(cls, keys: Tensor, values: Tensor, index: Tensor) -> "RaggedStates":
@@ -57,6 +59,12 @@ class RaggedStates:
             values=self.values.index_select(0, places),
             head_tokens=_counts(kept),
         )
+
+    def slots(self) -> Tensor:
+        """(B, H, S) int64: the slots of the padded layout; -1, ahead of them, for no token."""
+        slots = torch.arange(self.longest_tokens, device=self.keys.device)
+        counts = torch.tensor(self.head_tokens, device=self.keys.device)[..., None]
+        return slots.where(slots >= self.longest_tokens - counts, -1)
 
     def select_rows(self, rows: Tensor) -> "RaggedStates":
         """The rows in that order, each as often as it is named."""
@@ -112,12 +120,40 @@ class RaggedStates:
     @functools.cached_property
     def longest_tokens(self) -> int:
         """Tokens of the head that has most, the slots of the padded layout."""
-        return max(max(row) for row in self.head_tokens)
+        return max(self.least_slots, *(max(row) for row in self.head_tokens))
 
     @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average."""
         return self.keys.shape[0] / (len(self.head_tokens) * len(self.head_tokens[0]))
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of what attention needs to know of the layout."""
+        return self.layout.held_bytes
+
+    def attend(
+        self,
+        queries: Tensor,
+        tail: Pair,
+        score_options: ScoreOptions,
+        own_visible: Tensor | None = None,
+    ) -> Tensor:
+        """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.ragged_attention`."""
+        return ragged_attention(
+            queries,
+            self.keys,
+            self.values,
+            self.layout,
+            *tail,
+            score_options,
+            own_visible=own_visible,
+        )
 
 
 def _counts(kept: Tensor) -> Counts:
@@ -225,12 +261,12 @@ class RaggedStore(TokenStore):
     @property
     def held_bytes(self) -> int:
         """Bytes of the keys and values, the tail included."""
-        return self.states.keys.nbytes + self.states.values.nbytes + super().held_bytes
+        return self.states.nbytes + super().held_bytes
 
     @property
     def index_bytes(self) -> int:
         """Bytes of what attention needs to know of the layout."""
-        return self.states.layout.held_bytes
+        return self.states.index_bytes
 
     def state(self) -> dict[str, Any]:
         """The heads' tokens and the tail."""

@@ -53,7 +53,7 @@ class _CodedPieces:
 
     def products(self, asked: Tensor) -> Tensor:
         """(M, R, G) float32 products of every block's queries, (M, R, D), and its keys."""
-        few = asked.shape[1] < self._G
+        few = asked.shape[1] < self._G and self._keys.along == "tokens"
         score = _products_with_integers if few else _products_with_states
         return self._in_parts(score, asked.float(), self._keys)
 
@@ -89,7 +89,7 @@ def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
     groups = values.scale.shape[-1]
     scaled = weights[:, :, None] * values.scale.float().mT.contiguous()[:, None]
     products = torch.bmm(scaled.view(M, R * groups, G), values.integers())
-    products = products.view(M, R, groups, groups, G).diagonal(dim1=2, dim2=3)  # (M, R, G, groups)
+    products = products.view(M, R, groups, groups, -1).diagonal(dim1=2, dim2=3)  # (M, R, G, groups)
     mixed = products + torch.bmm(weights, values.least.float())[:, :, None]
     return mixed.transpose(2, 3).flatten(2)[..., : values.channels]
 

@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,14 +37,14 @@ class BlockLayout:
     def heads(self) -> Tensor:
         """(M,) int64: the head of every block, counted over all rows."""
         with torch.inference_mode(False):  # for callers that want gradients, too
-            heads = [head for head, _ in self._blocks]
+            heads = [head for head, *_ in self._blocks]
             return torch.tensor(heads, dtype=torch.int64, device=self.device)
 
     @functools.cached_property
     def hidden(self) -> Tensor:
         """(M, 1, G) bool: the tokens of a block that are none."""
         with torch.inference_mode(False):
-            tokens = torch.tensor([[[count]] for _, count in self._blocks], device=self.device)
+            tokens = torch.tensor([count for *_, count in self._blocks], device=self.device)
             places = torch.arange(self.block_tokens, device=self.device)
             return places >= tokens.view(-1, 1, 1)
 
@@ -67,29 +66,37 @@ class BlockLayout:
             slots, hidden = slots.view(-1, self.block_tokens), self.hidden[:, 0]
             return slots[by_head][~hidden[by_head]]
 
-    def rows_to_encode(self) -> Tensor:
-        """(M * G,) int64: the flat tokens of every block; a head's last one where there is none."""
-        assert len(self.sections) == 1
-        counts = [count for row in self.sections[0] for count in row]
-        starts = torch.tensor([0, *accumulate(counts)], device=self.device)
-        begun = torch.tensor(
-            [place for count in counts for place in range(0, count, self.block_tokens)],
-            dtype=torch.int64,
-            device=self.device,
-        )
-        places = begun[:, None] + torch.arange(self.block_tokens, device=self.device)
-        ends = starts.diff()[self.heads] - 1
-        return (starts[self.heads][:, None] + places.minimum(ends[:, None])).flatten()
+    @property
+    def places(self) -> Tensor:
+        """(M, G) int64: which of its head's tokens in the section each slot is, or its last one."""
+        last = torch.tensor([[start, count - 1] for _, start, count in self._blocks])
+        last = last.to(self.device).view(-1, 2, 1)
+        within = torch.arange(self.block_tokens, device=self.device)
+        return last[:, 0] + within.minimum(last[:, 1])
+
+    def blocks_of_rows(self, rows: list[int]) -> Tensor:
+        """The blocks of these rows, each as often as it is named, section by section."""
+        of_row: dict[tuple[int, int], list[int]] = {}
+        block = 0
+        for part, section in enumerate(self.sections):
+            for row, counts in enumerate(section):
+                blocks = sum(-(-count // self.block_tokens) for count in counts)
+                of_row[part, row] = list(range(block, block + blocks))
+                block += blocks
+        chosen = [
+            one for part in range(len(self.sections)) for row in rows for one in of_row[part, row]
+        ]
+        return torch.tensor(chosen, dtype=torch.int64, device=self.device)
 
     def joined(self, section: HeadTokens) -> "BlockLayout":
         """The same, and a section behind it."""
         return BlockLayout((*self.sections, section), self.block_tokens, self.device)
 
     @functools.cached_property
-    def _blocks(self) -> list[tuple[int, int]]:
-        """Head and tokens of every block."""
+    def _blocks(self) -> list[tuple[int, int, int]]:
+        """Head, first token in its section and number of tokens of every block."""
         return [
-            (head, min(self.block_tokens, count - start))
+            (head, start, min(self.block_tokens, count - start))
             for section in self.sections
             for head, count in enumerate(count for row in section for count in row)
             for start in range(0, count, self.block_tokens)
