@@ -120,7 +120,7 @@ class CodedStates:
         rows = begins[layout.heads][:, None] + first_tokens + layout.places
         flat = (states.keys, states.values)
         return cls(
-            first=tuple(part[lead].view(B, H, first_tokens, -1) for part in flat),
+            first=tuple(part[lead].view(B, H, first_tokens, part.shape[1]) for part in flat),
             codes=_encoded(tuple(part[rows] for part in flat), how),
             sections=(own,),
             how=how,

@@ -86,11 +86,12 @@ def _products_with_states(asked: Tensor, keys: Codes) -> Tensor:
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
     M, R, G = weights.shape
-    groups = values.scale.shape[-1]
+    groups, numbers = values.scale.shape[-1], values.integers()
     scaled = weights[:, :, None] * values.scale.float().mT.contiguous()[:, None]
-    products = torch.bmm(scaled.view(M, R * groups, G), values.integers())
-    products = products.view(M, R, groups, groups, -1).diagonal(dim1=2, dim2=3)  # (M, R, G, groups)
-    mixed = products + torch.bmm(weights, values.least.float())[:, :, None]
+    products = torch.bmm(scaled.view(M, R * groups, G), numbers)
+    own = products.view(M, R, groups, groups, numbers.shape[-1] // groups)
+    own = own.diagonal(dim1=2, dim2=3)  # (M, R, channels of a group, groups)
+    mixed = own + torch.bmm(weights, values.least.float())[:, :, None]
     return mixed.transpose(2, 3).flatten(2)[..., : values.channels]
 
 

@@ -69,7 +69,8 @@ class BlockLayout:
     @property
     def places(self) -> Tensor:
         """(M, G) int64: which of its head's tokens in the section each slot is, or its last one."""
-        last = torch.tensor([[start, count - 1] for _, start, count in self._blocks])
+        bounds = [[start, count - 1] for _, start, count in self._blocks]
+        last = torch.tensor(bounds, dtype=torch.int64)
         last = last.to(self.device).view(-1, 2, 1)
         within = torch.arange(self.block_tokens, device=self.device)
         return last[:, 0] + within.minimum(last[:, 1])
