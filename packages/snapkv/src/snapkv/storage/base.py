@@ -12,6 +12,7 @@ from snapkv import ops
 from snapkv.storage.append_buffer import AppendBuffer
 
 if TYPE_CHECKING:
+    from snapkv.storage.coded import CodedStates
     from snapkv.storage.dense import DenseStore
     from snapkv.storage.ragged import RaggedStates
 
@@ -107,7 +108,7 @@ class TokenStore(ABC):
         return self.slots
 
     @property
-    def ragged(self) -> "RaggedStates | None":
+    def ragged(self) -> "RaggedStates | CodedStates | None":
         """What heads of different length hold, each its own number; None where all hold as many."""
         return None
 

@@ -1,9 +1,9 @@
 """Keys and values in few bits: how many, and what heads keep as codes."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from snapkv.ops import (
 )
 from snapkv.storage.base import TokenStore
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.ragged import Counts, RaggedStates, RaggedStore
+from snapkv.storage.ragged import Counts, Pair, RaggedStates, RaggedStore
 from snapkv.validation import require_int
 
 Bits = Literal["int8", "int4", "fp8"]
+
+Made = TypeVar("Made")
 
 _INTEGER_BITS = (2, 4, 8)
 _GROUP_SIZES = (32, 64)
@@ -102,7 +104,7 @@ class CodedStates:
         least_slots: slots of the padded layout, at least.
     """
 
-    first: tuple[Tensor, Tensor]
+    first: Pair
     codes: tuple[Codes, Codes]
     sections: tuple[Counts, ...]
     how: KVCodes
@@ -118,10 +120,10 @@ class CodedStates:
         begins = states.layout.starts[:-1]
         lead = (begins[:, None] + torch.arange(first_tokens, device=device)).flatten()
         rows = begins[layout.heads][:, None] + first_tokens + layout.places
-        flat = (states.keys, states.values)
+        flat = states.keys, states.values
         return cls(
-            first=tuple(part[lead].view(B, H, first_tokens, part.shape[1]) for part in flat),
-            codes=_encoded(tuple(part[rows] for part in flat), how),
+            first=both(lambda part: part[lead].view(B, H, first_tokens, part.shape[1]), flat),
+            codes=_encoded(both(lambda part: part[rows], flat), how),
             sections=(own,),
             how=how,
             least_slots=states.longest_tokens,
@@ -153,7 +155,10 @@ class CodedStates:
     @property
     def nbytes(self) -> int:
         """Of codes, scales, and the first tokens."""
-        return sum(part.nbytes for part in (*self.first, *self.codes))
+        keys, values = both(
+            lambda first, codes: first.nbytes + codes.nbytes, self.first, self.codes
+        )
+        return keys + values
 
     @property
     def index_bytes(self) -> int:
@@ -163,24 +168,33 @@ class CodedStates:
     def attend(
         self,
         queries: Tensor,
-        tail: tuple[Tensor, Tensor],
+        tail: Pair,
         score_options: ScoreOptions,
         own_visible: Tensor | None = None,
     ) -> Tensor:
         """(B, Hq, Q, Dv): attention to them and to a tail, see `snapkv.ops.coded_attention`."""
         if self.first[0].shape[2]:
-            tail = tuple(torch.cat(both, dim=2) for both in zip(self.first, tail, strict=True))
+            tail = both(_behind, self.first, tail)
+        keys, values = self.codes
         return coded_attention(
-            queries, *self.codes, self.layout, *tail, score_options, own_visible=own_visible
+            queries,
+            keys,
+            values,
+            self.layout,
+            tail[0],
+            tail[1],
+            score_options,
+            own_visible=own_visible,
         )
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
         """With (B, H, N, D) tokens behind them, N a number of whole blocks."""
         B, H, N, _ = keys.shape
         G = self.how.group_size
-        blocks = tuple(part.reshape(B * H * N // G, G, -1) for part in (keys, values))
-        more = _encoded(blocks, self.how)
-        codes = tuple(old.joined(new) for old, new in zip(self.codes, more, strict=True))
+        more = _encoded(
+            both(lambda part: part.reshape(B * H * N // G, G, -1), (keys, values)), self.how
+        )
+        codes = both(Codes.joined, self.codes, more)
         return replace(self, codes=codes, sections=(*self.sections, ((N,) * H,) * B))
 
     @property
@@ -211,20 +225,20 @@ class CodedStates:
         keys, values = self.first
         return CodedStates(
             first=(keys[rows.to(keys.device)], values[rows.to(keys.device)]),
-            codes=tuple(part.blocks(chosen) for part in self.codes),
+            codes=both(lambda part: part.blocks(chosen), self.codes),
             sections=sections,
             how=self.how,
+            least_slots=self.least_slots,
         )
 
-    def without_last_section(self) -> tuple["CodedStates", tuple[Tensor, ...]]:
+    def without_last_section(self) -> tuple["CodedStates", Pair]:
         """Without the last tokens that were encoded behind the prompt, and what they stand for."""
         (B, H), tokens = self.first[0].shape[:2], self.sections[-1][0][0]
-        count = B * H * tokens // self.how.group_size
-        last = slice(len(self.codes[0]) - count, None)
-        left = tuple(part.blocks(slice(last.start)) for part in self.codes)
-        decoded = (part.blocks(last).decoded() for part in self.codes)
-        states = tuple(part.reshape(B, H, tokens, -1) for part in decoded)
-        return replace(self, codes=left, sections=self.sections[:-1]), states
+        left = len(self.codes[0]) - B * H * tokens // self.how.group_size
+        codes = both(lambda part: part.blocks(slice(left)), self.codes)
+        last = both(lambda part: part.blocks(slice(left, None)).decoded(), self.codes)
+        states = both(lambda part: part.reshape(B, H, tokens, -1), last)
+        return replace(self, codes=codes, sections=self.sections[:-1]), states
 
     # What needs all of them, as they are no longer held.
 
@@ -245,7 +259,16 @@ class CodedStates:
         return self.decoded().padded_values()
 
 
-def _encoded(blocks: tuple[Tensor, ...], how: KVCodes) -> tuple[Codes, Codes]:
+def both(make: Callable[..., Made], *pairs: tuple[Any, Any]) -> tuple[Made, Made]:
+    """What is made of the keys of pairs, and of their values."""
+    return make(*(pair[0] for pair in pairs)), make(*(pair[1] for pair in pairs))
+
+
+def _behind(before: Tensor, states: Tensor) -> Tensor:
+    return torch.cat([before, states], dim=2)
+
+
+def _encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
     keys, values = blocks
     if how.is_float:
         return encode_float(keys), encode_float(values)
@@ -261,7 +284,6 @@ class CodedStore(RaggedStore):
 
     kind = "coded"
     is_exact = False
-    states: "CodedStates | RaggedStates"  # the latter until the step is over
 
     @classmethod
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
@@ -298,12 +320,11 @@ class CodedStore(RaggedStore):
         first = self.how.sink_tokens if shortest >= self.how.sink_tokens + last else 0
         longest = states.longest_tokens
         padded = states.padded_keys(), states.padded_values()
-        recent = (part[:, :, longest - last :] for part in padded)
+        recent = both(lambda part: part[:, :, longest - last :], padded)
         older = states.keep(states.slots()[..., : longest - last])
         older = replace(older, least_slots=longest - last)
         self.states = CodedStates.of(older, first, self.how)
-        tail = (self.keys, self.values)
-        self._hold(*(torch.cat(both, dim=2) for both in zip(recent, tail, strict=True)))
+        self._hold(*both(_behind, recent, (self.keys, self.values)))
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
         for plane, states in zip(self.planes, (keys, values), strict=True):

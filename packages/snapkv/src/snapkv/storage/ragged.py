@@ -7,13 +7,16 @@ has as many slots as the longest one, and its tokens are the last of them.
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
 from snapkv.storage.base import Plane, RowChange, TokenStore
+
+if TYPE_CHECKING:
+    from snapkv.storage.coded import CodedStates
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -107,7 +110,7 @@ class RaggedStates:
     def _padded(self, states: Tensor) -> Tensor:
         slots = torch.arange(self.longest_tokens, device=states.device)
         places = self._places(slots).clamp(min=0)
-        return states.index_select(0, places.flatten()).view(*places.shape, -1)
+        return states.index_select(0, places.flatten()).view(*places.shape, states.shape[-1])
 
     def _places(self, slots: Tensor) -> Tensor:
         """Where the tokens of slots of the padded layout stand: (B, H, K); negative for none."""
@@ -177,11 +180,16 @@ class RaggedStore(TokenStore):
     kind = "ragged"
 
     def __init__(
-        self, *, states: RaggedStates, keys: Tensor, values: Tensor, num_kv_heads: int
+        self,
+        *,
+        states: "RaggedStates | CodedStates",
+        keys: Tensor,
+        values: Tensor,
+        num_kv_heads: int,
     ) -> None:
         tail = (Plane(part, in_place=False) for part in (keys, values))
         super().__init__(num_kv_heads, *tail)
-        self.states = states
+        self.states: RaggedStates | CodedStates = states
 
     @classmethod
     def gather(cls, store: TokenStore, indices: Tensor, tokens: int) -> "RaggedStore":
@@ -201,7 +209,7 @@ class RaggedStore(TokenStore):
         return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
 
     @property
-    def ragged(self) -> RaggedStates:
+    def ragged(self) -> "RaggedStates | CodedStates":
         """What the heads keep."""
         return self.states
 

@@ -85,7 +85,7 @@ class Codes:
         if self.bits == 8:
             return self.packed.float()
         numbers = self.packed.new_empty(*self.packed.shape[:2], width * 8 // self.bits).float()
-        for place, part in enumerate(numbers.split(width, dim=-1)):
+        for place, part in enumerate(torch.split(numbers, width, dim=-1)):
             part.copy_((self.packed >> self.bits * place) & mask)
         return numbers
 
@@ -96,7 +96,7 @@ class Codes:
             states = numbers[..., : self.channels].mul_(self.scale).add_(self.least)
         else:
             groups = self.scale.shape[-1]
-            grouped = numbers.unflatten(-1, (groups, numbers.shape[-1] // groups))
+            grouped = torch.unflatten(numbers, -1, (groups, numbers.shape[-1] // groups))
             states = grouped.mul_(self.scale[..., None]).add_(self.least[..., None]).flatten(-2)
         return states[..., : self.channels].to(getattr(torch, self.dtype))
 
@@ -107,11 +107,13 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
     Raises:
         InvalidArgumentError: a number that is not finite, or beyond half of float32's range.
     """
-    G, D = states.shape[1:]
+    M, G, D = states.shape
     largest = _largest(states, bits)
     per_byte = 8 // bits
     padded = _padded(states.float(), -D % (G if along == "channels" else per_byte))
-    grouped = padded if along == "tokens" else padded.unflatten(-1, (padded.shape[-1] // G, G))
+    grouped = (
+        padded if along == "tokens" else torch.unflatten(padded, -1, (padded.shape[-1] // G, G))
+    )
     axis = 1 if along == "tokens" else -1
     lowest, highest = grouped.amin(dim=axis, keepdim=True), grouped.amax(dim=axis, keepdim=True)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
