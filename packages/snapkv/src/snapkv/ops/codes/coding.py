@@ -111,10 +111,9 @@ def encode(states: Tensor, bits: int, *, along: Along) -> Codes:
     largest = _largest(states, bits)
     per_byte = 8 // bits
     padded = _padded(states.float(), -D % (G if along == "channels" else per_byte))
-    grouped = (
-        padded if along == "tokens" else torch.unflatten(padded, -1, (padded.shape[-1] // G, G))
-    )
-    axis = 1 if along == "tokens" else -1
+    grouped, axis = padded, 1
+    if along == "channels":
+        grouped, axis = padded.view(M, G, padded.shape[-1] // G, G), -1
     lowest, highest = grouped.amin(dim=axis, keepdim=True), grouped.amax(dim=axis, keepdim=True)
     narrow = torch.float16 if largest <= torch.finfo(torch.float16).max else torch.float32
     least = _rounded_down(lowest, narrow)
