@@ -60,7 +60,7 @@ class Codes:
     @property
     def nbytes(self) -> int:
         """Of codes, scales and least numbers."""
-        return self.packed.nbytes + self.scale.nbytes + self.least.nbytes
+        return int(self.packed.nbytes + self.scale.nbytes + self.least.nbytes)
 
     def blocks(self, chosen: Tensor | slice) -> "Codes":
         """Some of the blocks."""
