@@ -58,7 +58,6 @@ class Plane:
         return Plane(self.states[:, :, tokens:].clone(), codes, in_place=False)
 
     def append(self, new: Tensor) -> None:
-        """Hold new tokens behind the others."""
         states, buffer = self.decoded(), self._buffer
         self.states = torch.cat([states, new], -2) if buffer is None else buffer.append(states, new)
         self._is_decoded = True
@@ -74,7 +73,6 @@ class Plane:
         self.states = self.states[..., :-tokens, :]
 
     def map_rows(self, change: RowChange) -> None:
-        """Put the rows in another order."""
         self.states = change(self.states)
         if self.codes is not None:
             self.codes = self.codes.map_rows(change)
@@ -105,10 +103,12 @@ class TokenStore(ABC):
             head.
         kind: name of the layout, as saved files have it.
         is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
+        ragged: what heads of different length hold; None where all hold as many.
     """
 
     kind: ClassVar[str]
     is_static: ClassVar[bool] = False
+    ragged: "RaggedStates | None" = None
 
     def __init__(self, num_kv_heads: int = 0, *planes: Plane) -> None:
         self.num_kv_heads, self.planes = num_kv_heads, planes
@@ -125,7 +125,6 @@ class TokenStore(ABC):
 
     @property
     def is_filled(self) -> bool:
-        """Whether any token was ever appended."""
         return bool(self.planes)
 
     @property
@@ -145,35 +144,25 @@ class TokenStore(ABC):
 
     @property
     def unmasked_slots(self) -> int:
-        """How many of the slots are no columns of the model's mask."""
-        return 0
-
-    def mask_columns(self, new_tokens: int) -> int:
-        """Columns of the mask of a forward pass that appends that many tokens."""
-        return self.slots - self.unmasked_slots + new_tokens
+        """How many of the slots are no columns of the model's mask: those of ragged heads."""
+        return 0 if self.ragged is None else self.ragged.longest_tokens
 
     @property
-    def croppable_tokens(self) -> int:
-        """How many of the last tokens could be taken back at most, once others are gone."""
-        return self.slots
+    def tail_tokens(self) -> int:
+        """Tokens behind ragged heads, as many of each; all where none are ragged."""
+        return self.slots - self.unmasked_slots
 
     @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
-        return self.slots
+        return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
 
-    @property
-    def ragged(self) -> "RaggedStates | None":
-        """What heads of different length hold, each its own number; None where all hold as many."""
-        return None
-
-    @property
-    def tail_tokens(self) -> int:
-        """Tokens that stand behind heads of different length, apart from them."""
-        return 0
+    def mask_columns(self, new_tokens: int) -> int:
+        """Columns of the mask of a forward pass that appends that many tokens."""
+        return self.tail_tokens + new_tokens
 
     def absorb_tail(self) -> None:
-        """Give every head of different length its part of the tail, which is empty then."""
+        """Give every ragged head its part of the tail, which is empty then."""
         return
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,13 +184,11 @@ class TokenStore(ABC):
         """
 
     def crop(self, tokens: int) -> "TokenStore":
-        """Forget the last tokens."""
         for plane in self.planes:
             plane.crop(tokens)
         return self
 
     def map_rows(self, change: RowChange) -> "TokenStore":
-        """Put the rows in another order."""
         for plane in self.planes:
             plane.map_rows(change)
         return self
@@ -220,14 +207,8 @@ class TokenStore(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Turn the first keys, in place, as if their tokens stood right before those behind them.
 
-        They always turn from their original keys, so that rounding does not add up. All other keys
-        stay as they are, bit for bit.
-
-        Args:
-            sink_tokens: how many of the first keys.
-            gap: (B,) int64, how many tokens of each row have been dropped behind them.
-            rotation: turns keys on by a number of positions.
-            before: what this returned the last time, or twice None.
+        They always turn from their original keys, so that rounding does not add up. (B,) `gap`
+        tokens of each row have been dropped behind them; `before` is the last result, or None's.
 
         Returns:
             (B, H, sinks, D) the keys as they were first, and (B, 1, 1, 1) bool, whether a row's
@@ -299,15 +280,12 @@ class Storage(Protocol):
 
 
 def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
-    """Some of the first tokens of keys or values, and whatever stands behind them.
+    """(B, H or H', K + N, D): some of the first tokens of keys or values, and all behind them.
 
     Args:
         states: (B, H, tokens + N, D).
         indices: (B, H', K) int64, H' is H, a multiple of it, or 1.
         tokens: how many slots `indices` points into.
-
-    Returns:
-        (B, H or H', K + N, D), contiguous.
     """
     kept = ops.gather_tokens(states, indices)
     if tokens == states.shape[-2]:

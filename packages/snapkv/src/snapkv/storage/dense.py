@@ -54,7 +54,6 @@ class DenseStore(TokenStore):
         return keys, values
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
-        """Keep some of the first tokens, and all behind them."""
         if ragged:
             return RaggedStore.gather(self, indices, tokens)
         for plane in self.planes:
@@ -105,7 +104,6 @@ class Dynamic:
         return store.encoded(kept_tokens, self.bits) if kept_tokens else store
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """A dense or a ragged store, or one with codes."""
         if kind not in (DenseStore.kind, RaggedStore.kind if self.bits is None else "quantized"):
             raise ValueError(f"a {kind} store in dynamic storage, bits {self.bits}")
         return RaggedStore(**state) if kind == RaggedStore.kind else self.empty().fill(**state)

@@ -57,7 +57,6 @@ class OffloadPool:
             raise
 
     def give_back(self, freed_bytes: int) -> None:
-        """Note that this much is not needed any more."""
         with self._lock:
             self.taken_bytes -= freed_bytes
 
@@ -190,7 +189,6 @@ class OffloadedTokens:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the keys and values."""
         return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
 
     def append(self, keys: Tensor, values: Tensor, *, on: torch.device | None = None) -> None:
@@ -278,7 +276,6 @@ class OffloadedTokens:
         ]
 
     def clear(self) -> None:
-        """Forget everything."""
         self.pieces, self.is_due = [], False
 
     def map_rows(self, change: RowChange) -> None:
