@@ -197,8 +197,8 @@ FAULTS = (
     Fault(
         name="offloaded rows keep the pads of other rows",
         file="snapkv/storage/offload.py",
-        old="rows=change(piece.rows), shift=change(piece.shift)",
-        new="rows=change(piece.rows)",
+        old="rows=piece.rows[rows], shift=piece.shift[rows]",
+        new="rows=piece.rows[rows]",
         tests=("packages/snapkv/tests/cache", "packages/snapkv/tests/hf"),
     ),
     Fault(

@@ -138,22 +138,14 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
-
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Hold the rows in that order; some may go, some come twice."""
         if not self.store.is_filled:
             return
         before = self.store.slots
-        self.store = self.store.map_rows(change)
-        self.slots, self.notes = self.slots.map_rows(change), self.notes.map_rows(change)
+        self.store = self.store.select_rows(beam_idx)
+        self.slots, self.notes = self.slots.select_rows(beam_idx), self.notes.select_rows(beam_idx)
         if self.offloaded is not None:
-            self.offloaded.map_rows(change)
+            self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
             self.slots = self.slots.without_first(unused)

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from snapkv.storage.dense import DenseStore
     from snapkv.storage.ragged import RaggedStates
 
-RowChange = Callable[[Tensor], Tensor]
-"""Puts the rows of a tensor, its first axis, in another order; some may go, some come twice."""
-
 
 class Plane:
     """The keys of a layer, or its values, (B, H, S, D): as they came, or the first ones as codes.
@@ -72,10 +69,10 @@ class Plane:
             self.states, self.codes = self.decoded(), None
         self.states = self.states[..., :-tokens, :]
 
-    def map_rows(self, change: RowChange) -> None:
-        self.states = change(self.states)
+    def select_rows(self, rows: Tensor) -> None:
+        self.states = self.states.index_select(0, rows.to(self.states.device))
         if self.codes is not None:
-            self.codes = self.codes.map_rows(change)
+            self.codes = self.codes.select_rows(rows)
 
     def finalize_step(self) -> None:
         """Hold no tokens of which there are codes."""
@@ -188,9 +185,9 @@ class TokenStore(ABC):
             plane.crop(tokens)
         return self
 
-    def map_rows(self, change: RowChange) -> "TokenStore":
+    def select_rows(self, rows: Tensor) -> "TokenStore":
         for plane in self.planes:
-            plane.map_rows(change)
+            plane.select_rows(rows)
         return self
 
     def finalize_step(self) -> None:

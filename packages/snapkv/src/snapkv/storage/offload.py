@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from snapkv.storage.base import RowChange
 from snapkv.storage.ragged import RaggedStates
 from snapkv.validation import format_bytes, require_int
 
@@ -278,11 +277,11 @@ class OffloadedTokens:
     def clear(self) -> None:
         self.pieces, self.is_due = [], False
 
-    def map_rows(self, change: RowChange) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Put rows in another order; nothing is copied."""
+        rows = rows.cpu()
         self.pieces = [
-            replace(piece, rows=change(piece.rows), shift=change(piece.shift))
-            for piece in self.pieces
+            replace(piece, rows=piece.rows[rows], shift=piece.shift[rows]) for piece in self.pieces
         ]
 
     def shift(self, columns: Tensor, tokens: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops import RaggedLayout
-from snapkv.storage.base import Plane, RowChange, TokenStore
+from snapkv.storage.base import Plane, TokenStore
 
 Counts = tuple[tuple[int, ...], ...]
 """Tokens of each head, row by row: B lists of H numbers."""
@@ -187,10 +187,10 @@ class RaggedStore(TokenStore):
             return keys, values
         return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
 
-    def map_rows(self, change: RowChange) -> TokenStore:
+    def select_rows(self, rows: Tensor) -> TokenStore:
         """Put the rows in another order; the longest head may be gone with its row."""
-        self.ragged = self.ragged.select_rows(change(torch.arange(self.keys.shape[0])))
-        return super().map_rows(change)
+        self.ragged = self.ragged.select_rows(rows)
+        return super().select_rows(rows)
 
     @property
     def held_bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.storage.base import Plane, RowChange, TokenStore
+from snapkv.storage.base import Plane, TokenStore
 from snapkv.storage.dense import DenseStore
 
 
@@ -60,8 +60,9 @@ class StaticStore(TokenStore):
         self.filled.sub_(tokens)
         return self
 
-    def map_rows(self, change: RowChange) -> TokenStore:
-        self._move_in(change(self.keys), change(self.values), self.slots)
+    def select_rows(self, rows: Tensor) -> TokenStore:
+        rows = rows.to(self.keys.device)
+        self._move_in(self.keys[rows], self.values[rows], self.slots)
         return self
 
     def room_for(self, tokens: int) -> None:
