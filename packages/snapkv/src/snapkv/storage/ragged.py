@@ -152,12 +152,13 @@ class RaggedStore(TokenStore):
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
         """
-        repeats = indices.shape[1] // store.keys.shape[1]
+        whole_keys, whole_values = (plane.decoded() for plane in store.planes)
+        repeats = indices.shape[1] // whole_keys.shape[1]
         keys, values = (
             states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
-            for states in (store.keys, store.values)
+            for states in (whole_keys, whole_values)
         )
-        states = RaggedStates.gather(store.keys, store.values, indices)
+        states = RaggedStates.gather(whole_keys, whole_values, indices)
         return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
 
     @property
@@ -168,8 +169,7 @@ class RaggedStore(TokenStore):
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
         B, H, N, _ = self.keys.shape
-        flat = (states.flatten(0, 2) for states in (self.keys, self.values))
-        keys, values = flat
+        keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
         self.ragged = self.ragged.joined(tail)
         for plane in self.planes:
