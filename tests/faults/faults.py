@@ -128,11 +128,7 @@ FAULTS = (
         file="snapkv/storage/ragged.py",
         old="tuple(self.head_tokens[row] for row in rows.tolist())",
         new="tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
-        tests=(
-            "packages/snapkv/tests/policies/test_uneven.py",
-            "packages/snapkv/tests/cache",
-            "packages/snapkv/tests/hf",
-        ),
+        tests=("packages/snapkv/tests/policies/test_uneven.py", "packages/snapkv/tests/sequences"),
     ),
     Fault(
         name="the last edge of ragged heads is read as a whole block",

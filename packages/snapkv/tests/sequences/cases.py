@@ -220,6 +220,10 @@ CASES = {
     "crop into the pads of a row": llama(
         kv.SnapKV(60, window_size=12), (do.Turn(25, pads=(15, 0)), do.Crop(9), do.Turn(60)), HOST
     ),
+    "rows of ragged heads": llama(
+        kv.AdaKV(kv.SnapKV(20, window_size=4)),
+        (do.Turn(40, pads=(0, 0)), do.Rows("reorder_cache", (1, 0)), do.Step(2)),
+    ),
     "many turns": llama(
         FITS, tuple(do.Turn(5, how="generate", answer=4) for _ in range(9)), {"turns": "compress"}
     ),
