@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -57,18 +56,13 @@ def _take_off_unused() -> None:
 
 
 class Installation:
-    """What one model carries, and who uses it.
-
-    Attributes:
-        caches: a mark for every cache that lives, its copies counted as one.
-        installs: a mark for every `install` that was not undone.
-    """
+    """What one model carries, and who uses it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
         self._before: list[tuple[PreTrainedConfig, str | None]] = []
-        self.caches: set[object] = set()
-        self.installs: set[object] = set()
+        self.caches: set[object] = set()  # a mark for every one that lives, its copies for one
+        self.installs: set[object] = set()  # a mark for every one that was not undone
 
     @property
     def model(self) -> PreTrainedModel | None:
@@ -77,14 +71,10 @@ class Installation:
 
     @property
     def is_used(self) -> bool:
-        """Whether a cache or an `install` needs it."""
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Route the model's attention through the seam and let it announce prompts.
-
-        Does nothing where that is so.
-        """
+        """Route the model's attention through the seam and let it announce prompts, if need be."""
         text = model.config.get_text_config(decoder=True)
         try:
             if not (self._before and is_seam(text._attn_implementation)):
@@ -192,15 +182,11 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 class Use:
-    """A cache's part in its model's installation; copies of the cache share it.
-
-    Attributes:
-        modules: those of the model, none of which is kept alive by this.
-    """
+    """A cache's part in its model's installation; copies of the cache share it."""
 
     def __init__(self, installation: Installation, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self.modules = weakref.WeakSet(model.modules())
+        self.modules = weakref.WeakSet(model.modules())  # none of which this keeps alive
         self._text = model.config.get_text_config(decoder=True)
         mark = object()
         weakref.finalize(self, installation.leave, installation.caches, mark).atexit = False
@@ -208,7 +194,6 @@ class Use:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model."""
         model = self._model()
         if model is None:
             raise CacheMismatchError(
@@ -257,12 +242,7 @@ class Installed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.uninstall()
 
 
@@ -274,12 +254,7 @@ def install(model: PreTrainedModel) -> Installed:
 
     Every `CompressedCache` does this for as long as it lives; install to have it done once for
     many short-lived ones. Without a cache of this kind the model answers as ever, bit for bit.
-
-    Args:
-        model: a decoder-only transformers model.
-
-    Returns:
-        What undoes it: the end of the ``with`` block, or its method `uninstall`.
+    What is returned undoes it, at the end of the ``with`` block or by its method `uninstall`.
 
     Raises:
         InvalidTypeError: not a transformers model.
@@ -291,14 +266,10 @@ def install(model: PreTrainedModel) -> Installed:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Give a model back the attention implementations and the methods it had, at once.
+    """Give a model back the attention implementations and the very methods it had, at once.
 
-    Undoes every `install` of it. Caches that still live refuse to read on, until there is another
-    cache of the model or it is installed again. Does nothing where nothing is installed.
-
-    Args:
-        model: a transformers model; also a copy of one that had caches then, or one made of the
-            config of such a model.
+    Undoes every `install` of it, also of a copy of a model that had caches then. Caches that still
+    live refuse to read on, until there is another cache of the model or it is installed again.
 
     Raises:
         InvalidTypeError: not a transformers model.

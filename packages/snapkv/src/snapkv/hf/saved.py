@@ -34,7 +34,6 @@ def write(
 ) -> None:
     """Write a `CompressedCache` that was made with these options, and tensors beside it.
 
-    Keys and values are written in so few bits, and are in the model's dtype when they are loaded.
     The model's `identity`, where it is known, need not be found again.
     """
     model = identity or identity_of(cache.model)
@@ -79,11 +78,13 @@ def read(
     recall_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """A cache of that class out of a file, and the tensors that were saved beside it.
-
-    The model's `identity`, where it is known, need not be found again.
-    """
-    _require_one_device(model)
+    """A cache of that class out of a file, and the tensors that were saved beside it."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"model: expected one whose layers are all on one device to load a cache for, got one "
+            f"on {', '.join(sorted(devices))}; load it with device_map=None"
+        )
     file = read_sealed(path)
     with fitting_together(path):
         tensors, notes = contents(file)
@@ -155,15 +156,6 @@ def _recalled(pages: dict[str, int] | None, recall: Recall) -> Recall:
     except SnapKVError as error:  # about the file, not about what the caller has passed
         raise ValueError(str(error)) from error
     return recall if isinstance(recall, PageRecall) else replace(saved, where=recall)
-
-
-def _require_one_device(model: PreTrainedModel) -> None:
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"model: expected one whose layers are all on one device to load a cache for, got one "
-            f"on {', '.join(sorted(devices))}; load it with device_map=None"
-        )
 
 
 def _completed(saved: dict[str, Any]) -> dict[str, Any]:
