@@ -123,11 +123,7 @@ class LastStates:
 
 @contextlib.contextmanager
 def last_states(model: Any) -> Iterator[LastStates]:
-    """Within this block, notes what the output projection sees in this thread's forward passes.
-
-    It is behind the last norm, whatever the family does to the logits, and only of the tokens
-    whose logits were asked for, so that a long prompt costs nothing.
-    """
+    """Within this block, notes what the output projection sees in this thread's forward passes."""
     found = LastStates()
     with noting_inputs(output_projection(model), lambda states: setattr(found, "value", states)):
         yield found
@@ -157,10 +153,9 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
             keys that are missing or unknown, or heads of another model's shape.
     """
     folder = _folder(source)
-    config = _config(folder)
+    config = {"medusa_num_layers": 1} | _config(folder)
     tensors, path = _tensors(folder)
-    heads = _count(config, "medusa_num_heads", folder)
-    layers = _count(config | {"medusa_num_layers": 1} | config, "medusa_num_layers", folder)
+    heads, layers = (_count(config, f"medusa_num_{kind}", folder) for kind in ("heads", "layers"))
     own = f"0.{layers}.weight" in tensors
     _require_tensors(tensors, heads, layers, own, model, path)
     weights, biases = (
@@ -182,10 +177,10 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
 
 
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
-    """Write heads that share the model's output projection, whole or not at all.
+    """Write heads that share the model's output projection, whole or not at all, in bfloat16.
 
     Args:
-        heads: what `load_heads` will give back, in bfloat16.
+        heads: what `load_heads` will give back.
         folder: where to; made if it is not there.
         base_model: the model they belong to.
         notes: what else ``config.json`` says, such as how they were trained.
