@@ -142,7 +142,7 @@ def test_padded_rows_choose_and_answer_as_they_do_alone(name, turns):
         output = answered(model, cache, ids, mask)
         first = positions(cache)
         after = torch.cat([output, questions], dim=1)
-        again = answered(model, cache, after, torch.cat([mask, torch.ones(5, 9).long()], dim=1))
+        again = answered(model, cache, after, torch.cat([mask, torch.ones(3, 9).long()], dim=1))
         for row, tokens in enumerate(lengths):
             alone = CompressedCache(model, policy, turns=turns)
             own = answered(model, alone, ids[row : row + 1, -tokens:])
