@@ -33,6 +33,7 @@ from snapkv import (
 )
 from snapkv.hf import install as module
 from tests.families import random_ids, tiny_config, tiny_model
+from tests.hf.test_generate import Recorder
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -175,18 +176,6 @@ def test_copies_and_loaded_caches_count(llama, tmp_path):
     assert as_it_was(llama, before)
 
 
-WAYS = {
-    "generate": lambda model, cache, ids: generated(model, cache, ids),
-    "beams": lambda model, cache, ids: model.generate(
-        ids, past_key_values=cache, num_beams=2, **OPTIONS
-    ),
-    "prompt lookup": lambda model, cache, ids: model.generate(
-        ids, past_key_values=cache, prompt_lookup_num_tokens=3, **OPTIONS
-    ),
-    "plain calls": lambda model, cache, ids: model(ids, past_key_values=cache),
-}
-
-
 def test_a_document_holds_its_model_s_installation(llama):
     before = state(llama)
     document = Document(llama, random_ids(1, 60), POLICY)
@@ -226,30 +215,26 @@ def test_a_model_that_computes_attention_by_itself_is_left_as_it_was():
 # A cache made between the brackets of the call that uses it: `generate` was looked up before.
 
 
+PADDED = torch.ones(2, 60).long().index_fill(1, torch.arange(9), 0)
 INLINE = {
-    "one pass": {},
-    "pieces": {"prefill_chunk_size": 7},
-    "beams": {"num_beams": 2},
-    "padded": {"attention_mask": torch.ones(2, 60).long().index_fill(1, torch.arange(9), 0)},
+    "one pass": ("static", {}),
+    "pieces": ("dynamic", {"prefill_chunk_size": 7}),
+    "beams": ("dynamic", {"num_beams": 2}),
+    "padded": ("static", {"attention_mask": PADDED}),
 }
 
 
-@pytest.mark.parametrize("storage", ["dynamic", "static"])
-@pytest.mark.parametrize("options", INLINE.values(), ids=INLINE)
-def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, options, storage):
+@pytest.mark.parametrize(("storage", "options"), INLINE.values(), ids=INLINE)
+def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, storage, options):
     before, ids = state(llama), random_ids(2, 60)
     cache = CompressedCache(llama, POLICY, storage=storage)
     expected = llama.generate(ids, past_key_values=cache, **OPTIONS, **options)
     del cache
-    for _ in range(2):
-        assert "generate" not in vars(llama)
-        tokens = llama.generate(
-            ids,
-            past_key_values=CompressedCache(llama, POLICY, storage=storage),
-            **OPTIONS,
-            **options,
-        )
-        assert torch.equal(tokens, expected)
+    assert "generate" not in vars(llama)
+    tokens = llama.generate(
+        ids, past_key_values=CompressedCache(llama, POLICY, storage=storage), **OPTIONS, **options
+    )
+    assert torch.equal(tokens, expected)
     assert as_it_was(llama, before)
 
 
@@ -268,42 +253,24 @@ def test_a_turn_through_the_model_s_own_generate_ends_where_it_ends(llama):
 
 
 def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llama):
-    seen = []
-
-    class Sink:
-        def put(self, value):
-            seen.append(value)
-
-        def end(self):
-            seen.append("end")
+    seen, ids = Recorder(), random_ids(1, 60) % 9 + 3
 
     def own(model, input_ids, streamer=None, **_):
         streamer.put(input_ids)
         streamer.end()
         return input_ids
 
-    llama.generate(
-        random_ids(1, 60),
-        past_key_values=CompressedCache(llama, POLICY),
-        custom_generate=own,
-        streamer=Sink(),
-        **OPTIONS,
-    )
-    assert seen[-1] == "end"
+    def inline(**options):
+        return llama.generate(
+            ids, past_key_values=CompressedCache(llama, POLICY), **OPTIONS, **options
+        )
+
+    inline(custom_generate=own, streamer=seen)
+    assert seen.tokens[-1] == "end"
     with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
-        llama.generate(
-            random_ids(1, 60),
-            past_key_values=CompressedCache(llama, POLICY),
-            use_cache=False,
-            **OPTIONS,
-        )
+        inline(use_cache=False)
     with pytest.raises(CacheMismatchError, match="make the cache before the line that calls"):
-        llama.generate(
-            random_ids(1, 60) % 9 + 3,
-            past_key_values=CompressedCache(llama, POLICY),
-            prompt_lookup_num_tokens=3,
-            **OPTIONS,
-        )
+        inline(prompt_lookup_num_tokens=3)
 
 
 # What others do in the meantime.
@@ -331,7 +298,6 @@ def test_attention_chosen_between_two_caches_is_the_one_that_comes_back(llama):
     first = CompressedCache(llama, POLICY)
     llama.set_attn_implementation("eager")
     second = CompressedCache(llama, POLICY)
-    assert llama.config._attn_implementation == "snapkv|eager"
     del first
     assert llama.config._attn_implementation == "snapkv|eager"
     del second
@@ -478,38 +444,33 @@ def test_installed_by_hand_it_stays_without_caches_until_it_is_undone(model):
     assert as_it_was(model, before)
 
 
-def test_whoever_installs_without_a_name_undoes_it_by_the_model(llama):
+def test_a_with_block_or_the_model_undoes_it_and_waits_for_caches(llama):
     before = state(llama)
     snapkv.install(llama)
-    snapkv.install(llama)
-    gc.collect()
-    assert carries(llama)
-    snapkv.uninstall(llama)
-    assert as_it_was(llama, before)
-    snapkv.uninstall(llama)
-    assert as_it_was(llama, before)
-
-
-def test_a_with_block_undoes_itself_and_waits_for_caches(llama):
-    before = state(llama)
     with snapkv.install(llama), snapkv.install(llama) as inner:
         inner.uninstall()
         assert carries(llama)
-        cache = CompressedCache(llama, POLICY)
+    gc.collect()
     assert carries(llama)
-    del cache
-    assert as_it_was(llama, before)
+    for _ in range(2):
+        snapkv.uninstall(llama)
+        assert as_it_was(llama, before)
+    cache = None
 
     def failing():
+        nonlocal cache
         with snapkv.install(llama):
+            cache = CompressedCache(llama, POLICY)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         failing()
+    assert carries(llama)
+    cache = None
     assert as_it_was(llama, before)
 
 
-@pytest.mark.parametrize("policy", [POLICY, FullCache(), snapkv.AdaKV(SnapKV(36, window_size=8))])
+@pytest.mark.parametrize("policy", [FullCache(), snapkv.AdaKV(SnapKV(36, window_size=8))])
 def test_a_cache_that_lives_on_is_refused_until_there_is_another_one(llama, policy):
     before, ids = state(llama), random_ids(1, 60)
     cache, expected = CompressedCache(llama, policy), CompressedCache(llama, policy)
@@ -532,7 +493,7 @@ def test_a_cache_that_lives_on_is_refused_until_there_is_another_one(llama, poli
     assert as_it_was(llama, before)
 
 
-@pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), None, "llama"], ids=repr)
+@pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), "llama"], ids=repr)
 @pytest.mark.parametrize("change", [snapkv.install, snapkv.uninstall])
 def test_only_a_model_can_be_changed(what, change):
     with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
@@ -571,7 +532,7 @@ def test_caches_that_come_and_go_in_many_threads(llama):
 
     def work(seed):
         try:
-            for turn in range(25):
+            for turn in range(15):
                 cache = CompressedCache(llama, POLICY)
                 if (turn + seed) % 5 == 0:
                     with torch.no_grad():
@@ -650,7 +611,7 @@ def test_what_was_compiled_for_one_cache_serves_the_next():
     torch._dynamo.reset()
     counters.clear()
     graphs = []
-    for seed in range(3):
+    for seed in range(2):
         cache = CompressedCache(model, policy, storage="static", room_tokens=32)
         ids = random_ids(1, 70, seed=seed)
         compiled = model.generate(

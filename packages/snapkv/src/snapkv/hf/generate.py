@@ -76,11 +76,9 @@ def _modes(
     transformers passes none to a decoding method of one's own, even if it can stream.
     """
     given = own(model, custom_generate, kwargs, *modes)
-    streams = callable(custom_generate) and (
-        "streamer" in inspect.signature(custom_generate).parameters
-    )
-    if streams and _reading_of(kwargs) is not None:
-        given["streamer"] = modes[-1]
+    if modes[-1] is not None and callable(custom_generate) and _reading_of(kwargs) is not None:
+        streams = "streamer" in inspect.signature(custom_generate).parameters
+        given |= {"streamer": modes[-1]} if streams else {}
     return given
 
 
