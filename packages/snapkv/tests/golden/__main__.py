@@ -8,7 +8,7 @@ import transformers
 
 from tests.golden import record, saved
 from tests.golden.cases import parse
-from tests.golden.golden import FILE, added, renew
+from tests.golden.golden import FILE, added, recorded
 
 
 def compare(path: Path) -> int:
@@ -32,8 +32,8 @@ def main() -> int:
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--write", type=Path, metavar="FILE", help="record the cases into a file")
     way.add_argument("--against", type=Path, metavar="FILE", help="compare with a record")
-    way.add_argument("--renew", action="store_true", help="choose and record the committed file")
-    way.add_argument("--add", action="store_true", help="record what the committed file lacks")
+    way.add_argument("--renew", action="store_true", help="record the committed file anew")
+    way.add_argument("--add", nargs="+", metavar="CASE", help="record cases that it lacks")
     way.add_argument("--renew-saved", action="store_true", help="write the saved caches anew")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -44,7 +44,8 @@ def main() -> int:
     elif given.write:
         record.write(record.made(map(parse, record.read(FILE)["cases"])), given.write)
     else:
-        record.write(renew() if given.renew else added(), FILE)
+        names = record.read(FILE)["cases"]
+        record.write(recorded(names) if given.renew else added(given.add), FILE)
     return 0
 
 
