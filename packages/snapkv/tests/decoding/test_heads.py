@@ -13,6 +13,7 @@ from snapkv.decoding import Medusa, MedusaHeads, load_heads, save_heads
 from snapkv.decoding.heads import __file__ as heads_file
 from tests.decoding.heads import random_heads
 from tests.families import VOCABULARY, tiny_model
+from tests.pairs import pairs
 
 D = 64
 
@@ -52,9 +53,11 @@ def by_hand(model, tensors, head, layers, h):
     return projection @ h
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pt"])
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("layout", [own_layout, shared_layout])
+@pairs(
+    layout={"own": own_layout, "shared": shared_layout},
+    layers=(1, 2),
+    pickled={"safetensors": False, "pt": True},
+)
 @torch.no_grad()
 def test_both_layouts_compute_what_they_say(tmp_path, layout, layers, pickled):
     model, tensors = tiny_model("llama"), layout(2, layers)
@@ -99,11 +102,11 @@ def test_the_demo_models_heads_come_with_the_package(demo):
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 4 * 2**20
     firsts = [ranks[0] for ranks in heads.accuracies]
     assert firsts == sorted(firsts, reverse=True)
-    prompt = demo.tokenizer("Count: one, two, three, one, two, three, " * 8, return_tensors="pt")
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    prompt = demo.tokenizer("Count: one, two, three, one, two, three, " * 4, return_tensors="pt")
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     texts, medusa = [], Medusa(heads)
     for custom in (None, medusa):
-        cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
+        cache = CompressedCache(demo.model, SnapKV(32, window_size=16))
         texts.append(
             demo.model.generate(**prompt, past_key_values=cache, custom_generate=custom, **options)
         )
