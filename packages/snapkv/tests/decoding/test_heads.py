@@ -119,20 +119,24 @@ def _changed(tensors, **changes):
 
 
 BROKEN = {
-    "too few heads": (shared_layout(1), {}, "2 missing: 1.0.linear.bias"),
-    "too many heads": (shared_layout(3), {}, "2 unknown: 2.0.linear.bias"),
-    "half a vocabulary": (_changed(own_layout(), **{"1.1.weight": None}), {}, "missing: 1.1.wei"),
-    "another layer": (shared_layout(2, 2), {}, "unknown"),
-    "a foreign tensor": (_changed(shared_layout(), x=torch.zeros(1)), {}, "1 unknown: x"),
+    "too few heads": (shared_layout(1), {}, "2 others such as 1.0.linear.bias, missing instead"),
+    "too many heads": (shared_layout(3), {}, "2 others such as 2.0.linear.bias.* of none"),
+    "half a vocabulary": (
+        _changed(own_layout(), **{"1.1.weight": None}),
+        {},
+        "1.1.weight, missing",
+    ),
+    "another layer": (shared_layout(2, 2), {}, "instead of none"),
+    "a foreign tensor": (_changed(shared_layout(), x=torch.zeros(1)), {}, "1 others such as x"),
     "another width": (
         _changed(shared_layout(), **{"1.0.linear.weight": torch.zeros(D, 32)}),
         {},
-        r"64 hidden units.*1.0.linear.weight of shape \(64, 64\), got \(64, 32\)",
+        r"64 hidden units.*1.0.linear.weight, \(64, 32\) instead of \(64, 64\)",
     ),
     "another vocabulary": (
         _changed(own_layout(), **{"0.1.weight": torch.zeros(50, D)}),
         {},
-        r"0.1.weight of shape \(128, 64\), got \(50, 64\)",
+        r"0.1.weight, \(50, 64\) instead of \(128, 64\)",
     ),
     "no count": (shared_layout(), {"medusa_num_heads": None}, "medusa_num_heads: expected a pos"),
     "count of text": (shared_layout(), {"medusa_num_heads": "2"}, "positive integer"),

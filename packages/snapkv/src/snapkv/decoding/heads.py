@@ -291,20 +291,16 @@ def _require_tensors(
     }
     if own:
         shapes |= {f"{head}.{layers}.weight": (V, d) for head in range(heads)}
-    found = set(tensors) if isinstance(tensors, dict) else set()
-    for kind, names in (("missing", shapes.keys() - found), ("unknown", found - shapes.keys())):
-        if names:
-            shown = ", ".join(map(str, sorted(names, key=str)[:3]))
-            raise InvalidArgumentError(
-                f"medusa: expected the {len(shapes)} tensors that {CONFIG} announces in {path}, "
-                f"got {len(names)} {kind}: {shown}; correct medusa_num_heads and "
-                "medusa_num_layers, or fetch the heads again"
-            )
-    for key, tensor in tensors.items():
-        got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        if got != shapes[key]:
-            raise InvalidArgumentError(
-                f"medusa: expected heads for {type(model).__name__} with {d} hidden units and "
-                f"{V:,} tokens, so {key} of shape {shapes[key]}, got {got} in {path}; pass the "
-                "heads of this model"
-            )
+    got = {
+        key: tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        for key, tensor in (tensors.items() if isinstance(tensors, dict) else ())
+    }
+    wrong = sorted(map(str, (key for key in shapes | got if shapes.get(key) != got.get(key))))
+    if wrong:
+        key = wrong[0]
+        raise InvalidArgumentError(
+            f"medusa: expected for {type(model).__name__} with {d} hidden units and {V:,} tokens "
+            f"the {len(shapes)} tensors that {CONFIG} announces in {path}, got {len(wrong)} others "
+            f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}; pass "
+            "the heads of this model, correct medusa_num_heads and medusa_num_layers, or fetch them"
+        )

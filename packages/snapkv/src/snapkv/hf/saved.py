@@ -1,6 +1,7 @@
 """A saved cache: whose it is, by which policy, and its layers; `CompressedCache.save`, `load`."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -182,7 +183,8 @@ def policy_of(description: dict[str, Any], given: Policy | None = None) -> Polic
     saved = _completed(description)
     if given is None:
         return _named_policy(saved)
-    if saved not in (_plain(given.as_saved()), _plain(given.describe())):
+    known = (json.loads(json.dumps(own)) for own in (given.as_saved(), given.describe()))
+    if saved not in known:
         raise CacheMismatchError(
             f"policy: expected the one the cache was saved with, {saved}, got "
             f"{given.describe()}; leave policy out"
@@ -208,10 +210,3 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
 def _frozen(value: Any) -> Any:
     """A parameter as it was before JSON made lists of its tuples."""
     return tuple(_frozen(part) for part in value) if isinstance(value, list) else value
-
-
-def _plain(value: Any) -> Any:
-    """A description as JSON brings it back."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
