@@ -262,13 +262,13 @@ FAULTS = (
     Fault(
         name="H2O forgets what tokens received before",
         file="snapkv/policies/h2o.py",
-        old="step.scores + _received(step)",
-        new="_received(step)",
+        old="step.scores + self.rate(step)",
+        new="self.rate(step)",
         tests=("packages/snapkv/tests/policies",),
     ),
     Fault(
         name="AdaKV shares out a token too few",
-        file="snapkv/policies/allocation.py",
+        file="snapkv/policies/budget.py",
         old="order[: total - sum(whole)]",
         new="order[: total - sum(whole) - 1]",
         tests=("packages/snapkv/tests/policies",),

@@ -31,8 +31,16 @@ from snapkv.ops import (
     kept_indices,
 )
 from snapkv.policies import DecodeStep, PromptLayer
-from snapkv.policies.fastgen import FREQUENT, FULL, LOCAL, PUNCTUATION, SPECIAL
-from snapkv.policies.tokens import found, punctuation_tokens, special_tokens
+from snapkv.policies.fastgen import (
+    FREQUENT,
+    FULL,
+    LOCAL,
+    PUNCTUATION,
+    SPECIAL,
+    found,
+    punctuation_tokens,
+    special_tokens,
+)
 from tests.families import random_ids, tiny_config, tiny_model
 from tests.ops.states import pad_left, random_layer
 from tests.oracle import unwrapped

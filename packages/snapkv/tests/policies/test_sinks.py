@@ -42,8 +42,8 @@ WITH_SINKS = [
 class Falling(KVzip):
     """KVzip with budgets that fall with depth."""
 
-    def kept_prefix_tokens(self, layer):
-        means, prefixes = super().kept_prefix_tokens(layer), self.prefix_lengths(layer)
+    def kept_prefix_tokens(self, layer, of_heads="max"):
+        means, prefixes = super().kept_prefix_tokens(layer, of_heads), self.prefix(layer).lengths
         return [
             exact_budgets(mean, tokens, layer.num_layers, 20)[layer.depth]
             for mean, tokens in zip(means, prefixes, strict=True)

@@ -9,8 +9,8 @@ import torch
 from snapkv import ops
 from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.auto_budget import AutoBudget
 from snapkv.policies.base import PrefixPolicy
+from snapkv.policies.budget import AutoBudget
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer, Selection
 
@@ -36,7 +36,7 @@ class ScoreThreshold(AroundScores):
             - SnapKV, PyramidKV: pooled attention, the mean over the window's queries and the query
               heads of a KV head (the highest of these with ``group_reduce="max"``), in [0, 1]; the
               votes of a head add up to at most 1 before pooling. `AutoBudget.lost_vote` if left
-              out, the same bound for the budget of a whole layer.
+              out.
             - KVzip: the highest attention of any query, in [0, 1]; with `plus` times the ratio of
               the two norms.
             - ExpectedAttention: expected attention times the norm of the value.
@@ -59,7 +59,6 @@ class ScoreThreshold(AroundScores):
     at_least: float | None = None
 
     def __post_init__(self) -> None:
-        """Check both parameters once, here."""
         self._require_scoring()
         if isinstance(self.policy, AroundScores):
             raise InvalidArgumentError(
@@ -96,13 +95,13 @@ class ScoreThreshold(AroundScores):
     def select(self, layer: PromptLayer) -> Selection | None:
         """Keep the window in every head, and of the prefix what scores highly enough."""
         self.require_room(layer)
-        prefixes = self.policy.prefix_lengths(layer)
-        if not any(prefixes):
+        prefix = self.policy.prefix(layer)
+        if not any(prefix.lengths):
             return None
         rated = self.policy.rated(layer)
         limits = torch.tensor(self.policy.kept_prefix_tokens(layer), device=rated.device)
         counts = torch.minimum((rated >= self.threshold).sum(dim=-1), limits[:, None])
-        if all(set(row) == {own} for row, own in zip(counts.tolist(), prefixes, strict=True)):
+        if all(set(row) == {own} for row, own in zip(counts.tolist(), prefix.lengths, strict=True)):
             return None
         best = ops.keep_best(rated, counts, layer.pad_tokens)
-        return self._beside_window(layer, best, counts)
+        return prefix.select_by_head(best, counts)
