@@ -96,7 +96,7 @@ def test_the_implementation_goes_by_name(monkeypatch):
     for name, module in modules.items():
         vote = module.window_votes
         monkeypatch.setitem(
-            api._VOTES,
+            api._IN_TORCH["window_votes"],
             name,
             lambda *a, n=name, v=vote, **o: ran.append(n) or v(*a, **o),
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from snapkv.ops import gather_tokens
-from snapkv.ops.votes import by_token, reference
+from snapkv.ops.votes import blocked, reference
 from tests.ops.vote_cases import require_gather
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)
@@ -17,7 +17,7 @@ def test_by_hand():
     states = torch.tensor([[[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]]])
     kept = torch.tensor([[[0, 2], [-1, 1]]])
     expected = [[[[1, 2], [5, 6]], [[7, 8], [9, 10]]]]
-    assert by_token.gather_tokens(states, kept).tolist() == expected
+    assert blocked.gather_tokens(states, kept).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -30,7 +30,7 @@ def test_it_equals_the_reference(dtype, heads):
         kept = order[..., : (tokens + 1) // 2].sort(dim=-1).values
         kept[-1, :, :fillers] = -1
         expected = reference.gather_tokens(states, kept)
-        got = by_token.gather_tokens(states, kept)
+        got = blocked.gather_tokens(states, kept)
         assert got.is_contiguous()
         assert torch.equal(got, expected), f"{batch} rows, {tokens} tokens, dim {dim}"
 

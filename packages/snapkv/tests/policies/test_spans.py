@@ -110,5 +110,5 @@ def test_rows_with_pads_share_by_their_own_lengths():
 
 
 def test_names_of_segments_are_texts():
-    with pytest.raises(InvalidTypeError, match="fair: expected names that are texts"):
+    with pytest.raises(InvalidTypeError, match="fair: expected names and their"):
         Segments.of("fair", {1: (0, 5), "1": (5, 9)})

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapkv.policies.budget import largest_remainder
 
 from snapkv import CompressedCache, InvalidArgumentError, InvalidTypeError
 from snapkv.ops.ragged import api as ragged
@@ -22,6 +21,7 @@ from snapkv.policies import (
     ScoreThreshold,
     SnapKV,
 )
+from snapkv.policies.budget import largest_remainder
 from snapkv.policies.pyramidkv import exact_budgets, published_budgets
 from tests.families import call, random_ids, tiny_model
 from tests.ops.states import layer_with_scores, random_layer

@@ -64,7 +64,8 @@ class Prefix:
         if (must_stay := self.must_stay) is not None:
             heads = scores.shape[1] // must_stay.shape[1]
             scores = scores.masked_fill(must_stay.repeat_interleave(heads, dim=1), math.inf)
-        sinks, pads = (self.layer.is_among_first(n, self.slots) for n in (self.sink_tokens, 0))
+        slots = scores.shape[-1]
+        sinks, pads = (self.layer.is_among_first(n, slots) for n in (self.sink_tokens, 0))
         return scores.masked_fill(sinks, math.inf).masked_fill(pads, -math.inf)
 
     def best(self, scores: Tensor, kept: Sequence[int] | Tensor) -> Tensor:
