@@ -10,12 +10,8 @@ from snapkv import (
     AdaKV,
     AutoBudget,
     CompressedCache,
-    CriticalKV,
     FullCache,
-    InvalidArgumentError,
-    InvalidTypeError,
     KeyDiff,
-    PyramidKV,
     SnapKV,
 )
 from snapkv.policies.states import LostVotes
@@ -54,10 +50,6 @@ def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
 def test_floor_and_cap(voted, expected):
     budget = AutoBudget(least=4, most=20)
     assert budget.within(voted, prefix_tokens=100, window_size=8) == expected
-
-
-def test_no_more_than_there_is():
-    assert AutoBudget(least=32).within(0, prefix_tokens=10, window_size=8) == 10
 
 
 def test_lost_votes_of_a_hand_worked_choice():
@@ -118,31 +110,6 @@ def test_heads_of_their_own_length_keep_the_mean():
     assert shared.report().kept_tokens < plain.report().kept_tokens
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        SnapKV("auto", pooling="fading"),
-        AdaKV(SnapKV(AutoBudget(lost_vote=0.01, most=40), window_size=8)),
-        CriticalKV(SnapKV(AutoBudget(lost_vote=0.01, least=3), window_size=8)),
-    ],
-    ids=lambda policy: policy.name,
-)
-def test_saved_and_loaded(policy, tmp_path):
-    model, (ids, _) = tiny_model("llama"), _prompt()
-    cache = _read(model, policy, ids)
-    cache.save(tmp_path / "cache")
-    loaded = CompressedCache.load(tmp_path / "cache", model)
-    assert loaded.policy == policy
-    assert loaded.report() == cache.report()
-    CompressedCache.load(tmp_path / "cache", model, policy=policy)
-
-
-@pytest.mark.parametrize("budget", ["auto", AutoBudget(lost_vote=0.01, most=80)])
-def test_static_storage_whose_layers_share_a_mask_is_refused(budget):
-    with pytest.raises(InvalidArgumentError, match="the same in all layers"):
-        CompressedCache(tiny_model("llama"), SnapKV(budget), storage="static")
-
-
 def test_in_pieces_under_a_cap():
     model, (ids, _) = tiny_model("llama"), _prompt()
     policy = SnapKV(AutoBudget(lost_vote=0.02, least=2, most=60), window_size=8)
@@ -151,29 +118,6 @@ def test_in_pieces_under_a_cap():
         model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
     assert cache.report().kept_tokens <= 61
     assert cache.report()["lost_votes"] is None  # something was dropped before the votes
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: PyramidKV("auto"), InvalidArgumentError, "pyramidkv"),
-        (lambda: KeyDiff("auto"), InvalidArgumentError, "keydiff"),
-        (lambda: SnapKV("auto", keep_ratio=0.5), InvalidArgumentError, "got budget=auto"),
-        (lambda: SnapKV("many"), InvalidTypeError, "'many'"),
-        (lambda: SnapKV(AutoBudget(most=40), window_size=64), InvalidArgumentError, "got 40"),
-        (lambda: AutoBudget(lost_vote=0), InvalidArgumentError, "lost_vote"),
-        (lambda: AutoBudget(lost_vote=True), InvalidTypeError, "lost_vote"),
-        (lambda: AutoBudget(least=0), InvalidArgumentError, "least"),
-        (lambda: AutoBudget(least=50, most=50), InvalidArgumentError, "most"),
-        (lambda: SnapKV(AutoBudget(most=40), window_size=16), InvalidArgumentError, "least=32"),
-        (lambda: SnapKV({"auto": 3}), InvalidArgumentError, "budget: expected"),
-        (lambda: SnapKV({"auto": {"x": 1}}), InvalidArgumentError, "budget: expected"),
-        (lambda: SnapKV({"auto": {}, "z": 2}), InvalidArgumentError, "budget: expected"),
-    ],
-)
-def test_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
 
 
 def test_the_report_says_what_was_lost():

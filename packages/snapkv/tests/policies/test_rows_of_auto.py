@@ -6,49 +6,13 @@ Whatever the other row is, each keeps and says what it would alone.
 import pytest
 import torch
 
-from snapkv import TOVA, AdaKV, AutoBudget, CompressedCache, KVzip, PromptThenDecode, SnapKV
+from snapkv import AdaKV, AutoBudget, CompressedCache, KVzip, SnapKV
 from snapkv.errors import InvalidArgumentError
 from snapkv.kvzip import read_twice
 from snapkv.ops.votes import reference
 from tests.families import random_ids, tiny_model
 
 AUTO = SnapKV(AutoBudget(lost_vote=0.02, least=4), window_size=4)
-CLOSE = SnapKV(AutoBudget(lost_vote=0.01, least=3), window_size=1, kernel_size=1)
-
-
-@torch.no_grad()
-def _read(policy, ids, new):
-    """Kept positions of every row, and the logits of one more token."""
-    model = tiny_model("llama")
-    cache = CompressedCache(model, policy)
-    model(ids, past_key_values=cache)
-    kept = [cache.kept_positions(layer) for layer in cache.compressed_layers]
-    rows = [
-        [[[p for p in head if p >= 0] for head in layer[row].tolist()] for layer in kept]
-        for row in range(len(ids))
-    ]
-    return rows, model(new, past_key_values=cache).logits[:, -1]
-
-
-@pytest.mark.parametrize("policy", [AUTO, CLOSE, AdaKV(AUTO), AdaKV(CLOSE)], ids=str)
-@pytest.mark.parametrize("seed", [1, 3, 7])
-def test_rows_of_one_length_are_as_alone(policy, seed):
-    ids, new = random_ids(2, 80, seed), random_ids(2, 1, 5)
-    kept, logits = _read(policy, ids, new)
-    for row in range(2):
-        alone, expected = _read(policy, ids[row : row + 1], new[row : row + 1])
-        assert kept[row] == alone[0]
-        torch.testing.assert_close(logits[row], expected[0], atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 8, 9, 20])
-@pytest.mark.parametrize("group_reduce", ["mean", "none"])
-def test_a_short_prompt_loses_no_votes(tokens, group_reduce):
-    model, prompt = tiny_model("llama"), SnapKV(40, window_size=8, group_reduce=group_reduce)
-    cache = CompressedCache(model, PromptThenDecode(prompt=prompt, decode=TOVA(60)))
-    model(random_ids(1, tokens), past_key_values=cache)
-    assert cache.report()["lost_votes"] == cache.report()["lost_vote_peak"] == 0
 
 
 @torch.no_grad()

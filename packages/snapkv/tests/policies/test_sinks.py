@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.inspector.scores import kept_mask, rating
 from snapkv.kvzip import read_context
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
@@ -22,7 +21,6 @@ from snapkv.policies import (
     LagKV,
     PrefixPolicy,
     PromptLayer,
-    PromptThenDecode,
     Random,
     SnapKV,
 )
@@ -59,7 +57,6 @@ WRAPPERS = {
     "adakv of criticalkv": lambda policy: AdaKV(CriticalKV(policy), safeguard=0.01),
 }
 wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-methods = pytest.mark.parametrize("method", WITH_SINKS, ids=lambda method: method.name)
 
 
 def test_methods_that_rate_without_a_question_have_sinks():
@@ -166,18 +163,6 @@ def test_every_head_keeps_them_within_the_budget(
             assert head[: min(sinks, places[row])] == list(range(min(sinks, places[row])))
 
 
-@methods
-def test_a_budget_without_room_for_them_is_refused_in_one_line(method):
-    assert method(12, window_size=8, sink_tokens=4).budget == 12
-    for wrap in (lambda policy: policy, lambda policy: AdaKV(policy), CriticalKV):
-        with pytest.raises(InvalidArgumentError) as caught:
-            wrap(method(11, window_size=8, sink_tokens=4))
-        assert str(caught.value) == (
-            "budget: expected at least window_size=8 + sink_tokens=4, since both are part of the "
-            "budget, got 11; raise budget or lower one of them"
-        )
-
-
 def test_a_method_of_ones_own_has_them_by_declaring_them():
     @dataclasses.dataclass(frozen=True)
     class Latest(PrefixPolicy):
@@ -257,28 +242,3 @@ def test_they_stay_while_a_prompt_is_read_in_pieces(wrap):
     policy = wrap(KeyDiff(24, window_size=8, sink_tokens=4))
     with chunked(model, cap_tokens=40, chunk_tokens=24):
         assert begins_with(read(model, ids, policy), 4)
-
-
-def test_they_stay_from_turn_to_turn():
-    model, ids = tiny_model("llama"), random_ids(1, 90)
-    policy = KeyDiff(24, window_size=8, sink_tokens=4)
-    for options in ({"turns": "compress"}, {"recall": "host"}):
-        cache = read(model, ids, policy, **options)
-        read_on = torch.cat([ids, random_ids(1, 40, seed=3)], dim=1)
-        model.generate(read_on, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
-        assert begins_with(cache, 4)
-
-
-def test_a_prompt_s_method_keeps_its_own_beside_one_that_evicts():
-    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0])
-    both = PromptThenDecode(prompt=KVzip(3, window_size=1, sink_tokens=2))
-    layer = dataclasses.replace(layer, queries=layer.keys[:, :, -1:])
-    assert kept(both, layer) == [[[0, 1, 5]]]
-
-
-def test_the_lowest_kept_score_that_is_shown_is_of_what_won_its_place():
-    layer = rated([0.0, 0.1, 0.9, 0.2, 0.8, 0.0], [0.5, 0.0, 0.1, 0.9, 0.8, 0.0])
-    policy = KVzip(4, window_size=1, sink_tokens=2)
-    selection = policy.select(layer)
-    shown = rating(policy, layer, selection, kept_mask(selection, layer))
-    assert shown.cuts.tolist() == pytest.approx([0.9, 0.9])

@@ -194,29 +194,6 @@ def test_turning_a_key_gives_the_models_own_key_elsewhere(family):
         torch.testing.assert_close(back, keys, atol=2e-3, rtol=1e-3)
 
 
-def test_layers_without_positions_are_left_as_they_are():
-    """Keys without a rotary embedding are the same in every slot."""
-    model = tiny_model("cohere2")
-    got, cache = logits_of(model, POLICY, pieces_of())
-    same, _ = logits_of(model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of())
-    assert torch.equal(got, same)
-    assert all(cache.layers[i].identity.rotation.apply is None for i in cache.compressed_layers)
-
-
-def test_without_drops_it_is_the_full_cache_bit_for_bit():
-    model, pieces = tiny_model("llama"), pieces_of(2)
-    plain = unwrapped(model, "sdpa")
-    got, cache = logits_of(model, StreamingLLM(PROMPT + 24), pieces)
-    with torch.no_grad():
-        past, expected = None, []
-        for piece in pieces:
-            out = plain(piece, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            expected.append(out.logits)
-    assert torch.equal(got, torch.cat(expected, 1))
-    assert cache.layers[0].notes.sink_keys is None
-
-
 def test_rounding_does_not_add_up():
     """After hundreds of moves in bfloat16 a sink is as near to its true key as after one."""
     model = copy.deepcopy(unwrapped(tiny_model("llama"), "sdpa")).bfloat16()
@@ -228,17 +205,6 @@ def test_rounding_does_not_add_up():
     by = torch.tensor([[300 - BUDGET]])
     expected = layer.identity.rotation(layer.notes.sink_keys, by.expand(1, START)).bfloat16()
     assert torch.equal(layer.keys[:, :, :START], expected)
-
-
-def test_generation_runs_past_the_trained_length():
-    torch.manual_seed(0)
-    config = tiny_config("llama", max_position_embeddings=64)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    cache = CompressedCache(model, POLICY)
-    ids = random_ids(1, PROMPT)
-    tokens = model.generate(ids, past_key_values=cache, max_new_tokens=250, pad_token_id=0)
-    assert tokens.shape[1] == PROMPT + 250
-    assert cache.report().kept_tokens == BUDGET
 
 
 def test_the_same_recent_tokens_are_read_alike_after_any_distance():
@@ -254,16 +220,6 @@ def test_the_same_recent_tokens_are_read_alike_after_any_distance():
             options = {"past_key_values": past, "position_ids": torch.tensor([[position]])}
             logits.append(model(prompt[:, :1], **options).logits)
     torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
-
-
-def test_the_copy_of_the_sinks_counts_as_held():
-    model = tiny_model("llama")
-    _, cache = logits_of(model, POLICY, pieces_of(2))
-    _, still = logits_of(
-        model, StreamingLLM(BUDGET, start=START, positions="original"), pieces_of(2)
-    )
-    extra = sum(layer.notes.sink_keys.nbytes for layer in cache.layers)
-    assert cache.report().held_bytes == still.report().held_bytes + extra
 
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
