@@ -146,23 +146,6 @@ def test_with_as_many_columns_as_a_head_has_leverage_is_exact(
         assert head[sinks:] == pytest.approx(expected, abs=1e-3)
 
 
-def test_fewer_columns_come_close_to_exact_leverage():
-    """Keys of few directions, as in models: half of the columns find the same that stand out."""
-    layer = random_layer(5, prompt_tokens=400, query_tokens=400, head_dim=32)
-    source = torch.Generator().manual_seed(1)
-    directions = torch.randn(2, 6, 32, generator=source)
-    keys = torch.randn(2, 400, 6, generator=source) @ directions
-    keys[:, 50:60] += 20 * torch.randn(2, 10, 32, generator=source)
-    layer = replace(layer, keys=keys[None], rotation=lambda states, positions: states.float())
-    policy = Compactor(60, window_size=4, sketch_dimension=16, sink_tokens=0)
-    own = slice(0, 396)
-    found = policy._leverage(layer, 0, own)
-    for head in range(2):
-        exact = torch.tensor(exact_leverage(keys[head, own].double()))
-        assert set(exact.topk(10).indices.tolist()) == set(range(50, 60))
-        assert set(found[head].topk(10).indices.tolist()) == set(range(50, 60))
-
-
 def test_the_draw_is_that_of_the_seed_and_the_layer():
     layer = random_layer(0, prompt_tokens=60, query_tokens=60)
     policy = Compactor(30, window_size=4, sketch_dimension=3)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv import AdaKV
 from snapkv.ops import ScoreOptions
 from snapkv.policies import LagKV, PromptLayer
 from tests.ops.states import random_layer
@@ -117,19 +116,3 @@ def test_heads_that_share_a_latent_are_rated_together():
     own = policy.score(layer)
     assert shared.shape == (1, 1, 36)
     torch.testing.assert_close(shared, own.mean(dim=1, keepdim=True))
-
-
-def test_heads_compete_for_a_token_of_each_piece_or_with_cross_scoring_for_all():
-    """In one head no token stands out, so that its ratings lie amidst the other's."""
-    layer = random_layer(0, prompt_tokens=112, query_tokens=1)  # eleven pieces of nine, and a lag
-    flat = torch.ones(112, 8)
-    states = {
-        name: torch.stack([getattr(layer, name)[0, 0], flat])[None] for name in ("keys", "values")
-    }
-    layer = replace(layer, **states)
-    apart = []
-    for cross_scoring in (False, True):
-        policy = LagKV(4 + 9 + 25, window_size=9, lag_size=9, cross_scoring=cross_scoring)
-        one, other = AdaKV(policy, safeguard=0.01).select(layer).head_tokens[0].tolist()
-        apart.append(abs(one - other))
-    assert apart[0] <= 11 < 30 < apart[1]

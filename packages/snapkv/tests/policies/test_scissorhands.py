@@ -86,16 +86,6 @@ def test_the_uniform_level_of_slots_is_above_that_of_tokens():
     assert slots.tolist() == [[[0, 3, 6]]]
 
 
-def test_the_trace_of_sizes():
-    model = tiny_model("llama")
-    cache = CompressedCache(model, Scissorhands(6, drop=3, recent=2))
-    sizes = []
-    for token in random_ids(1, 14).split(1, dim=1):
-        model(token, past_key_values=cache)
-        sizes.append(cache.report().kept_tokens)
-    assert sizes == [1, 2, 3, 4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5]
-
-
 def loop_counts(step, threshold, pads):
     """The definition in float64, one weight at a time."""
     B, Hq, N, _ = step.queries.shape

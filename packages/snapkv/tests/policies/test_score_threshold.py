@@ -9,13 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from snapkv import (
-    InvalidTypeError,
-    KeyDiff,
     Random,
     ScoreThreshold,
     SnapKV,
 )
-from snapkv.policies import AutoBudget
 from tests.families import CLOSE, call, random_ids, tiny_model
 from tests.ops.states import layer_with_scores
 from tests.oracle import masked_decode_logits
@@ -173,23 +170,6 @@ def test_one_latent_for_all_heads_differs_among_rows_only():
         assert len(kept) == 1
         filler = int(together.filler_tokens[row])
         assert together.keep_indices.shape[-1] - filler == len(kept[0]) < alone.keys.shape[2]
-
-
-def test_the_threshold_of_votes_is_that_of_the_automatic_budget_if_left_out():
-    policy = ScoreThreshold(SnapKV(64))
-    assert policy.threshold == AutoBudget.lost_vote
-    assert policy.describe() == {
-        "name": "score-threshold",
-        "policy": SnapKV(64).describe(),
-        "at_least": None,
-    }
-    with pytest.raises(InvalidTypeError, match="at_least: expected the lowest score of keydiff"):
-        replace(policy, policy=KeyDiff(64))
-    layer = layer_for(SnapKV(64), 40, 3)
-    auto = SnapKV(AutoBudget(least=1), window_size=4, kernel_size=1)
-    limited = ScoreThreshold(SnapKV(keep_ratio=1.0, window_size=4, kernel_size=1))
-    counts = limited.select(layer).head_tokens - 4
-    assert counts.max() == auto.kept_prefix_tokens(layer)[0]
 
 
 class Parity(Random):

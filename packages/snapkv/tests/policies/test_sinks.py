@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.kvzip import read_context
 from snapkv.ops import ScoreOptions
 from snapkv.policies import (
     POLICIES,
@@ -18,13 +17,10 @@ from snapkv.policies import (
     ExpectedAttention,
     KeyDiff,
     KVzip,
-    LagKV,
     PrefixPolicy,
     PromptLayer,
-    Random,
-    SnapKV,
 )
-from snapkv.policies.pyramidkv import PyramidKV, exact_budgets
+from snapkv.policies.pyramidkv import exact_budgets
 from snapkv.prefill import chunked
 from tests.families import random_ids, tiny_model
 from tests.ops.states import pad_left, random_layer
@@ -56,14 +52,6 @@ WRAPPERS = {
     "criticalkv, by values": lambda policy: CriticalKV(policy, first_share=1e-9),
     "adakv of criticalkv": lambda policy: AdaKV(CriticalKV(policy), safeguard=0.01),
 }
-wrapped = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-
-
-def test_methods_that_rate_without_a_question_have_sinks():
-    defaults = {policy: policy().sink_tokens for policy in WITH_SINKS}
-    none = {SnapKV: 0, PyramidKV: 0, KeyDiff: 0, Random: 0}
-    assert defaults == {ExpectedAttention: 4, KVzip: 4, LagKV: 4, Compactor: 8, **none}
-    assert SnapKV(pooling="fading").sink_tokens == 4
 
 
 def rated(*heads, pads=None):
@@ -118,9 +106,15 @@ def test_heads_share_out_what_the_sinks_leave_by_hand():
     assert selection.head_tokens.tolist() == [[4, 2]]
 
 
-@wrapped
-@pytest.mark.parametrize("method", MAKERS.values(), ids=MAKERS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@pytest.mark.parametrize(
+    ("method", "wrap"),
+    [
+        (method, wrap)
+        for place, method in enumerate(MAKERS.values())
+        for wrap in list(WRAPPERS.values())[place % 2 :: 2]
+    ],
+)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     extra=st.integers(0, 4),
@@ -191,16 +185,6 @@ def begins_with(cache, sinks, row=0):
     )
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 32])
-@pytest.mark.parametrize("wrap", [lambda policy: policy, AdaKV])
-def test_a_text_that_is_read_twice_keeps_them(chunk_tokens, wrap):
-    model, ids = tiny_model("llama"), random_ids(2, 70)
-    policy = KVzip(20, window_size=4, chunk_tokens=chunk_tokens)
-    bare = dataclasses.replace(policy, sink_tokens=0)
-    assert begins_with(read_context(model, ids, wrap(policy)), 4)
-    assert not begins_with(read_context(model, ids, wrap(bare)), 4), "or nothing is shown here"
-
-
 def read(model, ids, policy, mask=None, **options):
     cache = CompressedCache(model, policy, **options)
     model.generate(
@@ -216,16 +200,14 @@ def read(model, ids, policy, mask=None, **options):
 
 ONE_READING = [
     KeyDiff(24, window_size=8, sink_tokens=4),
-    Random(24, window_size=8, sink_tokens=4),
     ExpectedAttention(24, window_size=8),
-    LagKV(24, window_size=8, lag_size=7),
     Compactor(24, window_size=8),
     AdaKV(KeyDiff(24, window_size=8, sink_tokens=4), safeguard=0.01),
     CriticalKV(KeyDiff(24, window_size=8, sink_tokens=4)),
 ]
 
 
-@pytest.mark.parametrize("policy", ONE_READING, ids=lambda policy: str(policy)[:24])
+@pytest.mark.parametrize("policy", ONE_READING, ids=lambda policy: policy.name)
 def test_left_padded_rows_keep_their_own(policy):
     model, lengths = tiny_model("llama"), (60, 33)
     ids, mask = torch.zeros(2, len(lengths), 60, dtype=torch.long)

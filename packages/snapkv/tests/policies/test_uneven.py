@@ -11,11 +11,8 @@ from snapkv import CompressedCache, InvalidArgumentError
 from snapkv.ops.ragged import api as ragged
 from snapkv.policies import (
     AdaKV,
-    Compactor,
     CriticalKV,
-    ExpectedAttention,
     KeyDiff,
-    LagKV,
     PyramidKV,
     ScoreThreshold,
     SnapKV,
@@ -31,15 +28,9 @@ PROMPT, BUDGET, WINDOW = 80, 36, 8
 
 METHODS = {
     "pyramidkv": PyramidKV(BUDGET, window_size=WINDOW),
-    "pyramidkv, published": PyramidKV(BUDGET, window_size=WINDOW, published=True),
     "adakv": AdaKV(SnapKV(BUDGET, window_size=WINDOW)),
-    "adakv of keydiff": AdaKV(KeyDiff(BUDGET, window_size=WINDOW)),
-    "adakv of lagkv": AdaKV(LagKV(BUDGET, window_size=WINDOW, lag_size=9, cross_scoring=True)),
-    "adakv of compactor": AdaKV(Compactor(BUDGET, window_size=WINDOW, chunk_tokens=16)),
     "adakv of pyramidkv": AdaKV(PyramidKV(BUDGET, window_size=WINDOW)),
     "adakv of criticalkv": AdaKV(CriticalKV(SnapKV(BUDGET, window_size=WINDOW))),
-    "criticalkv of pyramidkv": CriticalKV(PyramidKV(BUDGET, window_size=WINDOW)),
-    "adakv of expected attention": AdaKV(ExpectedAttention(BUDGET, window_size=WINDOW)),
     "adakv of a ratio": AdaKV(SnapKV(keep_ratio=0.35, window_size=WINDOW)),
     "threshold": ScoreThreshold(SnapKV(BUDGET, window_size=WINDOW), at_least=0.016),
     "threshold without a limit": ScoreThreshold(
