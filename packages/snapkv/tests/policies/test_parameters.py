@@ -116,7 +116,7 @@ REFUSED = [
     (Scissorhands, {"budget": 10}, VALUE, "budget", "a budget of at least 11"),
     (Scissorhands, {"budget": 64, "drop": 55}, VALUE, "budget", "drop=55"),
     (Scissorhands, {"budget": 20, "gamma": 0.5}, VALUE, "gamma", "gamma=0.5"),
-    (Scissorhands, {"gamma": 1}, VALUE, "gamma", "got 1"),
+    (Scissorhands, {"gamma": 1}, VALUE, "gamma", "got gamma=1"),
     (Scissorhands, {"gamma": "0.5"}, TYPE, "gamma", "got '0.5'"),
     (Scissorhands, {"threshold": "mean"}, VALUE, "threshold", "got 'mean'"),
     (Scissorhands, {"recent": 0}, VALUE, "recent", "got 0"),

@@ -2,7 +2,7 @@
 
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
@@ -187,7 +187,7 @@ class PrefixPolicy(Policy):
     budget: int | Literal["auto"] | AutoBudget | None = None
     _: KW_ONLY
     keep_ratio: float | None = None
-    window_size: int = field(default=DEFAULT_WINDOW)
+    window_size: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
         if self.budget is None and self.keep_ratio is None:

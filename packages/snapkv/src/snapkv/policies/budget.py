@@ -35,10 +35,6 @@ class AutoBudget:
             may have and be dropped, in (0, 1), in a prompt of up to 1,024 tokens.
         least: positions that every layer keeps beside the window, whatever the votes.
         most: tokens that no layer keeps more of, the window included; None for no limit.
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
     """
 
     lost_vote: float = 0.0015

@@ -1,7 +1,6 @@
 """DuoAttention (Xiao et al., 2024, arXiv 2410.10819): only retrieval heads keep everything."""
 
 import functools
-import math
 import os
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import ClassVar, Self
@@ -9,12 +8,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.base import EvictingPolicy
 from snapkv.policies.head_scores import HeadScores, head_scores
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, Eviction, LayerStates, PromptLayer, Selection
-from snapkv.validation import require_int, require_share
+from snapkv.validation import require_finite, require_int, require_share
 
 KEEP_HEADS = 0.5
 """The part of the heads that keeps everything, where scores decide and nobody says."""
@@ -74,20 +73,18 @@ class DuoAttention(EvictingPolicy):
         if self.keep_heads is not None:
             require_share("keep_heads", self.keep_heads, "0.5")
         if self.threshold is not None:
-            _require_threshold(self.threshold)
-        limits = {"keep_heads": self.keep_heads, "threshold": self.threshold}
-        given = {name: value for name, value in limits.items() if value is not None}
-        if len(given) > 1:
+            require_finite("threshold", self.threshold, "pass a score such as 0.5")
+        if self.keep_heads is not None and self.threshold is not None:
             raise InvalidArgumentError(
                 f"keep_heads and threshold: expected one of them, got keep_heads="
                 f"{self.keep_heads} and threshold={self.threshold}; leave one out"
             )
-        if given and self._says_by_itself:
-            ((name, value),) = given.items()
-            raise InvalidArgumentError(
-                f"{name}: expected none with a pattern of ones and zeros, which says by itself "
-                f"which heads keep everything, got {value}; leave {name} out, or pass scores"
-            )
+        for name in ("keep_heads", "threshold"):
+            if self._says_by_itself and (value := getattr(self, name)) is not None:
+                raise InvalidArgumentError(
+                    f"{name}: expected none with a pattern of ones and zeros, which says by itself "
+                    f"which heads keep everything, got {value}; leave {name} out, or pass scores"
+                )
 
     def with_scores(self, scores: HeadScores) -> Self:
         """The same method with these scores."""
@@ -170,15 +167,3 @@ class DuoAttention(EvictingPolicy):
         real = columns >= pads
         kept = real & (whole | stays)
         return kept.expand(layer.keys.shape[0], -1, -1), bool((kept != real).any())
-
-
-def _require_threshold(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidTypeError(
-            f"threshold: expected a number, got {value!r} of type {type(value).__name__}; pass a "
-            "score such as 0.5"
-        )
-    if not math.isfinite(value):
-        raise InvalidArgumentError(
-            f"threshold: expected a finite number, got {value}; pass a score such as 0.5"
-        )

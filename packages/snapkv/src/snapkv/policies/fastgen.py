@@ -51,10 +51,6 @@ class FastGen(EvictingPolicy):
         special_ids: ids of the special tokens, a tuple of its ids where a chat marker is several
             tokens; by default all that the tokenizer calls special, see `with_tokenizer`.
         punctuation_ids: ids of the punctuation, by default all tokens that hold nothing else.
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
     """
 
     name: ClassVar[str] = "fastgen"

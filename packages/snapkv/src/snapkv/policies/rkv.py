@@ -46,10 +46,6 @@ class RKV(BestAndRecent):
         threshold: keys whose cosine is above it are similar, in [0, 1].
         exempt: how many of the newest tokens that are similar to a token do not count as its
             repetitions (the paper's beta).
-
-    Raises:
-        InvalidArgumentError: a value out of range.
-        InvalidTypeError: a value of the wrong type.
     """
 
     name: ClassVar[str] = "r-kv"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.errors import InvalidArgumentError, InvalidTypeError
+from snapkv.errors import InvalidArgumentError
 from snapkv.policies.budget import largest_remainder
 from snapkv.policies.recent import BestAndRecent
 from snapkv.policies.spans import Spans
 from snapkv.policies.states import DecodeStep, LayerStates, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int
+from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, require_share
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Scissorhands(BestAndRecent):
         if self.drop is not None:
             require_int("drop", self.drop, minimum=1)
         require_choice("threshold", self.threshold, ("tokens", "slots"))
-        _require_gamma(self.gamma)
+        require_share("gamma", self.gamma, "0.5")
         self._check_room(self.recent + (self.drop or 1))
 
     def _check_room(self, least: int) -> None:
@@ -80,11 +80,10 @@ class Scissorhands(BestAndRecent):
                 f"{least} would do"
             )
         if self.max_decode_tokens < least:
-            most = math.floor((1 - least / self.budget) * 1000) / 1000
             raise InvalidArgumentError(
                 f"gamma: expected room in the lowest layer for {parts}, got gamma={self.gamma}, "
-                f"which leaves it {self.max_decode_tokens} of budget={self.budget}; gamma up to "
-                f"{most}, or a budget of at least {math.ceil(least / (1 - self.gamma))}, would do"
+                f"which leaves it {self.max_decode_tokens} of budget={self.budget}; lower gamma, "
+                "or raise the budget"
             )
 
     @property
@@ -158,15 +157,3 @@ def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]
     if num_layers == 1:
         shares = [float(budget)]
     return tuple(largest_remainder(shares, budget * num_layers))
-
-
-def _require_gamma(gamma: object) -> None:
-    if isinstance(gamma, bool) or not isinstance(gamma, int | float):
-        raise InvalidTypeError(
-            f"gamma: expected a number from 0 to below 1, got {gamma!r} of type "
-            f"{type(gamma).__name__}; pass 0 for equal layers"
-        )
-    if not 0 <= gamma < 1:
-        raise InvalidArgumentError(
-            f"gamma: expected a number from 0 to below 1, got {gamma}; pass 0 for equal layers"
-        )
