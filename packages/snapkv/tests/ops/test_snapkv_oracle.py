@@ -145,36 +145,6 @@ def test_every_mode_equals_the_loops(group_reduce, pooling, with_sinks, softcap)
         assert our_kept(selection, layer, row) == oracle_kept(layer, policy, row)
 
 
-def test_a_kernel_wider_than_the_prefix_keeps_the_leftmost():
-    layer = random_layer(1, prompt_tokens=9, query_tokens=4)
-    kept = our_kept(SnapKV(budget=6, window_size=4, kernel_size=13).select(layer), layer)
-    assert kept == [[0, 1, 5, 6, 7, 8]] * 2
-
-
-@pairs(
-    group_reduce=["mean", "max", "sum", "none"],
-    limit=[{"budget": 14}, {"keep_ratio": 0.4}],
-    pooling=POOLINGS[1::2] + POOLINGS[-1:],
-    with_sinks=[False, True],
-    extra=[0, 3],
-)
-def test_a_padded_row_keeps_what_it_keeps_alone(group_reduce, limit, pooling, with_sinks, extra):
-    """Rows longer and shorter than the budget (14) and than the window (6)."""
-    policy = SnapKV(**limit, window_size=6, group_reduce=group_reduce, **pooling)
-    sinks = torch.tensor([1.0, -2.0, 3.0, 0.0]) if with_sinks else None
-    options = ops.ScoreOptions(scaling=8**-0.5, sink_logits=sinks)
-    rows = [
-        replace(
-            random_layer(100 + tokens, prompt_tokens=tokens, query_tokens=6), score_options=options
-        )
-        for tokens in (7, 40, 1, 14, 5, 23, 13, 6, 15, 8)
-    ]
-    layer = pad_left(rows, query_tokens=6, extra=extra)
-    selection = policy.select(layer)
-    for row, alone in enumerate(rows):
-        assert our_kept(selection, layer, row) == oracle_kept(alone, policy)
-
-
 def test_only_pads_are_dropped_where_every_row_fits_the_budget():
     rows = [random_layer(9, prompt_tokens=tokens, query_tokens=4) for tokens in (9, 4)]
     layer = pad_left(rows, query_tokens=4, extra=6)

@@ -18,6 +18,10 @@ Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_re
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
 `snapkv.kvzip` reads the prompt, or the queries of all that is chosen from."""
 
+OfHeads = Literal["max", "mean", "all"]
+"""Where votes choose how much a layer keeps: what the head needs that needs most, or heads on
+average; "all" is as if all positions were voted for, and asks for no votes."""
+
 ALL_QUERIES = sys.maxsize
 """`Policy.query_tokens` of a method that scores with every query of the prompt."""
 
@@ -240,14 +244,8 @@ class PrefixPolicy(Policy):
         """
         return self.prefix(layer).ranked(self.score(layer) / self.summed_weights(layer))
 
-    def kept_prefix_tokens(
-        self, layer: PromptLayer, of_heads: Literal["max", "mean", "all"] = "max"
-    ) -> list[int]:
-        """B numbers: positions each row keeps of its own prefix.
-
-        Where votes choose, that is what the head needs which needs most, or heads on average; "all"
-        is as if all positions were voted for, and asks for no votes.
-        """
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
+        """B numbers: positions each row keeps of its own prefix."""
         prefixes = voted = self.prefix(layer).lengths
         if isinstance(self.budget, AutoBudget) and of_heads != "all":
             by_head = self.budget.voted(self.rated(layer))

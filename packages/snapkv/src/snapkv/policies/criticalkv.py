@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.errors import UnsupportedModelError
 from snapkv.policies.around import AroundScores
-from snapkv.policies.base import Need, PrefixPolicy
+from snapkv.policies.base import Need, OfHeads, PrefixPolicy
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
 from snapkv.validation import require_ratio
@@ -70,9 +70,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
     def most_tokens(self) -> int | None:
         return self.policy.most_tokens
 
-    def kept_prefix_tokens(
-        self, layer: PromptLayer, of_heads: Literal["max", "mean", "all"] = "max"
-    ) -> list[int]:
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         return self.policy.kept_prefix_tokens(layer, of_heads)
 
     def score(self, layer: PromptLayer) -> Tensor:

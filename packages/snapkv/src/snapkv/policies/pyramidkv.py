@@ -1,8 +1,9 @@
 """PyramidKV (Cai et al., 2024): more budget for the lower layers, less for the upper ones."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from snapkv.policies.base import OfHeads
 from snapkv.policies.budget import largest_remainder
 from snapkv.policies.snapkv import SnapKV
 from snapkv.policies.states import PromptLayer
@@ -44,9 +45,7 @@ class PyramidKV(SnapKV):
         mean = super().most_tokens
         return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
-    def kept_prefix_tokens(
-        self, layer: PromptLayer, of_heads: Literal["max", "mean", "all"] = "max"
-    ) -> list[int]:
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """B numbers: positions each row keeps of its own prefix in this layer."""
         means, prefixes = super().kept_prefix_tokens(layer, of_heads), self.prefix(layer).lengths
         return [

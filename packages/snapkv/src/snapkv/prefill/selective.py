@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from snapkv.cache.reading import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, Policy, PromptLayer, Selection, SnapKV
+from snapkv.policies.base import OfHeads
 from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
@@ -50,9 +51,7 @@ class _TokensThatGoOn(SnapKV):
         """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
-    def kept_prefix_tokens(
-        self, layer: PromptLayer, of_heads: Literal["max", "mean", "all"] = "max"
-    ) -> list[int]:
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """The share, the least, and whatever is protected."""
         assert self.keep_ratio is not None
         prefix = self.prefix(layer)
