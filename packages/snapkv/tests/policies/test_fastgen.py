@@ -20,7 +20,6 @@ from snapkv import (
     InvalidArgumentError,
     InvalidTypeError,
 )
-from snapkv.cache.reading import Reading
 from snapkv.ops import (
     ScoreOptions,
     kept_indices,
@@ -264,42 +263,6 @@ def test_heads_may_hold_nothing_at_all():
 
 
 # Who says which tokens come.
-
-
-MODES = {"beams": {"num_beams": 3}, "in pieces": {"prefill_chunk_size": 17}}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_generate_says_which_tokens_every_pass_reads(mode, monkeypatch):
-    """In the order of the rows, as the model itself gets them."""
-    model, announced, read = tiny_model("llama"), [], []
-    expect_tokens = Reading.expect_tokens
-
-    def spy(self, token_ids):
-        announced.append(token_ids)
-        expect_tokens(self, token_ids)
-
-    monkeypatch.setattr(Reading, "expect_tokens", spy)
-    watch = model.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"]), with_kwargs=True
-    )
-    try:
-        ids = random_ids(2, PROMPT)
-        mask = torch.ones_like(ids)
-        mask[0, :7] = 0
-        cache = CompressedCache(model, FastGen(0.8, **KINDS))
-        model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=8,
-            pad_token_id=0,
-            **MODES[mode],
-        )
-    finally:
-        watch.remove()
-    assert len(announced) == len(read) > 7
-    assert all(torch.equal(told, got) for told, got in zip(announced, read, strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the first layer slides in the second
