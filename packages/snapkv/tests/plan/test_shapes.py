@@ -10,7 +10,7 @@ from snapkv.app.models import load, load_outline
 from snapkv.errors import InvalidArgumentError, ModelNotFoundError
 from snapkv.plan import footprint_of, max_positions
 from snapkv.plan.shapes import SHAPES, config_of, described, outline, shape_of
-from snapkv.plan.weights import stored_bytes
+from snapkv.plan.footprint import stored_bytes
 
 K = 1024
 

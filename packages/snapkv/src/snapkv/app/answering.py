@@ -37,26 +37,7 @@ LayerSink = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer, and what it took.
-
-    Attributes:
-        text: the answer, beginning with the prompt's `answer_start`.
-        finish_reason: "stop" where the model ended the answer, "length" where it was cut off.
-        policy: the method's name and its parameters.
-        prompt_tokens: length of the prompt.
-        new_tokens: tokens generated, an end-of-turn token included.
-        kept_tokens: tokens of the prompt that were stored when the answer was complete, the mean
-            over heads and compressed layers.
-        first_token_ms: from handing over the prompt to the first token: reading the prompt,
-            compressing the cache, and one choice.
-        token_ms: per token after the first, the median, or the mean where some came together; None
-            where there is only one.
-        cache: what the cache saw and held when the answer was complete.
-        total_ms: from handing over the prompt to the last token.
-        protected: positions that stayed whatever the scores, as half-open spans.
-        drafts: what drafting took, see `DraftMethod.tally`; None without drafts.
-        token_ids: the tokens that were generated.
-    """
+    """An answer, and what it took."""
 
     text: str
     finish_reason: str
@@ -86,27 +67,7 @@ def answer(
     on_layer: LayerSink | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Answer:
-    """Read the prompt into a cache that the policy compresses, and generate the answer.
-
-    Args:
-        loaded: model and tokenizer.
-        prompt: what the model continues.
-        policy: what the cache keeps of the prompt.
-        settings: length and sampling.
-        drafts: where drafts come from, for several tokens per forward pass; None for none.
-        protection: what of the prompt must stay; None for nothing.
-        prefill: how the prompt is read; None for exactly, at once.
-        on_text: called with every finished piece of the answer, `answer_start` first.
-        on_layer: called each time a layer has begun to read the prompt.
-        on_prompt_end: called when the prompt has been read; not with `drafts`.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-        InvalidArgumentError: the prompt does not hold what must stay of it, or the budget has no
-            room for that.
-        UnsupportedModelError: the model cannot be compressed correctly.
-        OutOfMemoryError: the device is full; the message says what would fit.
-    """
+    """Read the prompt into a cache that the policy compresses, and generate the answer."""
     policy = loaded.completed(policy)
     spans = [] if protection is None else protection.spans(prompt, policy, loaded.tokenizer)
     cache = _WatchedCache(loaded.model, policy, on_layer, protect=spans)
@@ -140,11 +101,7 @@ def answer_ids(
     on_text: TextSink | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> tuple[Answer, Tensor]:
-    """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`.
-
-    Returns:
-        The answer, and the (1, T + new) int64 ids of all that was read and generated.
-    """
+    """Answer behind some tokens; arguments and errors as in `continue_ids` and `answer`."""
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings)
     if on_text:
@@ -189,11 +146,7 @@ def _stored_of(cache: CompressedCache, tokens: int) -> float:
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """A prompt's tokens on the model's device, (1, T) int64.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-    """
+    """A prompt's tokens on the model's device, (1, T) int64."""
     ids: Tensor = prompt.token_ids(loaded.tokenizer).to(loaded.model.device)
     require_positions(loaded, ids.shape[1], settings)
     return ids
@@ -202,11 +155,7 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings
 def require_positions(
     loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings
 ) -> None:
-    """Refuse a prompt behind which the model has no positions for the answer.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-    """
+    """Refuse a prompt behind which the model has no positions for the answer."""
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or prompt_tokens + new_tokens <= max_tokens:
         return
@@ -234,29 +183,7 @@ def continue_ids(
     prefill: Prefill | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Tensor:
-    """Read a prompt into a cache and generate the tokens behind it.
-
-    Args:
-        loaded: model and tokenizer.
-        ids: (1, T) int64, the prompt.
-        cache: made for the model, empty, or one that has seen the beginning of `ids`.
-        settings: length and sampling.
-        context_tokens: compress behind that many tokens; None for all of the prompt. A policy
-            that needs a second reading reads those twice, and later turns as any other.
-        streamer: gets every token.
-        drafts: where drafts come from; None for none.
-        prefill: how what is new of the prompt is read; None for exactly, at once.
-        on_prompt_end: called when all of the prompt has been read; not with `drafts`.
-
-    Returns:
-        (1, T + new) int64.
-
-    Raises:
-        InvalidArgumentError: a policy that reads a context twice, an empty cache, and no
-            `context_tokens`.
-        UnsupportedModelError: the model cannot be compressed correctly.
-        OutOfMemoryError: the device is full; the message says what would fit.
-    """
+    """Read a prompt into a cache and generate the tokens behind it."""
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
         require_one_reading(cache.policy, "hide the question from it (snapkv ask does)")
@@ -291,10 +218,7 @@ def _read_context(loaded: LoadedModel, ids: Tensor, cache: CompressedCache) -> N
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
-    """Keyword arguments of `generate` that replace whatever the checkpoint suggests.
-
-    One sequence, without beams, from a cache: that is what is streamed, timed and reported.
-    """
+    """Keyword arguments of `generate` that replace whatever the checkpoint suggests."""
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
         sampling = {"do_sample": True, "temperature": settings.temperature}

@@ -26,23 +26,7 @@ from snapkv.policies import Policy
 def answers_together(
     loaded: LoadedModel, prompts: Sequence[Prompt], policy: Policy, settings: GenerationSettings
 ) -> list[str]:
-    """The text of every answer; each is that of its prompt alone, up to rounding.
-
-    Shorter prompts are padded on the left, and each row is compressed by itself. The batch goes on
-    until its last answer has ended.
-
-    Args:
-        loaded: model and tokenizer.
-        prompts: what the model continues; at least one, compressed behind its end.
-        policy: what the cache keeps of each.
-        settings: of all answers; without sampling, whose draws would depend on the batch.
-
-    Raises:
-        InvalidArgumentError: settings that sample, or a policy that reads a text twice.
-        PromptTooLongError: a prompt and its answer need more positions than the model has.
-        UnsupportedModelError: the model cannot be compressed correctly.
-        OutOfMemoryError: the device is full.
-    """
+    """The text of every answer; each is that of its prompt alone, up to rounding."""
     if settings.temperature:
         raise InvalidArgumentError(
             f"temperature: expected 0 for answers that are generated together, got "

@@ -10,13 +10,7 @@ from snapkv.app.answering import Answer
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A compressed answer beside the full cache's.
-
-    Attributes:
-        same: whether they are the same.
-        first_difference: the first new token that differs, counted from 0; None where they are the
-            same. An answer that ends where the other one goes on differs there.
-    """
+    """A compressed answer beside the full cache's."""
 
     same: bool
     first_difference: int | None

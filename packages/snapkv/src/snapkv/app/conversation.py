@@ -24,23 +24,7 @@ NO_RECALL = "none"
 
 
 class Conversation:
-    """Questions and answers about documents, one behind the other in the same cache.
-
-    Args:
-        loaded: model and tokenizer.
-        policy: what the cache keeps for each question.
-        settings: length and sampling.
-        document: what the questions are about; may be empty.
-        recall: "host", a folder or a `PageRecall`, see `CompressedCache`; "none" drops for good
-            what a turn does not need. None for "host", or "none" for methods that evict while
-            generating.
-        protection: what of the first prompt must stay, through all turns; None for nothing.
-        prefill: how every turn is read; None for exactly, at once.
-
-    Raises:
-        InvalidArgumentError: the policy does not go with `recall`.
-        UnsupportedModelError: the model cannot be compressed correctly.
-    """
+    """Questions and answers about documents, one behind the other in the same cache."""
 
     def __init__(
         self,
@@ -74,17 +58,7 @@ class Conversation:
         return 0 if self._ids is None else int(self._ids.shape[1])
 
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
-        """Answer a question.
-
-        Args:
-            question: not empty.
-            on_text: called with every finished piece of the answer.
-
-        Raises:
-            InvalidArgumentError: an empty question.
-            PromptTooLongError: the model has no positions left; the conversation stays as it was.
-            OutOfMemoryError: the device or the host is full.
-        """
+        """Answer a question."""
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
         ids = self._with(question)
@@ -126,12 +100,7 @@ class Conversation:
         return self.cache.report()
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a file; see `CompressedCache.save`.
-
-        Raises:
-            InvalidArgumentError: nothing has been said yet.
-            CacheFileError: the file cannot be written.
-        """
+        """Write the conversation to a file; see `CompressedCache.save`."""
         if self._ids is None:
             raise InvalidArgumentError(
                 "save: expected a conversation that has begun, got none yet; ask something first"
@@ -193,16 +162,7 @@ class Conversation:
 def behind(
     loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said and a text behind it, (1, T + new) int64.
-
-    Args:
-        loaded: model and tokenizer.
-        said: (1, T) int64, up to the last token of an answer, which no cache has read yet.
-        text: what stands between that answer and the next one.
-        settings: of the answers.
-        is_chat: whether a chat template has made the text; then the token that ends an answer stays
-            before it, once. Elsewhere the text goes on where the answer's own ends.
-    """
+    """All that was said and a text behind it, (1, T + new) int64."""
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
     if last in end_token_ids(loaded.model, settings):
         end = tokenizer.decode([last])

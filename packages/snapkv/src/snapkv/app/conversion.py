@@ -41,29 +41,14 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedModel:
-    """A GGUF file's model and tokenizer as transformers saves them.
-
-    Attributes:
-        folder: what `from_pretrained` takes; every tensor in it is float32.
-        sha256: of the GGUF file's content, in hexadecimal.
-    """
+    """A GGUF file's model and tokenizer as transformers saves them."""
 
     folder: Path
     sha256: str
 
 
 def convert_once(path: Path) -> ConvertedModel:
-    """The converted model of a GGUF file, made if it is not in the cache folder yet.
-
-    Several processes may convert the same file at the same time: each works in a folder of its
-    own and the first to finish moves it into place. An interrupted conversion leaves no folder
-    behind under the final name.
-
-    Raises:
-        InvalidArgumentError: the file is not GGUF, is damaged, lacks weights or is of an
-            architecture transformers does not know, or the cache folder cannot be written.
-        MissingDependencyError: the packages that read GGUF are not installed.
-    """
+    """The converted model of a GGUF file, made if it is not in the cache folder yet."""
     _require_gguf(path)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -147,10 +132,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Within this block transformers draws no bar for the tensors of a GGUF file.
-
-    It asks neither its own switch for progress bars nor tqdm's.
-    """
+    """Within this block transformers draws no bar for the tensors of a GGUF file."""
     gguf_reading.tqdm = functools.partial(_draw_progress, disable=True)
     try:
         yield

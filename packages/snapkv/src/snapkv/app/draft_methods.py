@@ -15,28 +15,13 @@ METHODS = ("medusa", "assistant", "prompt-lookup", "self-speculate")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftMethod:
-    """Where drafts come from.
-
-    Attributes:
-        name: one of `METHODS`.
-        options: keyword arguments of `model.generate`.
-    """
+    """Where drafts come from."""
 
     name: str
     options: dict[str, Any] = field(repr=False)
 
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
-        """What the last text took, for its report.
-
-        Args:
-            new_tokens: how many were generated.
-            passes: forward passes of the model on the cache it was given, the prompt's included.
-
-        Returns:
-            `method`, `passes` that verified drafts, and `acceptance_length`, tokens per such pass;
-            for Medusa and self-speculation what `Tally` counts, too, and for self-speculation
-            `full_cache_bytes`, what the cache that verifies holds.
-        """
+        """What the last text took, for its report."""
         decoding = self.options.get("custom_generate")
         if not isinstance(decoding, Speculation):  # transformers drafts behind the prompt at once
             share = new_tokens / passes
@@ -61,11 +46,7 @@ def self_speculation() -> DraftMethod:
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Drafts of what stands behind the same words in the prompt.
-
-    Raises:
-        InvalidArgumentError: not a positive number.
-    """
+    """Drafts of what stands behind the same words in the prompt."""
     if tokens < 1:
         raise InvalidArgumentError(
             f"prompt_lookup: expected how many tokens to draft, at least 1, got {tokens}; pass 10"

@@ -20,19 +20,7 @@ from snapkv.policies import FullCache, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryQuestion:
-    """A question about the documents of a library that fit it best.
-
-    Attributes:
-        loaded: the model that has read them.
-        library: where they are.
-        text: what is asked.
-        hits: the documents, the best first.
-        settings: how to generate.
-        recompute: the fraction of their tokens that is computed anew.
-        answer_start: text that the answer begins with.
-        search_ms: how long finding them took, which counts towards the first token.
-        left_out: documents that were found, and for which the model has no positions left.
-    """
+    """A question about the documents of a library that fit it best."""
 
     loaded: LoadedModel
     library: Library
@@ -45,15 +33,7 @@ class LibraryQuestion:
     left_out: Sequence[Hit] = field(default_factory=list)
 
     def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
-        """Answer from the caches that the library has.
-
-        Args:
-            policy: what to keep for the question.
-            on_text: called with every finished piece of the answer.
-
-        Raises:
-            SnapKVError: as `Library.inputs`, and where the device is full.
-        """
+        """Answer from the caches that the library has."""
         start = time.perf_counter()
         inputs = self.library.inputs(
             self.loaded.model,
@@ -73,11 +53,7 @@ class LibraryQuestion:
         )
 
     def answer_in_full(self, new_tokens: int | None = None) -> Answer:
-        """The answer where the same documents are read together, with the full cache.
-
-        Args:
-            new_tokens: where to cut it off; by default as `settings` say.
-        """
+        """The answer where the same documents are read together, with the full cache."""
         ids = self.library.token_ids(
             self.loaded.model,
             self.loaded.tokenizer,
@@ -116,13 +92,7 @@ def look_up(
     answer_start: str = "",
     by_meaning: bool = False,
 ) -> LibraryQuestion:
-    """Find the documents for a question, as many as the model has positions for.
-
-    Raises:
-        DocumentError: no document has a word of it.
-        PromptTooLongError: not even the best one fits.
-        LibraryError: there is no library.
-    """
+    """Find the documents for a question, as many as the model has positions for."""
     start = time.perf_counter()
     hits = library.search(question, documents, by_meaning=by_meaning)
     if not hits:

@@ -12,14 +12,7 @@ from snapkv.library.records import Record, Text
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What files and folders hold.
-
-    Attributes:
-        texts: their documents.
-        failed: what was named and cannot be read, and why.
-        gone: documents of the library whose files were there and are not any more.
-        notices: a line about every file below a folder that was left out, or read in part.
-    """
+    """What files and folders hold."""
 
     texts: list[Text] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
@@ -28,16 +21,7 @@ class Found:
 
 
 def find(sources: Sequence[str], known: Sequence[Record], library: Path) -> Found:
-    """Read files, folders and "-" as `text_files.read` does, each by itself.
-
-    Args:
-        sources: what to read.
-        known: the documents that the library has.
-        library: its folder, which is not read even below a folder that is.
-
-    Raises:
-        MissingDependencyError: the package that reads a file is not installed.
-    """
+    """Read files, folders and "-" as `text_files.read` does, each by itself."""
     found = Found()
     for source in sources:
         before = _from(source, known)

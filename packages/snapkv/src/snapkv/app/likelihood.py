@@ -30,25 +30,7 @@ def log_likelihoods(
     policy: Policy,
     batch_size: int = 1,
 ) -> Iterator[tuple[float, bool]]:
-    """Log-probability of every continuation behind a context that is read and compressed once.
-
-    The first token is predicted by the whole context, as the first token of an answer is; the
-    others attend to what was kept.
-
-    Args:
-        loaded: the model.
-        context: (1, T) int64, T at least 1.
-        continuations: (1, C) int64 each, C at least 1.
-        policy: what the cache keeps of the context.
-        batch_size: how many are read in one pass, each behind a copy of what was kept; where the
-            policy evicts while generating, each is read by itself, token by token.
-
-    Returns:
-        For each the sum of the tokens' log-probabilities, and whether all are the likeliest.
-
-    Raises:
-        OutOfMemoryError: the device is full; what was found before has been given.
-    """
+    """Log-probability of every continuation behind a context that is read and compressed once."""
     model, policy = loaded.model, loaded.completed(policy)
     cache = CompressedCache(model, policy)
     advice = functools.partial(prompt_advice, model, context.shape[1], free_bytes(model.device))
@@ -80,17 +62,7 @@ def _together(
 
 
 def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of every token of a continuation, those before it being given.
-
-    Args:
-        model: whose cache it is.
-        end: what the continuation is read behind, of B rows; all but its last token is in the
-            cache then.
-        continuation: (B, C) int64, C at least 1.
-
-    Returns:
-        (B, C) fp32, and (B, C) bool, whether each token is the likeliest.
-    """
+    """Log-probability of every token of a continuation, those before it being given."""
     cache, following = end.cache, continuation.shape[1] - 1
     # What a method drops while generating depends on its steps.
     size = 1 if isinstance(cache.policy, EvictingPolicy) else _PIECE_TOKENS

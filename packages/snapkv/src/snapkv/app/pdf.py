@@ -12,12 +12,7 @@ _END = b"%%EOF"
 
 
 def pdf_text(name: str, data: bytes) -> tuple[str, list[str]]:
-    """The text layer of a PDF, an empty line between its pages, and why some may be missing.
-
-    Raises:
-        DocumentError: it has no text, is encrypted, or is damaged beyond what can be repaired.
-        MissingDependencyError: pypdf is not installed.
-    """
+    """The text layer of a PDF, an empty line between its pages, and why some may be missing."""
     try:
         from pypdf import PdfReader
         from pypdf.errors import DependencyError, FileNotDecryptedError

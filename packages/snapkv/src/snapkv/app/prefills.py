@@ -48,13 +48,7 @@ class Exact(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class _WithChosenTokens(Prefill):
-    """Only some tokens go on from some layer.
-
-    Args:
-        layer: how many layers read every token; None for what is known of the model.
-        keep_ratio: the share of the prompt that goes on.
-        least_tokens: so many go on where the share is fewer.
-    """
+    """Only some tokens go on from some layer."""
 
     holds_all: ClassVar[bool] = False
 
@@ -63,7 +57,6 @@ class _WithChosenTokens(Prefill):
     least_tokens: int = 256
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
         require_ratio("keep_ratio", self.keep_ratio)
         require_at_least("least_tokens", self.least_tokens, 0)
         if self.layer is not None:
@@ -112,18 +105,13 @@ class GemFilter(_WithChosenTokens):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerByLayer(Prefill):
-    """Every layer reads the prompt in pieces before the next begins: exact, in less memory.
-
-    Args:
-        chunk_tokens: tokens of a piece.
-    """
+    """Every layer reads the prompt in pieces before the next begins: exact, in less memory."""
 
     name: ClassVar[str] = "layer-by-layer"
 
     chunk_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        """Check the number."""
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
 
     def within(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -135,12 +123,7 @@ class LayerByLayer(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Prefill):
-    """The prompt is read in pieces, and no layer holds more of it than a cap between them.
-
-    Args:
-        cap_tokens: the most that a layer holds.
-        chunk_tokens: tokens of a piece.
-    """
+    """The prompt is read in pieces, and no layer holds more of it than a cap between them."""
 
     name: ClassVar[str] = "chunked"
     holds_all: ClassVar[bool] = False
@@ -149,7 +132,6 @@ class Chunked(Prefill):
     chunk_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         require_at_least("cap_tokens", self.cap_tokens, 1)
         require_at_least("chunk_tokens", self.chunk_tokens, 1)
 

@@ -13,12 +13,7 @@ from snapkv.hf.cache import CompressedCache
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnd:
-    """A prompt that was read, and nothing behind it.
-
-    Attributes:
-        cache: what was kept of the prompt; it goes on by itself.
-        logits: (1, 1, V), of the token that comes next, as the model gives them.
-    """
+    """A prompt that was read, and nothing behind it."""
 
     cache: CompressedCache
     logits: Tensor
@@ -36,16 +31,7 @@ PromptEndSink = Callable[[PromptEnd], None]
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """Within this block, the forward pass that ends a prompt is told of, once.
-
-    What is told of shares what is stored so far with the cache, which goes on as ever.
-
-    Args:
-        model: reads the prompt into `cache`, with no drafts behind it in the same pass.
-        cache: of one row.
-        prompt_tokens: tokens that the cache has seen when the prompt ends.
-        on_prompt_end: told; None for nobody.
-    """
+    """Within this block, the forward pass that ends a prompt is told of, once."""
     if on_prompt_end is None:
         yield
         return

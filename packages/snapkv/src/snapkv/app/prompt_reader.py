@@ -39,18 +39,7 @@ class _ReadBefore(Prefill):
 
 
 class PromptReader:
-    """How the methods that answer one prompt read it: together, where that gives the same.
-
-    The prompt is read with the first of several methods that read exactly. Each reads for itself
-    where there is one only, where the model cannot share a reading, or where the memory has no room
-    for what all of them need.
-
-    Args:
-        loaded: model and tokenizer.
-        prompt: what is answered.
-        settings: of the answer.
-        ways: how each of the methods reads.
-    """
+    """How the methods that answer one prompt read it: together, where that gives the same."""
 
     def __init__(
         self,
@@ -70,16 +59,7 @@ class PromptReader:
         protection: Protection,
         ends: list[PromptEnd] | None = None,
     ) -> Answer:
-        """The answer of a method. Errors as in `answer`.
-
-        The time of a shared reading counts in every answer, which would have taken it too.
-
-        Args:
-            policy: what the method keeps.
-            way: how it reads by itself.
-            protection: what of the prompt stays.
-            ends: gets the end of the prompt, as the answer was generated behind it; None for none.
-        """
+        """The answer of a method. Errors as in `answer`."""
         if way == Exact() and (shared := self._reading()) is not None:
             try:
                 given = self._answer(policy, _ReadBefore(reading=shared), protection, ends)

@@ -9,18 +9,7 @@ from snapkv.errors import InvalidArgumentError
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues.
-
-    Attributes:
-        text: all of it, `answer_start` included.
-        answer_start: the end of `text` that belongs to the answer.
-        has_special_tokens: whether `text` was made by a chat template, which writes the special
-            tokens itself.
-        context_characters: how much of `text` the cache is compressed behind; the rest is read over
-            what was kept of it, so that the question is hidden from the vote. None compresses
-            behind all of it.
-        system_characters: how much of `text` is the system message that a chat begins with.
-    """
+    """The text that a model continues."""
 
     text: str
     answer_start: str = ""
@@ -33,13 +22,7 @@ class Prompt:
         return self.encoded(tokenizer, self.text, return_tensors="pt")["input_ids"]
 
     def context_tokens(self, tokenizer: Any) -> int | None:
-        """How many of the prompt's tokens are context; None where `context_characters` is.
-
-        Where a token reaches over the context's end, it belongs to the rest.
-
-        Raises:
-            InvalidArgumentError: the context has no token, or all of them.
-        """
+        """How many of the prompt's tokens are context; None where `context_characters` is."""
         if self.context_characters is None:
             return None
         whole = self.encoded(tokenizer, self.text)["input_ids"]
@@ -61,11 +44,7 @@ class Prompt:
         return tokens
 
     def hiding(self, question: str) -> "Prompt":
-        """The same prompt, compressed before the question; what stands behind it is hidden, too.
-
-        Raises:
-            InvalidArgumentError: the question is not in the text.
-        """
+        """The same prompt, compressed before the question; what stands behind it is hidden, too."""
         asked = self.text.removesuffix(self.answer_start)
         question = question.strip()
         place = asked.rfind(question)
@@ -89,11 +68,7 @@ class Prompt:
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:
-    """The document first and the question last, where it can vote on the document.
-
-    With a chat template both are one message of the user, and the model's turn begins with
-    `answer_start`. Without one, the model continues "Question: ... Answer: ...".
-    """
+    """The document first and the question last, where it can vote on the document."""
     if tokenizer.chat_template:
         return chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
@@ -109,11 +84,7 @@ def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
 
 
 def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
-    """One message of the user, up to the point where the model's turn begins.
-
-    Raises:
-        InvalidArgumentError: the tokenizer has no chat template.
-    """
+    """One message of the user, up to the point where the model's turn begins."""
     if not tokenizer.chat_template:
         raise InvalidArgumentError(
             "chat: expected a model with a chat template, got one without; leave chat out"
@@ -130,11 +101,7 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
 
 
 def next_turn(tokenizer: Any, question: str) -> str:
-    """What stands between the end of an answer and the beginning of the next one.
-
-    Raises:
-        InvalidArgumentError: a chat template that does not repeat what was said before.
-    """
+    """What stands between the end of an answer and the beginning of the next one."""
     if not tokenizer.chat_template:
         return f"\n\nQuestion: {question}\nAnswer:"
     turns = [
@@ -156,10 +123,7 @@ _ANSWER = "the-answer-so-far"
 
 
 def _system_message(tokenizer: Any) -> str:
-    """What a chat template writes before the first message and not before a later one.
-
-    Empty where that is nothing but special tokens.
-    """
+    """What a chat template writes before the first message and not before a later one."""
     turns = [
         {"role": "user", "content": _ANSWER},
         {"role": "assistant", "content": _ANSWER},

@@ -26,13 +26,7 @@ _SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
 
 @dataclass(frozen=True, kw_only=True)
 class Recorder(Policy):
-    """Keeps everything and notes what it was shown, layer by layer.
-
-    Args:
-        recorded_queries: how many of the last queries to note; enough for every method that is
-            asked afterwards.
-        recorded_parts: what these methods need of the model.
-    """
+    """Keeps everything and notes what it was shown, layer by layer."""
 
     name: ClassVar[str] = "recorder"
 
@@ -66,14 +60,7 @@ class Recorder(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPrompt:
-    """A prompt that a model has read with full attention.
-
-    Attributes:
-        model: the model.
-        layers: what a policy is shown at the end of the prompt, one entry per layer it compresses.
-        last_logits: (1, 1, V), the logits behind the prompt; the same whatever is kept.
-        others: the layers that no policy compresses, by their index, as they are behind the prompt.
-    """
+    """A prompt that a model has read with full attention."""
 
     model: Any
     layers: Sequence[PromptLayer]
@@ -86,15 +73,7 @@ class RecordedPrompt:
         return self.layers[0].keys.shape[2]
 
     def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
-        """A cache as it is after a prefill with that policy; the recording stays untouched.
-
-        Args:
-            policy: the method.
-            options: keyword arguments of `CompressedCache`.
-
-        Raises:
-            InvalidArgumentError: it wants more queries than were recorded.
-        """
+        """A cache as it is after a prefill with that policy; the recording stays untouched."""
         cache = CompressedCache(self.model, policy, **options)
         policy = cache.policy  # which knows the model's heads
         cache.expect_prompt(self.prompt_tokens)
@@ -126,11 +105,7 @@ class RecordedPrompt:
 
 @torch.inference_mode()
 def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt:
-    """Read a prompt, (1, T) int64, with the full cache.
-
-    Raises:
-        UnsupportedModelError: the model has no layer that could be compressed correctly.
-    """
+    """Read a prompt, (1, T) int64, with the full cache."""
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
@@ -146,10 +121,7 @@ def record_prompt(model: Any, ids: Tensor, recorder: Recorder) -> RecordedPrompt
 def record_prompt_twice(
     model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
 ) -> RecordedPrompt:
-    """Read a prompt and have the model repeat it, for policies like this one.
-
-    Arguments and errors as in `snapkv.kvzip.read_context`.
-    """
+    """Read a prompt and have the model repeat it, for policies like this one."""
     cache = CompressedCache(model, policy)
     layers = repeat_context(model, ids, cache, instruction_ids=instruction_ids)
     cache.crop(-1)  # the last token is read again, for its logits

@@ -20,23 +20,13 @@ from snapkv.plan import out_of_memory_explained
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """The right answers to a prompt, as tokens.
-
-    Attributes:
-        token_ids: of each; none where the tokenizer drops all of it.
-    """
+    """The right answers to a prompt, as tokens."""
 
     token_ids: Sequence[Sequence[int]]
 
     @classmethod
     def behind(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
-        """As the model would go on: a space goes before them where a word would begin with one.
-
-        Args:
-            prompt: what they answer; its tokens stay what they are.
-            references: the texts. None is empty.
-            loaded: whose tokens they become.
-        """
+        """As the model would go on: a space goes before them where a word would begin with one."""
         tokenizer = loaded.tokenizer
         before: list[int] = prompt.encoded(tokenizer, prompt.text)["input_ids"]
         ends_in_marker = not tokenizer.decode(before[-1:], skip_special_tokens=True)
@@ -52,18 +42,7 @@ class References:
         return cls(token_ids=found)
 
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
-        """Mean negative log-likelihood of the likeliest, in nats per token.
-
-        None where the model has no positions for one of them behind the prompt, the tokenizer no
-        token for one, or where one's loss is not a finite number.
-
-        Args:
-            loaded: the model.
-            end: of the prompt; it stays as it is.
-
-        Raises:
-            OutOfMemoryError: the device is full.
-        """
+        """Mean negative log-likelihood of the likeliest, in nats per token."""
         longest = end.cache.get_seq_length() + max(map(len, self.token_ids))
         if not all(self.token_ids):
             return None

@@ -30,12 +30,7 @@ _TOKENS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What trying the candidates found.
-
-    Attributes:
-        keeper: the place of the first candidate that keeps the answer; None where none does.
-        untold: why nothing could be tried; empty where the candidates were tried.
-    """
+    """What trying the candidates found."""
 
     keeper: int | None = None
     untold: str = ""
@@ -50,16 +45,7 @@ def first_that_keeps(
     *,
     protect: Sequence[Sequence[int]] = (),
 ) -> Tried:
-    """The first candidate whose answer would be the full cache's.
-
-    Args:
-        loaded: model and tokenizer.
-        prompt: what was answered.
-        settings: how.
-        answer_ids: the full cache's answer.
-        candidates: policies, the most welcome first; all or none of them read a context twice.
-        protect: half-open spans of positions that stay.
-    """
+    """The first candidate whose answer would be the full cache's."""
     if settings.temperature:
         return Tried(untold=f"the answers are drawn, at temperature {settings.temperature}")
     if not candidates:
@@ -78,16 +64,7 @@ def first_that_keeps(
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """A reading on which candidates are tried.
-
-    Attributes:
-        model: the model.
-        recorded: the prompt, or of a hidden question what stands before it.
-        ids: (1, T) int64, all of the prompt.
-        answer_ids: (N,) int64, the answer that is to be kept.
-        processors: change the logits of a token as `generate` does.
-        protect: half-open spans of positions that stay.
-    """
+    """A reading on which candidates are tried."""
 
     model: Any
     recorded: RecordedPrompt

@@ -47,13 +47,7 @@ _NO_END_OF_PAGE = "it begins with <html> and ends without </html>, so its end ma
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """The text of a file, and where it came from.
-
-    Attributes:
-        name: the path as it was given, or below the folder that was given; bytes that are not UTF-8
-            are escaped.
-        text: never empty.
-    """
+    """The text of a file, and where it came from."""
 
     name: str
     text: str
@@ -66,28 +60,7 @@ def _to_stderr(line: str) -> None:
 def read(
     sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr, without: Path | None = None
 ) -> list[TextFile]:
-    """Read every source, in the order given.
-
-    A source is a file (text, Markdown, source code, HTML or PDF), a folder, or "-" for standard
-    input. A folder stands for all text files below it, sorted by path; hidden files, folders of
-    version control, caches, third-party code and libraries that `snapkv library` has made, and
-    files that are empty or not text are left out of it. So are files that should have text and
-    cannot be read, and each is named once, as "skipped: name: reason". A file that is named as a
-    source is never left out: it is read or refused. Where only a part of a file could be read (a
-    PDF that was cut off, or has pages without text; HTML without its end), that is said once, as
-    "partly read: name: reason".
-
-    Args:
-        sources: files, folders or "-".
-        on_notice: called, when all else is read, for every file that was skipped or read in part;
-            writes to standard error by default.
-        without: a folder whose files are not read where they are below another one.
-
-    Raises:
-        DocumentError: a source is missing, empty, binary, in an unknown encoding or damaged, or a
-            folder without a file that can be read.
-        MissingDependencyError: a PDF or HTML file, and the package that reads it is not installed.
-    """
+    """Read every source, in the order given."""
     if not sources:
         raise DocumentError("files: expected at least one file, got none; pass a file or -")
     if list(sources).count(STDIN) > 1:
@@ -169,11 +142,7 @@ def _neighbours(path: Path) -> str:
 
 
 def _read_folder(folder: Path, notices: _Notices, without: Path | None) -> list[TextFile]:
-    """What can be read below a folder; notes why a file that should have text cannot.
-
-    Raises:
-        DocumentError: none can.
-    """
+    """What can be read below a folder; notes why a file that should have text cannot."""
     found: list[TextFile] = []
     reasons: dict[str, str] = {}
     for path in _files_below(folder, without):
@@ -194,11 +163,7 @@ def _read_folder(folder: Path, notices: _Notices, without: Path | None) -> list[
 
 
 def _read_if_text(path: Path, notices: _Notices) -> list[TextFile]:
-    """The document in a file; none where the file is empty or binary.
-
-    Raises:
-        DocumentError: it cannot be read, or is binary where its name says that it is a text.
-    """
+    """The document in a file; none where the file is empty or binary."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -236,10 +201,7 @@ def _is_library(folder: str) -> bool:
 
 
 def _parse(name: str, data: bytes, notices: _Notices, *, suffix: str) -> TextFile:
-    """The text of a file's content, by suffix or, without a telling one, by its first bytes.
-
-    Why some of it may be missing is noted.
-    """
+    """The text of a file's content, by suffix or, without a telling one, by its first bytes."""
     lost: list[str] = []
     if suffix == ".pdf" or data.startswith(b"%PDF-"):
         text, lost = pdf_text(name, data)
