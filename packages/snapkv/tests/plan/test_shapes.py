@@ -9,8 +9,8 @@ import torch
 from snapkv.app.models import load, load_outline
 from snapkv.errors import InvalidArgumentError, ModelNotFoundError
 from snapkv.plan import footprint_of, max_positions
-from snapkv.plan.shapes import SHAPES, config_of, described, outline, shape_of
 from snapkv.plan.footprint import stored_bytes
+from snapkv.plan.shapes import SHAPES, config_of, described, outline, shape_of
 
 K = 1024
 
@@ -139,7 +139,7 @@ def no_network(monkeypatch):
     def asked(*args, **options):
         raise AssertionError("the hub was asked")
 
-    monkeypatch.setattr("snapkv.app.hub.get_hf_file_metadata", asked)
+    monkeypatch.setattr("snapkv.app.models.get_hf_file_metadata", asked)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
@@ -168,7 +168,7 @@ def test_a_hub_that_does_not_answer_costs_seconds(monkeypatch, name):
         raise TimeoutError
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("snapkv.app.hub.get_hf_file_metadata", silent)
+    monkeypatch.setattr("snapkv.app.models.get_hf_file_metadata", silent)
     with pytest.raises(ModelNotFoundError, match="did not answer within 5 seconds"):
         load(name)
     assert waited == [5]
@@ -182,7 +182,7 @@ def test_a_cached_model_needs_no_hub_that_answers(monkeypatch):
         raise OSError("stop here")
 
     monkeypatch.setattr(
-        "snapkv.app.hub.try_to_load_from_cache", lambda *a, **o: "/cache/config.json"
+        "snapkv.app.models.try_to_load_from_cache", lambda *a, **o: "/cache/config.json"
     )
     monkeypatch.setattr("snapkv.app.models.AutoConfig.from_pretrained", from_pretrained)
     with pytest.raises(ModelNotFoundError):

@@ -24,7 +24,19 @@ NO_RECALL = "none"
 
 
 class Conversation:
-    """Questions and answers about documents, one behind the other in the same cache."""
+    """Questions and answers about documents, one behind the other in the same cache.
+
+    Args:
+        loaded: model and tokenizer.
+        policy: what the cache keeps for each question.
+        settings: length and sampling.
+        document: what the questions are about; may be empty.
+        recall: "host", a folder or a `PageRecall`, see `CompressedCache`; "none" drops for good
+            what a turn does not need. None for "host", or "none" for methods that evict while
+            generating.
+        protection: what of the first prompt must stay, through all turns; None for nothing.
+        prefill: how every turn is read; None for exactly, at once.
+    """
 
     def __init__(
         self,
@@ -47,14 +59,13 @@ class Conversation:
         self._ids: Tensor | None = None
         self._protection = protection
         turns: Turns = "append" if evicts else "compress"
-        self._options: dict[str, Any] = (
-            {"turns": turns} if recall == NO_RECALL else {"recall": recall}
-        )
+        drops = recall == NO_RECALL
+        self._options: dict[str, Any] = {"turns": turns} if drops else {"recall": recall}
         self.cache = CompressedCache(loaded.model, policy, **self._options)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all that was said so far."""
+        """Of all that was said so far."""
         return 0 if self._ids is None else int(self._ids.shape[1])
 
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
@@ -96,7 +107,6 @@ class Conversation:
             self.cache = CompressedCache(self._loaded.model, policy, protect=spans, **self._options)
 
     def report(self) -> CacheReport:
-        """What the cache holds."""
         return self.cache.report()
 
     def save(self, path: str | Path) -> None:
@@ -120,19 +130,9 @@ class Conversation:
     ) -> Self:
         """The conversation that `save` has written; it goes on with the policy it was saved with.
 
-        Args:
-            path: the file.
-            loaded: model and tokenizer, the same as then.
-            settings: length and sampling of the answers to come.
-            policy: used where it is the saved one, for methods that need a tokenizer.
-            recall: where evicted tokens lie from now on, or how steps choose among them; None for
-                the memory of the host, and the choice that was saved. A conversation that was saved
-                without takes none, or "none".
-            prefill: how the turns to come are read; None for exactly, at once.
-
-        Raises:
-            CacheFileError: no such file, a damaged one, or a cache without a conversation.
-            CacheMismatchError: another model, or another `recall` than what was saved can have.
+        `policy` is used where it is the saved one, for methods that need a tokenizer. `recall` says
+        where evicted tokens lie from now on; None for the host, and the choice that was saved. A
+        conversation that was saved without takes none, or "none".
         """
         policy = policy.with_tokenizer(loaded.tokenizer)
         own = policy if policy.needs else None
@@ -150,11 +150,7 @@ class Conversation:
             )
         conversation = cls.__new__(cls)
         conversation._loaded, conversation._settings = loaded, settings
-        conversation._document, conversation.cache, conversation._prefill = (
-            "",
-            cache,
-            prefill or Exact(),
-        )
+        conversation.cache, conversation._prefill = cache, prefill or Exact()
         conversation._ids = beside["conversation"].to(loaded.model.device)
         return conversation
 
@@ -162,7 +158,11 @@ class Conversation:
 def behind(
     loaded: LoadedModel, said: Tensor, text: str, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """All that was said and a text behind it, (1, T + new) int64."""
+    """All that was said, (1, T) int64, and a text behind it, which a chat template has made or not.
+
+    A template's text follows the token that ends an answer, once; no cache has read that token yet.
+    Another text goes on where the answer's own ends.
+    """
     tokenizer, last = loaded.tokenizer, int(said[0, -1])
     if last in end_token_ids(loaded.model, settings):
         end = tokenizer.decode([last])

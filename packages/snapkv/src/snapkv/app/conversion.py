@@ -43,12 +43,17 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 class ConvertedModel:
     """A GGUF file's model and tokenizer as transformers saves them."""
 
-    folder: Path
-    sha256: str
+    folder: Path  # what `from_pretrained` takes; every tensor in it is float32
+    sha256: str  # of the GGUF file's content, in hexadecimal
 
 
 def convert_once(path: Path) -> ConvertedModel:
-    """The converted model of a GGUF file, made if it is not in the cache folder yet."""
+    """The converted model of a GGUF file, made if it is not in the cache folder yet.
+
+    Several processes may convert the same file at the same time: each works in a folder of its
+    own and the first to finish moves it into place. An interrupted conversion leaves no folder
+    behind under the final name.
+    """
     _require_gguf(path)
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -60,7 +65,9 @@ def convert_once(path: Path) -> ConvertedModel:
 
 
 def _convert(path: Path, folder: Path) -> None:
-    _require_packages()
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise missing_package("model: reading GGUF files", *absent)
     model, tokenizer = _unpack(path)
     try:
         _save(model, tokenizer, folder)
@@ -80,12 +87,6 @@ def _require_gguf(path: Path) -> None:
             f"model: expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}; "
             "it is not a GGUF file, or its download was not one: fetch it again"
         )
-
-
-def _require_packages() -> None:
-    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise missing_package("model: reading GGUF files", *absent)
 
 
 def _unpack(path: Path) -> tuple[Any, Any]:

@@ -10,18 +10,20 @@ from snapkv.decoding.self_speculation import SelfSpeculation
 from snapkv.decoding.speculation import Speculation
 from snapkv.errors import InvalidArgumentError
 
-METHODS = ("medusa", "assistant", "prompt-lookup", "self-speculate")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DraftMethod:
-    """Where drafts come from."""
+    """Where drafts come from, as keyword arguments of `model.generate`."""
 
     name: str
     options: dict[str, Any] = field(repr=False)
 
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
-        """What the last text took, for its report."""
+        """What the last text took: `passes` that verified drafts, and tokens per such pass.
+
+        Of Medusa and self-speculation what `Tally` counts, and what the cache that verifies holds.
+        The forward passes that are given include the prompt's.
+        """
         decoding = self.options.get("custom_generate")
         if not isinstance(decoding, Speculation):  # transformers drafts behind the prompt at once
             share = new_tokens / passes
@@ -36,8 +38,8 @@ class DraftMethod:
 
 def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
     """Drafts of Medusa heads, read as `load_heads` does."""
-    decoding = Medusa(load_heads(heads, loaded.model))
-    return DraftMethod(name="medusa", options={"custom_generate": decoding})
+    options = {"custom_generate": Medusa(load_heads(heads, loaded.model))}
+    return DraftMethod(name="medusa", options=options)
 
 
 def self_speculation() -> DraftMethod:

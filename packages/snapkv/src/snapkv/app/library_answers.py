@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from snapkv.app.models import LoadedModel
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import DocumentError
 from snapkv.hf.cache import CompressedCache
+from snapkv.library.about import question_ids
 from snapkv.library.blending import DEFAULT_RECOMPUTE
-from snapkv.library.frame import question_ids
 from snapkv.library.library import Library
 from snapkv.library.searching import Hit
 from snapkv.policies import FullCache, Policy
@@ -25,60 +26,46 @@ class LibraryQuestion:
     loaded: LoadedModel
     library: Library
     text: str
-    hits: Sequence[Hit]
+    hits: Sequence[Hit]  # the best first
     settings: GenerationSettings
     recompute: float = DEFAULT_RECOMPUTE
     answer_start: str = ""
-    search_ms: float = 0.0
-    left_out: Sequence[Hit] = field(default_factory=list)
+    search_ms: float = 0.0  # which counts towards the first token
+    left_out: Sequence[Hit] = field(default_factory=list)  # the model has no positions for them
 
     def answer(self, policy: Policy, on_text: TextSink | None = None) -> Answer:
         """Answer from the caches that the library has."""
         start = time.perf_counter()
         inputs = self.library.inputs(
-            self.loaded.model,
-            self.loaded.tokenizer,
-            self.text,
-            self.hits,
+            *self._asked,
             policy=self.loaded.completed(policy),
             recompute=self.recompute,
             answer_start=self.answer_start,
         )
         before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
-        found = self._answered(inputs["input_ids"], inputs["past_key_values"], on_text)
-        return replace(
-            found,
-            first_token_ms=before_ms + found.first_token_ms,
-            total_ms=before_ms + found.total_ms,
-        )
+        ids, cache = inputs["input_ids"], inputs["past_key_values"]
+        return self._answered(ids, cache, self.settings, on_text).later(before_ms)
 
     def answer_in_full(self, new_tokens: int | None = None) -> Answer:
         """The answer where the same documents are read together, with the full cache."""
-        ids = self.library.token_ids(
-            self.loaded.model,
-            self.loaded.tokenizer,
-            self.text,
-            self.hits,
-            answer_start=self.answer_start,
-        )
-        cache = CompressedCache(self.loaded.model, FullCache())
+        ids = self.library.token_ids(*self._asked, answer_start=self.answer_start)
         limit = self.settings.max_new_tokens if new_tokens is None else new_tokens
-        return replace(self, settings=replace(self.settings, max_new_tokens=limit))._answered(
-            ids, cache
-        )
+        cache = CompressedCache(self.loaded.model, FullCache())
+        return self._answered(ids, cache, replace(self.settings, max_new_tokens=limit))
+
+    @property
+    def _asked(self) -> tuple[Any, Any, str, Sequence[Hit]]:
+        return self.loaded.model, self.loaded.tokenizer, self.text, self.hits
 
     def _answered(
-        self, ids: Tensor, cache: CompressedCache, on_text: TextSink | None = None
+        self,
+        ids: Tensor,
+        cache: CompressedCache,
+        settings: GenerationSettings,
+        on_text: TextSink | None = None,
     ) -> Answer:
-        found, _ = answer_ids(
-            self.loaded,
-            ids,
-            cache,
-            self.settings,
-            answer_start=self.answer_start,
-            on_text=on_text,
-        )
-        return found
+        start = self.answer_start
+        return answer_ids(self.loaded, ids, cache, settings, answer_start=start, on_text=on_text)[0]
 
 
 def look_up(
@@ -101,11 +88,12 @@ def look_up(
             f"{question!r}, which has none; ask with other words (snapkv library list "
             f"{library.path} names the documents), or name files instead of --library"
         )
-    asked = len(question_ids(loaded.tokenizer, question, answer_start))
-    taken = len(library.required().prefix_ids) + asked
+    taken = len(library.required().prefix_ids)
+    taken += len(question_ids(loaded.tokenizer, question, answer_start))
     kept: list[Hit] = []
     for hit in hits:
-        if _fits(loaded, taken + hit.tokens, settings):
+        needed = taken + hit.tokens + settings.max_new_tokens
+        if loaded.max_tokens is None or needed <= loaded.max_tokens:
             kept.append(hit)
             taken += hit.tokens
     if not kept:
@@ -121,8 +109,3 @@ def look_up(
         search_ms=1000 * (time.perf_counter() - start),
         left_out=[hit for hit in hits if hit not in kept],
     )
-
-
-def _fits(loaded: LoadedModel, tokens: int, settings: GenerationSettings) -> bool:
-    positions = loaded.max_tokens
-    return positions is None or tokens + settings.max_new_tokens <= positions

@@ -15,8 +15,8 @@ from snapkv.hf.cache import CompressedCache
 class PromptEnd:
     """A prompt that was read, and nothing behind it."""
 
-    cache: CompressedCache
-    logits: Tensor
+    cache: CompressedCache  # what was kept of the prompt; it goes on by itself
+    logits: Tensor  # (1, 1, V), of the token that comes next, as the model gives them
 
     def branch(self) -> "PromptEnd":
         """The same once more: what is read into one cache is not in the other."""
@@ -24,14 +24,17 @@ class PromptEnd:
 
 
 PromptEndSink = Callable[[PromptEnd], None]
-"""Takes the end of a prompt."""
 
 
 @contextlib.contextmanager
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """Within this block, the forward pass that ends a prompt is told of, once."""
+    """Within this block, the forward pass that ends a prompt is told of, once.
+
+    The prompt's only row is read without drafts behind it. What is told of shares what is stored so
+    far with the cache, which goes on as ever.
+    """
     if on_prompt_end is None:
         yield
         return

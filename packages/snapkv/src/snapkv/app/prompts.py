@@ -1,36 +1,43 @@
 """From documents and a question to the text the model continues."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from snapkv.errors import InvalidArgumentError
 
+_ANSWER = "the-answer-so-far"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues."""
+    """The text that a model continues; where the question is hidden, in two parts.
+
+    The cache is compressed behind the first `context_characters`, and the rest is read over what
+    was kept of them, so that it has no vote; None compresses behind all of the text.
+    """
 
     text: str
-    answer_start: str = ""
-    has_special_tokens: bool = False
+    answer_start: str = ""  # the end of `text` that belongs to the answer
+    has_special_tokens: bool = False  # written by a chat template
     context_characters: int | None = None
-    system_characters: int = 0
+    system_characters: int = 0  # of the system message that a chat begins with
 
     def token_ids(self, tokenizer: Any) -> Any:
-        """The prompt as token ids, (1, T) int64."""
+        """(1, T) int64."""
         return self.encoded(tokenizer, self.text, return_tensors="pt")["input_ids"]
 
     def context_tokens(self, tokenizer: Any) -> int | None:
-        """How many of the prompt's tokens are context; None where `context_characters` is."""
+        """How many of the prompt's tokens are context; None where `context_characters` is.
+
+        Where a token reaches over the context's end, it belongs to the rest.
+        """
         if self.context_characters is None:
             return None
         whole = self.encoded(tokenizer, self.text)["input_ids"]
         context = self.encoded(tokenizer, self.text[: self.context_characters])["input_ids"]
-        pairs = itertools.takewhile(
-            lambda pair: pair[0] == pair[1], zip(whole, context, strict=False)
-        )
-        tokens = sum(1 for _ in pairs)
+        tokens = _alike(whole, context)
         if tokens == 0:
             raise InvalidArgumentError(
                 "context: expected text before a question that is hidden, got no token of it; "
@@ -68,12 +75,15 @@ class Prompt:
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:
-    """The document first and the question last, where it can vote on the document."""
+    """The document first and the question last, where it can vote on the document.
+
+    With a chat template both are one message of the user, and the model's turn begins with
+    `answer_start`. Without one, the model continues "Question: ... Answer: ...".
+    """
     if tokenizer.chat_template:
         return chat_prompt(tokenizer, f"{document}\n\n{question}", answer_start=answer_start)
     text = f"{document}\n\nQuestion: {question}\nAnswer:"
-    if answer_start:
-        text += f" {answer_start}"
+    text += f" {answer_start}" if answer_start else ""
     return Prompt(text=text, answer_start=answer_start)
 
 
@@ -89,9 +99,8 @@ def chat_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
         raise InvalidArgumentError(
             "chat: expected a model with a chat template, got one without; leave chat out"
         )
-    turn = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
+    turns = [{"role": "user", "content": text}]
+    turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return Prompt(
         text=turn + answer_start,
         answer_start=answer_start,
@@ -119,25 +128,22 @@ def next_turn(tokenizer: Any, question: str) -> str:
     return str(behind)
 
 
-_ANSWER = "the-answer-so-far"
-
-
 def _system_message(tokenizer: Any) -> str:
-    """What a chat template writes before the first message and not before a later one."""
-    turns = [
-        {"role": "user", "content": _ANSWER},
-        {"role": "assistant", "content": _ANSWER},
-        {"role": "user", "content": _ANSWER},
-    ]
+    """What a chat template writes before the first message only; empty for special tokens alone."""
+    turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
     if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):
         return ""  # a template that rewrites messages, or tokens that do not tell where they stand
     first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
     ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
-    pairs = zip(reversed(ids), reversed(later), strict=False)
-    header = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    own = ids[: len(ids) - header]
+    own = ids[: len(ids) - _alike(reversed(ids), reversed(later))]
     if not tokenizer.decode(own, skip_special_tokens=True).strip():
         return ""
     message: str = parts[0][: first["offset_mapping"][len(own) - 1][1]]
     return message
+
+
+def _alike(some: Iterable[int], others: Iterable[int]) -> int:
+    """How many of the first tokens are the same."""
+    pairs = zip(some, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

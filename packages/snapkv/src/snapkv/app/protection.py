@@ -20,9 +20,9 @@ from snapkv.validation import require_int
 class Protection:
     """What of a prompt every layer and head keeps; see `CompressedCache`."""
 
-    texts: Sequence[str] = ()
+    texts: Sequence[str] = ()  # of each every occurrence in the prompt, chat template included
     first_tokens: int = 0
-    system: bool | None = False
+    system: bool | None = False  # the system message of a chat; None for where it is and fits
 
     def __post_init__(self) -> None:
         require_int("protect_first", self.first_tokens, minimum=0)
@@ -32,8 +32,10 @@ class Protection:
             )
 
     def spans(self, prompt: Prompt, policy: Policy, tokenizer: Any) -> list[Span]:
-        """The positions to protect, for `CompressedCache`; one line to standard error where the
-        system message would stay by default and cannot."""
+        """The positions to protect, for `CompressedCache`.
+
+        One line to standard error where the system message would stay by default and cannot.
+        """
         asked = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
             asked += _occurrences(prompt, text, tokenizer)

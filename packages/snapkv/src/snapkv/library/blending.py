@@ -120,7 +120,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Held) -> 
     """
     for layer, one in zip(cache.reading.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states
-        state = {"keys": keys, "values": values, "num_kv_heads": keys.shape[1]}
+        state: dict[str, Any] = dict(keys=keys, values=values, num_kv_heads=keys.shape[1])
         if held == "whole":
             layer.restore(DenseStore.kind, state, SlotMap())
         elif held == "even":
