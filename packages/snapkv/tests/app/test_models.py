@@ -181,8 +181,6 @@ def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monke
 
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises((KeyboardInterrupt, InvalidArgumentError), match=r"^$|No space left"):
-        (KeyboardInterrupt, InvalidArgumentError), match=r"^$|No space left .*cache"
-    ):
         conversion.convert_once(path)
     assert list(cache_folder.iterdir()) == []
 
