@@ -66,7 +66,6 @@ _READ_AGAIN = "register the document's text instead"
 
 
 def digest_of(text: str) -> str:
-    """SHA-256 of a text in UTF-8, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

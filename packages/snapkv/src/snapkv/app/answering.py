@@ -53,7 +53,6 @@ class Answer:
     token_ids: tuple[int, ...] = ()
 
     def later(self, before_ms: float) -> "Answer":
-        """The same, where so much time went before it."""
         first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
         return replace(self, first_token_ms=first, total_ms=total)
 
@@ -236,7 +235,6 @@ def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCrit
 
 
 def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
-    """Tokens that end an answer."""
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     return [*own, *settings.stop_token_ids]
@@ -325,7 +323,6 @@ class _Stopwatch(TextStreamer):
 
 
 def costs(given: Answer) -> dict[str, Any]:
-    """What an answer took."""
     return {
         "prompt_tokens": given.prompt_tokens,
         "new_tokens": given.new_tokens,

@@ -24,7 +24,6 @@ class Comparison:
 
     @classmethod
     def of_tokens(cls, ours: Sequence[int], theirs: Sequence[int]) -> Self:
-        """Compare tokens one by one."""
         pairs = itertools.zip_longest(ours, theirs)
         place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
         return cls(same=place is None, first_difference=place)

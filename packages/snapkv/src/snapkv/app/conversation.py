@@ -65,11 +65,9 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """Of all that was said so far."""
         return 0 if self._ids is None else int(self._ids.shape[1])
 
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
-        """Answer a question."""
         if not question.strip():
             raise InvalidArgumentError("question: expected a question, got an empty text; ask one")
         ids = self._with(question)

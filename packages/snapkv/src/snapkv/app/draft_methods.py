@@ -37,7 +37,6 @@ class DraftMethod:
 
 
 def medusa(loaded: LoadedModel, heads: str) -> DraftMethod:
-    """Drafts of Medusa heads, read as `load_heads` does."""
     options = {"custom_generate": Medusa(load_heads(heads, loaded.model))}
     return DraftMethod(name="medusa", options=options)
 

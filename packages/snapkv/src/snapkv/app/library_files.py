@@ -54,7 +54,6 @@ def _text(document: text_files.TextFile, source: str) -> Text:
 
 
 def _has_text(file: str) -> bool:
-    """Whether a file is there, and not empty."""
     try:
         return os.stat(file).st_size > 0
     except OSError:

@@ -217,7 +217,6 @@ def _dtype_option(name: str) -> dict[str, Any]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
     if name not in DTYPES:
         raise InvalidArgumentError(
             f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}{nearest(name, DTYPES)}"

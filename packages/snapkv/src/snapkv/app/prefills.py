@@ -36,7 +36,6 @@ class Prefill:
         return ""
 
     def describe(self) -> dict[str, Any]:
-        """The name and the parameters, ready for JSON."""
         return {"name": self.name, **asdict(self)}
 
 

@@ -88,7 +88,6 @@ def question_prompt(
 
 
 def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
-    """The text itself, to be continued."""
     del tokenizer
     return Prompt(text=text + answer_start, answer_start=answer_start)
 

@@ -69,7 +69,6 @@ class About:
         )
 
     def made_policy(self, tokenizer: Any) -> Policy:
-        """The policy that reads a document."""
         return policy_of(self.policy).with_tokenizer(tokenizer)
 
     @property
@@ -109,7 +108,6 @@ class About:
 
 
 def _as_read(policy: Policy) -> dict[str, Any]:
-    """How a policy describes itself, as it comes back out of JSON."""
     return cast(dict[str, Any], json.loads(json.dumps(policy.describe())))
 
 

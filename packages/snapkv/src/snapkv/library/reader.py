@@ -57,7 +57,6 @@ class Reader:
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def own_ids(self, text: Text | Record) -> list[int]:
-        """The tokens of a document without the prefix."""
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:

@@ -82,7 +82,6 @@ class Record:
 
     @property
     def where(self) -> str:
-        """Its source, or else its name."""
         return self.source or self.name
 
     def as_json(self) -> str:

@@ -204,7 +204,6 @@ def _first(config: Any, *names: str) -> int | None:
 
 
 def weights_bytes(model: Any) -> int:
-    """Bytes of a model's parameters; the model may be on the meta device."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 

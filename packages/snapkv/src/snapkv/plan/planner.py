@@ -62,7 +62,6 @@ class Request:
             )
 
     def kept_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt that stay in every head and layer."""
         if self.budget is not None:
             return min(self.budget, prompt_tokens)
         assert self.keep_ratio is not None
