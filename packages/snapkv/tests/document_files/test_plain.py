@@ -1,6 +1,5 @@
 """Which caches an engine can hold: what else was saved is refused, in a line that says why."""
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +26,6 @@ from snapkv.document_files import read_document
 from snapkv.hf import saved
 from snapkv.hf.identity import identity_of
 from snapkv.kvzip import read_context
-from tests.cache.test_saving import damaged_files
 from tests.families import random_ids, tiny_model
 
 TOKENS, BUDGET = 70, 32
@@ -164,27 +162,6 @@ def good(tmp_path):
     return tmp_path / "good"
 
 
-def test_damaged_files_are_refused(good, tmp_path):
-    other = read(CompressedCache(LLAMA, POLICY), IDS[:, 5:])
-    other.save(tmp_path / "other", beside={"input_ids": IDS[:, 5:]})
-    whole, tried = good.read_bytes(), 0
-    for _, content in damaged_files(whole, (tmp_path / "other").read_bytes()):
-        if content != whole:
-            (tmp_path / "spoilt").write_bytes(content)
-            refused(tmp_path / "spoilt", "path: expected a cache that", kind=CacheFileError)
-            tried += 1
-    assert tried >= 100
-
-
-def test_other_files_and_no_files_are_refused(tmp_path):
-    refused(tmp_path / "none", "got no file at", kind=CacheFileError)
-    refused(tmp_path, "it is no|path: expected a cache that", kind=CacheFileError)
-    save_file({"weights": torch.ones(3)}, tmp_path / "weights")
-    refused(tmp_path / "weights", "its header is not one of a saved cache", kind=CacheFileError)
-    os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "it is no regular file", kind=CacheFileError)
-
-
 KEPT, KEYS = "layers.1.slots.kept", "layers.1.store.keys"
 
 
@@ -231,7 +208,12 @@ def test_sealed_nonsense_is_refused(change, good, tmp_path):
     refused(tmp_path / "forged", "forged', whose parts do not fit", kind=CacheFileError)
 
 
-def test_a_sealed_policy_that_cannot_be_is_refused(good, tmp_path):
+def test_what_is_damaged_or_no_cache_or_sealed_with_a_policy_that_cannot_be(good, tmp_path):
+    refused(tmp_path / "none", "got no file at", kind=CacheFileError)
+    save_file({"weights": torch.ones(3)}, tmp_path / "weights")
+    refused(tmp_path / "weights", "its header is not one of a saved cache", kind=CacheFileError)
+    (tmp_path / "cut").write_bytes(good.read_bytes()[:-1])
+    refused(tmp_path / "cut", "path: expected a cache that", kind=CacheFileError)
     tensors, notes, *_ = read_sealed(good)
     notes["policy"]["window_size"] = BUDGET
     write_sealed(tmp_path / "forged", tensors, notes)
