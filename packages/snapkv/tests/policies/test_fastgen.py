@@ -377,7 +377,7 @@ def test_the_bytes_are_those_of_the_tokens_kept_at_every_step(policy):
         for layer in cache.layers:
             kept = int((cache.kept_positions(layer.identity.layer_idx) >= 0).sum())
             assert layer.held_bytes == kept * layer.keys.shape[-1] * 2 * layer.keys.element_size()
-            keys = layer.store.states.keys
+            keys = layer.store.ragged.keys
             assert keys.untyped_storage().nbytes() == keys.nbytes
 
 
