@@ -65,17 +65,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A sample, asked of some methods.
-
-    Attributes:
-        sample: what is asked.
-        question: whether the vote sees it.
-        methods: whose answers are wanted; they share a reading where they can.
-        task: what scores the answers.
-        template: how the sample becomes a prompt, see `Sample.prompt`.
-        reference_loss: whether records say the loss of the references, see `References.loss`.
-        tries: how many workers have ended on it.
-    """
+    """A sample, asked of some methods."""
 
     sample: Sample
     question: Setting
@@ -198,18 +188,6 @@ def converse(
     """Read a text once, and answer every question behind the one before it and its answer.
 
     An answer is the model's own, and what is wrong in it stays in the conversation.
-
-    Args:
-        loaded: model and tokenizer.
-        conversation: the text and its questions.
-        method: what the cache keeps of the text, how turns are read, what later ones do.
-        template: as in `Sample.prompt`.
-        setting: whether the first question votes on the text; the later ones do as `method` says.
-        ends: gets the end of every question, as it was answered; None for none.
-
-    Raises:
-        PromptTooLongError: the model has no positions left for a question and its answer.
-        OutOfMemoryError: the device or the host is full.
     """
     tokenizer, policy = loaded.tokenizer, loaded.completed(method.policy)
     prompt = conversation.prompt(tokenizer, template, setting)

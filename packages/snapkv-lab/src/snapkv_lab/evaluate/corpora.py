@@ -19,12 +19,7 @@ CorpusName = Literal["hotpotqa", "squad"]
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A paragraph that can be retrieved.
-
-    Attributes:
-        title: of its article; in SQuAD with the paragraph's number.
-        text: its sentences.
-    """
+    """A paragraph that can be retrieved."""
 
     title: str
     text: str
@@ -32,16 +27,7 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question and the paragraphs that answer it.
-
-    Attributes:
-        name: the data set's id.
-        text: what is asked.
-        asked: the same as the data set has it, in SQuAD sometimes with blanks around it.
-        answers: right ones, each once, at least one.
-        gold: the paragraphs that the answer follows from: two in HotpotQA, one in SQuAD.
-        near: others that HotpotQA collected for the question, or of the article in SQuAD.
-    """
+    """A question and the paragraphs that answer it."""
 
     name: str
     text: str
@@ -61,12 +47,7 @@ class Corpus:
 
 @functools.cache
 def load_corpus(name: CorpusName) -> Corpus:
-    """Read a data set; another call gives what the first one read.
-
-    Raises:
-        InvalidArgumentError: there is none of that name.
-        MissingDependencyError: the package with the data is not installed.
-    """
+    """Read a data set; another call gives what the first one read."""
     readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
     if name not in readers:
         raise InvalidArgumentError(f"corpus: expected {' or '.join(readers)}, got {name!r}")
@@ -120,14 +101,7 @@ def _squad(content: dict[str, Any]) -> Corpus:
 
 
 class Index:
-    """An index of titles and texts by their words.
-
-    Args:
-        passages: what is searched.
-
-    Raises:
-        MissingDependencyError: bm25s or PyStemmer is not installed.
-    """
+    """An index of titles and texts by their words."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         self._passages = passages
@@ -140,11 +114,7 @@ class Index:
 
 @functools.cache
 def corpus_index(name: CorpusName) -> Index:
-    """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA.
-
-    Raises:
-        MissingDependencyError: the data, bm25s or PyStemmer is not installed.
-    """
+    """The index of all paragraphs of a data set; the first call takes seconds for HotpotQA."""
     return Index(load_corpus(name).passages)
 
 
@@ -153,11 +123,7 @@ Check = tuple[str, Callable[[Any], bool]]
 
 
 def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Raises:
-        DocumentError: it is none.
-    """
+    """The JSON object of a line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -171,11 +137,7 @@ def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
 def require_fields(
     record: dict[str, Any], checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
-    """Raise unless every field is what it must be; `prefix` stands before its name.
-
-    Raises:
-        DocumentError: one is missing or of another kind.
-    """
+    """Raise unless every field is what it must be; `prefix` stands before its name."""
     for field, (wanted, is_right) in checks.items():
         if not is_right(record.get(field)):
             got = repr(record[field])[:40] if field in record else "no such field"

@@ -55,10 +55,6 @@ def mean_interval(
     Of few samples an interval is too narrow, by a factor of about sqrt((n - 1) / n) for n in a
     cell. Samples that are all alike give one without width, whatever their number.
 
-    Args:
-        columns: of each the cells, of each the scores or losses of its samples, or differences.
-        conversations: of each column and cell; None where no sample is a turn of one.
-
     Returns:
         None where there is nothing to draw from: no column, or one of a single sample.
     """
@@ -111,15 +107,7 @@ _BY_SAMPLE: dict[Measure, str] = {"score": "scores", "loss": "losses"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Score or loss less the full cache's, over the samples that both have answered.
-
-    Attributes:
-        mean: of scores from -1 to 1, above 0 the method is better; of losses in nats per token,
-            below 0 the method is better.
-        interval: of the mean, see `mean_interval`, with the two answers to a sample drawn together;
-            None where a column has one sample only.
-        samples: that both have answered.
-    """
+    """Score or loss less the full cache's, over the samples that both have answered."""
 
     mean: float
     interval: Interval | None

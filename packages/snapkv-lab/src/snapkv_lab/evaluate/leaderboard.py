@@ -31,9 +31,6 @@ def task_of_one_length(name: str, length: int, samples: int) -> Task:
 
     Where it has the setting, answers are begun for the model, since what is compared is caches and
     not how models follow instructions.
-
-    Raises:
-        InvalidArgumentError: an unknown task, one whose lengths are not set, or what it refuses.
     """
     known = {task: kind for task, kind in TASKS.items() if _settings(kind) >= {"lengths"}}
     if name not in known:
@@ -62,14 +59,7 @@ def prompt_tokens(loaded: LoadedModel, task: Task, template: Template) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What is to be done, and about how long that takes.
-
-    Attributes:
-        answers: to be given. known: that are there already.
-        seconds: that the full cache would take to read every prompt once and to generate so many
-            answers, for methods that score or read twice take longer; None where nothing is left
-            to do, or nothing was timed.
-    """
+    """What is to be done, and about how long that takes."""
 
     answers: int
     known: int
@@ -77,13 +67,7 @@ class Estimate:
 
 
 def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> Estimate:
-    """How long runs will take, after one answer from the full cache to each task's first prompt.
-
-    Args:
-        runs: by task and setting.
-        folder: of the leaderboard.
-        timed: whether to give that answer; the model that is here may not be the one that answers.
-    """
+    """How long runs will take, after one answer from the full cache to each task's first prompt."""
     seconds, left, known = 0.0, 0, 0
     took: dict[str, tuple[float, float]] = {}
     for place, run in runs.items():
@@ -116,21 +100,11 @@ def board(
 ) -> tuple[Record, OutputError | None]:
     """Answer what the folder does not hold yet, and gather the rows of all runs.
 
-    Args:
-        runs: by task and setting; each goes on in ``TASK/SETTING`` of the folder.
-        folder: of the leaderboard.
-        left_out: of each run, which methods could not take part.
-        on_progress: told of every answer.
-        executor: who answers; this process by default.
-
     Returns:
         The record, and why one of the runs has no summary in its folder, or None where all have.
         The record holds leaderboard (versions), model, runs (what each was, by ``TASK/SETTING``),
         left_out (the same) and rows: those of `summarise` with "task" in their cell, and with
         "share", what was to be kept; None for the full cache.
-
-    Raises:
-        InvalidArgumentError, MissingDependencyError, OutputError: as `Run.into`.
     """
     found: dict[str, Results] = {
         "/".join(place): run.into(folder.joinpath(*place), on_progress, executor)

@@ -26,22 +26,7 @@ _MOST_TIMES_POSITIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A task on a model, by several methods.
-
-    Args:
-        loaded: model and tokenizer.
-        task: what is asked; what it leaves to the model is filled in.
-        methods: what answers; labels must differ.
-        questions: the settings to run, see `Sample.prompt`.
-        template: how a sample becomes a prompt, see `Sample.prompt`.
-        limit: how many samples to take of every cell; None for all.
-        reference_loss: whether to take the loss of the references too, see `References.loss`.
-
-    Raises:
-        InvalidArgumentError: no method, two of one label, a limit below 1, or a template that the
-            model has none of.
-        UnsupportedModelError: a method does not work with the model.
-    """
+    """A task on a model, by several methods."""
 
     loaded: LoadedModel
     task: Task
@@ -78,12 +63,6 @@ class Run:
         """Answer what the folder does not hold yet, and summarise all of it.
 
         What was lost to memory before is asked once more.
-
-        Raises:
-            InvalidArgumentError: the folder holds another run, see `Store`, or a method of another
-                policy under the same label; the settings give no sample, or one of them twice.
-            MissingDependencyError: the task's data is in a package that is not installed.
-            OutputError: an answer cannot be written; those before it are in the folder.
         """
         samples = self._samples()
         whole = self._asked(samples)
@@ -162,15 +141,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What a run gave.
-
-    Attributes:
-        folder: where the answers are.
-        run: the block that says how they were made.
-        task: what was asked.
-        rows: one per method, setting and cell, see `snapkv_lab.evaluate.summary`.
-        unwritten: why the folder has no summary of them; None where it has.
-    """
+    """What a run gave."""
 
     folder: Path
     run: Record
@@ -180,12 +151,7 @@ class Results:
 
 
 def fitting_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods, with what was found of the model's heads or layers where one goes by that.
-
-    Raises:
-        InvalidArgumentError: no method, or two of one label, or nothing was found of the heads.
-        UnsupportedModelError: a method does not work with the model.
-    """
+    """The methods, with what was found of the model's heads or layers where one goes by that."""
     labels = [method.label for method in methods]
     if not labels:
         raise InvalidArgumentError(

@@ -32,17 +32,7 @@ LOST = "out of memory"
 
 
 class Store:
-    """The results of one run, added to one by one, by one process at a time.
-
-    Args:
-        folder: made where it does not exist.
-        run: what was run. Results of another run are not mixed with it.
-        fields: what every record has beside what it answers.
-
-    Raises:
-        InvalidArgumentError: the folder holds another run or a damaged one, or files of somebody
-            else's; another process writes into it, or it cannot be written.
-    """
+    """The results of one run, added to one by one, by one process at a time."""
 
     def __init__(self, folder: Path, run: Record, *, fields: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -87,11 +77,7 @@ class Store:
         return list(self._records.values())
 
     def add(self, record: Record) -> None:
-        """Append an answer; it is on the disk when this returns.
-
-        Raises:
-            OutputError: it cannot be written; the folder holds all answers before it.
-        """
+        """Append an answer; it is on the disk when this returns."""
         append_line(self._file, json.dumps(record), self._path)
         self._lines += 1
         self._records[key(record)] = record
@@ -172,11 +158,7 @@ class Store:
 
 
 def answered(folder: Path) -> set[Key]:
-    """What a folder holds answers to, while another process may add some; lost ones are none.
-
-    Raises:
-        InvalidArgumentError: it is damaged, or cannot be read.
-    """
+    """What a folder holds answers to, while another process may add some; lost ones are none."""
     path = folder / "samples.jsonl"
     with _needing(folder):
         data = path.read_bytes() if path.exists() else b""

@@ -112,21 +112,7 @@ def shown_interval(interval: Sequence[float] | None, scale: Scale = IN_PERCENT) 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLine:
-    """A method in a table: its scores by column, and what it cost.
-
-    Attributes:
-        method: its label.
-        question: "visible" or "hidden".
-        scores: mean score, 0 to 1, by column; without the columns that have none.
-        intervals: of these means, by column, None where a column has one sample only; empty where
-            the answers are not known.
-        interval: of the mean over the columns; None where one of them has none.
-        reasons: why a column has none, such as "out of memory".
-        held_bytes: keys and values, the mean; None where nothing was answered.
-        token_ms: per token, the mean over cells; None where nothing was timed.
-        loss: of the references, the mean over the columns that have one; None where none has.
-        loss_interval: of this mean; None where a column has one sample only.
-    """
+    """A method in a table: its scores by column, and what it cost."""
 
     method: str
     question: str

@@ -19,21 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench:
-    """How long a token takes behind a long prompt.
-
-    Args:
-        model: the model.
-        contenders: the caches; ratios are against the first.
-        lengths: prompt tokens.
-        batches: rows.
-        tokens: generated in every round.
-        rounds: turns of every cache that count; one before them warms up.
-        bytes_per_second: what the device copies, for the share of that bandwidth; None leaves it
-            out.
-
-    Raises:
-        InvalidArgumentError: tokens and rounds need more room than caches of a fixed size have.
-    """
+    """How long a token takes behind a long prompt."""
 
     model: PreTrainedModel
     contenders: Sequence[Contender]

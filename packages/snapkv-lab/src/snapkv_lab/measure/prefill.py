@@ -20,18 +20,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBench:
-    """What reading a prompt takes.
-
-    Args:
-        model: the model.
-        contenders: the caches; ratios are against the first.
-        lengths: prompt tokens.
-        batches: rows.
-        rounds: turns of every cache that count; one before them warms up.
-        chunk_tokens: read layer by layer in pieces of that many tokens; None reads at once. Only
-            what goes into a compressed cache is read so.
-        cap_tokens: read in pieces instead, with every layer held to that many tokens between them.
-    """
+    """What reading a prompt takes."""
 
     model: PreTrainedModel
     contenders: Sequence[Contender]

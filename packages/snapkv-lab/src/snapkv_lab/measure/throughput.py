@@ -16,17 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputBench:
-    """Tokens per second at the largest batch whose caches fit into the same memory.
-
-    Args:
-        model: the model.
-        contenders: the caches.
-        lengths: prompt tokens of every request.
-        memory_bytes: for the weights and the caches together.
-        most_requests: a batch is never larger.
-        tokens: generated in every round.
-        rounds: turns of every cache that count.
-    """
+    """Tokens per second at the largest batch whose caches fit into the same memory."""
 
     model: PreTrainedModel
     contenders: Sequence[Contender]

@@ -13,13 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What one run took.
-
-    Attributes:
-        wall_ms: time on the clock, the accelerator's part included.
-        cpu_ms: processor time of this process, all threads together. Waiting for a processor that
-            others use does not count, so on a busy machine it says more about the work itself.
-    """
+    """What one run took."""
 
     wall_ms: float
     cpu_ms: float
@@ -44,11 +38,6 @@ def alternate(
     Noise of the machine then hits all of them alike, and the times of one round make a pair. So
     does what a run leaves behind: in a cycle of rounds each comes behind each of the others equally
     often (the design of Williams, 1949).
-
-    Args:
-        contenders: name to a function that does one run and returns what it took.
-        rounds: rounds that count.
-        warmup_rounds: rounds before them that do not.
 
     Returns:
         What each contender's runs took, in the order of the rounds.

@@ -319,11 +319,7 @@ _MEASURED = {
 
 
 def draw_bench(rows: Sequence[Record]) -> "Figure":
-    """A panel per batch size, a curve per cache; cells out of memory are marked at their length.
-
-    Raises:
-        InvalidArgumentError: there are no rows.
-    """
+    """A panel per batch size, a curve per cache; cells out of memory are marked at their length."""
     import matplotlib
 
     if not rows:

@@ -52,15 +52,7 @@ _ACROSS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class BoardLine:
-    """A method at a share in one setting.
-
-    Attributes:
-        name: of the method; what its parameters are stands in it.
-        share: that was to be kept; None for the full cache.
-        held: bytes over the full cache's, the mean over cells; None where nothing was answered.
-        scores: by task, and their mean.
-        difference: from the full cache; None for that one itself.
-    """
+    """A method at a share in one setting."""
 
     name: str
     share: float | None
@@ -281,11 +273,7 @@ def _facts_line(found: Record) -> str:
 
 
 def write_board(found: Record, folder: Path) -> Path:
-    """Write rows, figure and pages into a folder, those there replaced; the page's path.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+    """Write rows, figure and pages into a folder, those there replaced; the page's path."""
     made = (json.dumps(found, indent=1) + "\n", drawing.encoded(draw(found), ".svg"))
     contents = (*made, as_markdown(found), as_page(found))
     return write_files(folder, dict(zip(FILES, contents, strict=True))) / FILES[-1]

@@ -61,14 +61,6 @@ class MethodTable:
     Where the full cache ran too, the differences from it stand behind the mean: the relative one,
     and the one of the scores with its interval. Where the loss of the references was taken, its
     mean follows, with its interval and its difference from the full cache.
-
-    Attributes:
-        title: what is measured.
-        caption: what the intervals are, and which methods dropped nothing of some prompts.
-        headings: of the columns.
-        rows: texts under the headings; scores times 100, or why there is none. Those that a paper
-            gives for the model come last, and say so.
-        best: the places (row, column) of the best of the measured scores of each column.
     """
 
     title: str
@@ -265,22 +257,14 @@ def escaped(text: str) -> str:
 
 
 def require_reportable() -> None:
-    """Raise before a run starts if its page could not be made when it ends.
-
-    Raises:
-        MissingDependencyError: jinja2 or matplotlib is not installed.
-    """
+    """Raise before a run starts if its page could not be made when it ends."""
     if importlib.util.find_spec("jinja2") is None:
         raise missing_package("report: writing a page", "jinja2")
     require_drawable()
 
 
 def write_report(results: Results, folder: str) -> Path:
-    """Write the files of a page into a folder, made where it does not exist; the page's path.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+    """Write the files of a page into a folder, made where it does not exist; the page's path."""
     contents = (as_page(results), as_csv(results), as_markdown(results))
     return write_files(Path(folder), dict(zip(FILES, contents, strict=True))) / FILES[0]
 

@@ -24,17 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a study gave.
-
-    Attributes:
-        folder: where it is.
-        run: the block that says how it was made.
-        rows: the means over documents or samples.
-        warnings: what of the user's files was not read, a line each.
-        notices: what was done otherwise than asked for, a sentence each.
-        closing: what follows from them and was done with it; empty where nothing was.
-        unwritten: why the folder has no summary of them; None where it has.
-    """
+    """What a study gave."""
 
     folder: Path
     run: Record
@@ -47,13 +37,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows as people read them.
-
-    Attributes:
-        title: what the numbers are.
-        header: of the columns.
-        lines: as many texts each.
-    """
+    """Rows as people read them."""
 
     title: str
     header: tuple[str, ...]
@@ -74,13 +58,7 @@ class Study(ABC):
     def into(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Measure what the folder does not hold yet, and summarise all of it.
-
-        Raises:
-            InvalidArgumentError: the folder holds another run.
-            OutputError: a part cannot be written; those before it are in the folder.
-            PromptTooLongError: the model has too few positions.
-        """
+        """Measure what the folder does not hold yet, and summarise all of it."""
 
     @abstractmethod
     def table(self, rows: Sequence[Record]) -> Table:
@@ -104,13 +82,7 @@ class Study(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One step of a study that reads documents.
-
-    Attributes:
-        name: of its document.
-        variant: what tells it from other parts with that document.
-        samples: what is read.
-    """
+    """One step of a study that reads documents."""
 
     name: str
     variant: str
@@ -227,11 +199,7 @@ class ReadingStudy(Study):
     def _fitted(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[Part], tuple[str, ...]]:
-        """The study with documents as long as they and the model allow; its parts; what to say.
-
-        Raises:
-            InvalidArgumentError: so short a document leaves the study nothing to look at.
-        """
+        """The study with documents as long as they and the model allow; its parts; what to say."""
         study: ReadingStudy = self
         notices: tuple[str, ...] = ()
         while True:  # a text that was cut can have a token more than it was cut to
@@ -280,13 +248,7 @@ def _shortened(asked: ReadingStudy, study: ReadingStudy, why: str) -> str:
 
 
 def mean_rows(rows: Iterable[Record], by: Sequence[str], numbers: Sequence[str]) -> list[Record]:
-    """One row for all that agree in `by`, with the mean of each number where it is not None.
-
-    Args:
-        rows: of single documents.
-        by: keys that tell rows apart; they are in the result, in order of first appearance.
-        numbers: keys of the numbers.
-    """
+    """One row for all that agree in `by`, with the mean of each number where it is not None."""
     return [
         dict(zip(by, values, strict=True)) | {name: mean_of(group, name) for name in numbers}
         for values, group in grouped(rows, by).items()

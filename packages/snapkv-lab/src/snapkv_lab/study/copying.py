@@ -19,13 +19,7 @@ _NAMES = ("library", "museum", "station", "castle", "harbour", "school", "hospit
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A prompt at whose end a copy of something in it begins, and the copy.
-
-    Attributes:
-        prompt: token ids; the last ones are those before `answer` in the text.
-        answer: token ids that are copied.
-        start: where the first of them stands in the prompt.
-    """
+    """A prompt at whose end a copy of something in it begins, and the copy."""
 
     prompt: list[int]
     answer: list[int]
@@ -45,16 +39,7 @@ class Copy:
 def hidden_copy(
     tokenizer: Any, text: Sequence[int], *, kind: str, items: int, depth: float, seed: str
 ) -> Copy:
-    """Hide something in a text, and begin to say it behind the text.
-
-    Args:
-        tokenizer: the model's.
-        text: token ids of the text.
-        kind: "digits", "words" of the text, or "tokens" of it, drawn at random.
-        items: how many of them.
-        depth: where in the text, from 0 to 1.
-        seed: of what is drawn.
-    """
+    """Hide something in a text, and begin to say it behind the text."""
     draw = random.Random(seed)
     answer = _drawn(tokenizer, text, kind, items, draw)
     begin = [own for own in _ids(tokenizer, "", special=True) if own == tokenizer.bos_token_id]
@@ -68,15 +53,7 @@ def hidden_copy(
 def with_rivals(
     tokenizer: Any, text: Sequence[int], *, count: int, digits: int, seed: str
 ) -> list[int]:
-    """A text with codes of other places in it, evenly spread, which nobody asks for.
-
-    Args:
-        tokenizer: the model's.
-        text: token ids of the text.
-        count: how many.
-        digits: of each.
-        seed: of what is drawn.
-    """
+    """A text with codes of other places in it, evenly spread, which nobody asks for."""
     draw, found = random.Random(seed), list(text)
     for number in reversed(range(count)):
         name, again = _NAMES[number % len(_NAMES)], number // len(_NAMES)
@@ -106,11 +83,6 @@ def _ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
 def votes_around(votes: Tensor, start: int, reach: int) -> Tensor:
     """Which part of its votes a head gives every distance from a position.
 
-    Args:
-        votes: (H, P) float32.
-        start: the position.
-        reach: how far to look to either side.
-
     Returns:
         (H, 2 * reach + 1) float32, the position itself in the middle; zero outside the prefix.
     """
@@ -134,11 +106,6 @@ def base_share(votes: Tensor, start: int, reach: int, sink_tokens: int) -> Tenso
 def distances_to_voted(voted: Tensor, places: Tensor, reach: int) -> tuple[Tensor, Tensor]:
     """How far positions stand before the nearest one that is voted for, and how far behind it.
 
-    Args:
-        voted: (H, P) bool.
-        places: (N,) int64, the positions.
-        reach: what is further away counts as `reach + 1`.
-
     Returns:
         Two of (H, N) int64.
     """
@@ -156,11 +123,6 @@ def smallest_pair(counts: Tensor, share: float) -> tuple[int, int, float] | None
     """The narrowest pair (before, behind) within which a share of positions has a vote.
 
     Positions without one anywhere within reach do not count: no pooling would keep them.
-
-    Args:
-        counts: (reach + 2, reach + 2), of positions by how far they stand before the nearest vote
-            and behind the nearest, as `distances_to_voted` says.
-        share: of those that have one, in (0, 1].
 
     Returns:
         before, behind, and the share that is reached; of two as narrow the one that reaches less

@@ -162,12 +162,7 @@ class EarlyLayer(Study):
         )
 
     def share_that_goes_on(self, copy: "Copy", layer: "PromptLayer") -> float:
-        """Which part of a hidden number the votes of one layer let go on, at half the share.
-
-        Args:
-            copy: the prompt.
-            layer: what attention saw of it.
-        """
+        """Which part of a hidden number the votes of one layer let go on, at half the share."""
         from snapkv.prefill.selective import tokens_that_go_on
 
         chosen = tokens_that_go_on(layer, keep_ratio=self.keep_ratio / 2, least_tokens=0)
@@ -290,14 +285,7 @@ class EarlyLayer(Study):
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """The readings of one search, those that its store holds left out.
-
-    Attributes:
-        study: the settings.
-        loaded: the model.
-        store: of what was read.
-        say: told what is read, or None.
-    """
+    """The readings of one search, those that its store holds left out."""
 
     study: EarlyLayer
     loaded: "LoadedModel"
@@ -305,11 +293,7 @@ class _Search:
     say: Progress | None
 
     def look(self, copies: Sequence["Copy"]) -> None:
-        """Read every prompt exactly, and look at what each layer's votes let go on.
-
-        Raises:
-            UnsupportedModelError: the model cannot be read selectively.
-        """
+        """Read every prompt exactly, and look at what each layer's votes let go on."""
         import torch
 
         from snapkv.app.observing import observed

@@ -15,15 +15,7 @@ _LEGEND_ENTRIES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Curves in one pair of axes.
-
-    Attributes:
-        title: above it.
-        x: key of the rows along the horizontal axis, and its label.
-        y: key of the rows along the vertical axis, from 0 to 1.
-        curves: rows by label, in an order that colours follow.
-        dotted: more rows by label, drawn in dots and in the same colours.
-    """
+    """Curves in one pair of axes."""
 
     title: str
     x: str
@@ -75,16 +67,7 @@ def _draw_curves(
 
 
 def grid(title: str, rows: Sequence[Record], *, x: str, y: str, panel: str, value: str) -> Any:
-    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third.
-
-    Args:
-        title: above it.
-        rows: with the four keys.
-        x: key along the horizontal axis.
-        y: key along the vertical axis.
-        panel: key whose values have cells of their own.
-        value: key of the number, which colours the cell and stands in it.
-    """
+    """A figure of numbers from 0 to 1 by two keys, one table of cells for each value of a third."""
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     figure = _figure(len(kinds))
     for place, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):

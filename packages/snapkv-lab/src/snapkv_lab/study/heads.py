@@ -131,10 +131,6 @@ class Heads(HiddenCopies):
 def copied_attention(layer: "PromptLayer", copy: "Copy") -> "Tensor":
     """How much attention every KV head pays from a copy to the token that is copied next.
 
-    Args:
-        layer: what attention saw of prompt and copy.
-        copy: what was read.
-
     Returns:
         (heads of the cache,) float32: the mean over the copied tokens, the highest of the query
         heads that share a KV head.

@@ -106,12 +106,7 @@ class HitRate(ReadingStudy):
     def rates(
         self, layer: "PromptLayer", prompt_tokens: int
     ) -> dict[tuple[str, int], dict[str, float | None]]:
-        """Hit rates in one layer, by selection and window of the answer, which count from 1.
-
-        Args:
-            layer: states of prompt and answer; queries from the observation window on.
-            prompt_tokens: where the answer begins.
-        """
+        """Hit rates in one layer, by selection and window of the answer, which count from 1."""
         from snapkv_lab.study.votes import important_and_hit
 
         masks = self._selected(layer, prompt_tokens)

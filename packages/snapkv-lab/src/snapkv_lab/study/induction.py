@@ -100,10 +100,6 @@ class Induction(HiddenCopies):
     def look(self, layer: "PromptLayer", copy: "Copy") -> Record:
         """One layer: of every query head where its votes fall, and what copying needs of it.
 
-        Args:
-            layer: what attention saw of prompt and copy.
-            copy: what was read.
-
         Returns:
             heads: needed tokens, votes by distance and the base rate, a record each; reaches:
             needed tokens by how far they stand before and behind the nearest best vote; kept:

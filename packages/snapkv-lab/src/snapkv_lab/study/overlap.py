@@ -88,10 +88,6 @@ class Overlap(ReadingStudy):
         """Overlaps in one layer, by what the window is of and its number.
 
         Windows of the prompt count from ``-prompt_windows`` to -1, those of the answer from 1.
-
-        Args:
-            layer: states of prompt and answer; queries from the first window on.
-            prompt_tokens: where the answer begins.
         """
         import torch
 

@@ -14,13 +14,7 @@ from snapkv_lab.evaluate.sample import Sample, Template
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredPrompt:
-    """A prompt and its answer as tokens.
-
-    Attributes:
-        ids: (1, T + answer) int64, the prompt first.
-        prompt_tokens: T.
-        answer: what the model generated, as text.
-    """
+    """A prompt and its answer as tokens."""
 
     ids: Tensor
     prompt_tokens: int
@@ -41,12 +35,7 @@ class AnsweredPrompt:
 
 
 def read(loaded: LoadedModel, sample: Sample, template: Template) -> AnsweredPrompt:
-    """Answer a sample from the full cache.
-
-    Raises:
-        PromptTooLongError: prompt and answer need more positions than the model has.
-        OutOfMemoryError: the device is full.
-    """
+    """Answer a sample from the full cache."""
     prompt = sample.prompt(loaded.tokenizer, template, "visible")
     ids = prompt_ids(loaded, prompt, sample.settings)
     cache = CompressedCache(loaded.model, FullCache())

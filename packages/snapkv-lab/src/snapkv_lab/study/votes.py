@@ -17,13 +17,7 @@ _BLOCK_TOKENS = 64
 
 
 def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
-    """The layer as it was when `stop` tokens had been read, with the queries from `start` on.
-
-    Args:
-        layer: what attention saw; its queries must reach back to `start`.
-        start: first token whose query is wanted.
-        stop: the token behind the last one.
-    """
+    """The layer as it was when `stop` tokens had been read, with the queries from `start` on."""
     first = layer.keys.shape[2] - layer.queries.shape[2]
     assert first <= start < stop <= layer.keys.shape[2]
     return replace(
@@ -57,13 +51,6 @@ def important_and_hit(
 
     A position is important where a query's attention to it is above the threshold (Eq. 6); it is
     hit where it is selected as well (Eq. 7). Counts are over the queries of [start, stop).
-
-    Args:
-        layer: what attention saw; its queries must reach back to `start`.
-        masks: (N, Hq, P) bool, what each of N selections holds.
-        start: first token whose query counts.
-        stop: the token behind the last one.
-        threshold: attention, of 1 in all, that makes a position important.
 
     Returns:
         important (P,) and hit (N, P), int64, summed over heads and queries.
@@ -120,10 +107,5 @@ def best(attention: Tensor, keep_tokens: int) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> float:
-    """H(one, other) of Eq. 8: which part of the positions in one set is in the other.
-
-    Args:
-        one: (Hq, P) bool, not empty.
-        other: (Hq, P) bool.
-    """
+    """H(one, other) of Eq. 8: which part of the positions in one set is in the other."""
     return float((one & other).sum() / one.sum())

@@ -61,10 +61,6 @@ def train(
 
     Returns:
         The heads, with their accuracies on held-out answers.
-
-    Raises:
-        InvalidArgumentError: too little text, or a folder with another run.
-        OutputError: the folder cannot be written; the same call goes on where it ended.
     """
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,13 +118,7 @@ class AnswerWriter:
     plan: MedusaTraining
 
     def into(self, path: Path, progress: Progress) -> list[Exchange]:
-        """All answers; those the file holds already are not generated again.
-
-        Raises:
-            OutputError: the file cannot be written.
-            InvalidArgumentError: the documents have fewer passages than answers are wanted, or the
-                file is of another run.
-        """
+        """All answers; those the file holds already are not generated again."""
         prompts = self._prompts()
         done = list(_read(path, prompts))
         with open_for_lines(path) as file:

@@ -243,15 +243,7 @@ _MOST_CODE_CHARACTERS = 1500
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedFunction:
-    """A function, and what it does in words.
-
-    Attributes:
-        name: as it is defined.
-        code: the whole function as `ast.unparse` writes it, without its docstring, comments and
-            blank lines.
-        description: the first paragraph of its docstring, on one line; it does not say the name.
-        file: where it is defined, below the package's folder.
-    """
+    """A function, and what it does in words."""
 
     name: str
     code: str
@@ -264,9 +256,6 @@ def drawn_functions(package: str, draw: random.Random) -> Iterator[DescribedFunc
 
     The package is read, not imported. No two have the same name, description or code; nested
     functions are left out, and so are those with decorators.
-
-    Raises:
-        InvalidArgumentError: there is no such package.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     if package != STANDARD_LIBRARY:

@@ -132,12 +132,7 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """What a prompt is cut to: the published number, or what the model's positions leave room for.
-
-    Args:
-        model: hub id, or a folder of that name.
-        max_tokens: positions that the model has; None, as the result, where there is no limit.
-    """
+    """What a prompt is cut to: the published number, or what the model's positions leave room for."""
     known = _MAX_PROMPT_TOKENS.get(_model_key(model))
     if known is not None or max_tokens is None:
         return known
@@ -193,18 +188,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """One English or code set of LongBench.
-
-    Attributes:
-        name: as its file is called.
-        category: under which the paper's table lists it.
-        metric: "F1", "ROUGE-L", "classification", "count", "retrieval" or "code similarity".
-        max_new_tokens: where an answer is cut off.
-        prompt_sha256: of the published prompt, with ``{context}`` and ``{input}`` in their places.
-        chat: whether its prompt is wrapped in a chat template; few-shot and code prompts are not.
-        first_line: whether only the answer's first line counts.
-        extended: whether LongBench-E has it too.
-    """
+    """One English or code set of LongBench."""
 
     name: str
     category: str
@@ -289,11 +273,7 @@ SETS: dict[str, DataSet] = {
 
 
 def chosen_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
-    """The sets of those names in the table's order; all that there are for no names.
-
-    Raises:
-        InvalidArgumentError: an unknown name, or one that LongBench-E lacks.
-    """
+    """The sets of those names in the table's order; all that there are for no names."""
     known = {name: one for name, one in SETS.items() if one.extended or not extended}
     for name in names:
         if name not in known:
@@ -356,9 +336,6 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
     It is read out of the installed lm-eval. The task files of 0.4.13 hold 10 of the 16 prompts as
     they were published; the other six lost an empty line or what they end with, which is put back.
     Whatever the release, a prompt is only used if its hash is that of the published one.
-
-    Raises:
-        MissingDependencyError: lm-eval is not installed, or has another prompt.
     """
     name = data_set.name
     path = package_file("lm_eval", "tasks", "longbench", f"{name}.yaml")
@@ -389,15 +366,7 @@ _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One question of LongBench.
-
-    Attributes:
-        context: the long text.
-        input: the question, or what stands for one; empty for a few sets.
-        answers: right ones, at least one.
-        length: of the text in words, as published.
-        all_classes: that a classification chooses from; empty elsewhere.
-    """
+    """One question of LongBench."""
 
     context: str
     input: str
@@ -407,16 +376,7 @@ class Row:
 
 
 def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
-    """The rows of a set in the file's order.
-
-    Args:
-        data: the archive, or a folder with the ``.jsonl`` files or a folder ``data`` of them.
-        data_set: which set.
-        extended: those of LongBench-E.
-
-    Raises:
-        DocumentError: no such file, no rows in it, or one that is malformed, by line and field.
-    """
+    """The rows of a set in the file's order."""
     name = f"{data_set.name}_e.jsonl" if extended else f"{data_set.name}.jsonl"
     lines = _zipped_lines(data, name) if data.is_file() else _lines(data, name)
     rows = [
@@ -430,11 +390,7 @@ def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
 
 
 def hub_archive() -> Path:
-    """LongBench's `data.zip`, downloaded from the hub where it is not in the cache.
-
-    Raises:
-        DocumentError: the hub cannot be reached; the message has the command for where it can.
-    """
+    """LongBench's `data.zip`, downloaded from the hub where it is not in the cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -259,11 +259,7 @@ class RagPipeline(PhraseTask):
 
 
 def drawn(rows: Sequence[_Row], count: int, seed: int) -> list[_Row]:
-    """That many rows in an order drawn from the seed; a larger count begins with the same ones.
-
-    Raises:
-        InvalidArgumentError: there are fewer.
-    """
+    """That many rows in an order drawn from the seed; a larger count begins with the same ones."""
     if count > len(rows):
         raise InvalidArgumentError(
             f"samples_each: expected at most {len(rows)}, the number of questions, got "
@@ -338,15 +334,7 @@ def found(text: str | Passage, phrases: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A question with its documents.
-
-    Attributes:
-        name: unique among the rows.
-        question: what is asked.
-        answers: right ones, at least one.
-        gold: documents that answer it, at least one.
-        others: documents in which no answer stands, in the order in which they are taken.
-    """
+    """A question with its documents."""
 
     name: str
     question: str
@@ -377,9 +365,6 @@ def read_rows(path: Path) -> list[Row]:
     Liu et al. (2023) published a JSON object per line: ``question``, ``answers`` and ``ctxs``, the
     documents, each with ``title``, ``text``, ``isgold`` (it answers the question) and ``hasanswer``
     (an answer stands in it).
-
-    Raises:
-        DocumentError: no such file, no rows in it, or a malformed one, by line and field.
     """
     try:
         data = path.expanduser().read_bytes()

@@ -51,14 +51,7 @@ _PATIENCE = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which puzzle is wanted.
-
-    Attributes:
-        length: tokens that it is for; some generators are easier below 4096.
-        index: which of the puzzles of that length.
-        seed: what is drawn is drawn from it; another one for every puzzle.
-        essay: the words of a long text to hide something in.
-    """
+    """Which puzzle is wanted."""
 
     length: int
     index: int
@@ -86,13 +79,7 @@ class Puzzle:
 
 
 class Generator(ABC):
-    """Makes the puzzles of one task, of any size.
-
-    Attributes:
-        new_tokens: how long an answer may be.
-        any_reference: whether one of the references is enough; otherwise the score is the
-            fraction that is found.
-    """
+    """Makes the puzzles of one task, of any size."""
 
     new_tokens: ClassVar[int]
     any_reference: ClassVar[bool] = False
@@ -109,11 +96,7 @@ class Generator(ABC):
 
     @abstractmethod
     def puzzle(self, wanted: Wanted, parts: int) -> Puzzle:
-        """A puzzle with that many parts; of another size, the same answer where possible.
-
-        Raises:
-            InvalidArgumentError: there are not so many questions.
-        """
+        """A puzzle with that many parts; of another size, the same answer where possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +104,6 @@ class Needles(Generator):
     """The eight needle tasks: values hidden under keys.
 
     A part of the text is a word of the essay, a repetition of the noise, or another needle.
-
-    Args:
-        haystack: what the needles are hidden in.
-        key: what the keys look like.
-        value: what the values look like.
-        keys: how many keys are hidden; as many as are asked for at least.
-        values: how many values each key has.
-        queries: how many keys are asked for.
     """
 
     new_tokens: ClassVar[int] = 128
@@ -222,9 +197,6 @@ class Tracing(Generator):
     """vt: one chain of assignments in noise, behind a worked example with shorter names.
 
     A part of the text is a repetition of the noise.
-
-    Args:
-        hops: assignments after the first.
     """
 
     new_tokens: ClassVar[int] = 30
@@ -356,9 +328,6 @@ class Answering(Generator):
 
     A part of the text is a document beside those with the answer: first those collected for the
     question, then any.
-
-    Args:
-        dataset: SQuAD 2.0 (its answerable questions) or HotpotQA (the distractor setting).
     """
 
     new_tokens: ClassVar[int] = 32

@@ -22,18 +22,7 @@ LOCAL, AUTO = "local", "auto"
 
 
 class OnRay(WorkerPool):
-    """Workers on Ray: one for each GPU of the cluster, or where it has none, for each node.
-
-    Args:
-        address: "local" for a cluster of this machine, which ends with the block; "auto" for one
-            that runs here; or the address of one, such as ``ray://head:10001``.
-        equipment: what each worker has.
-        workers: how many; None for as many as above.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        InvalidArgumentError: there is no such cluster, or it has no place for so many.
-    """
+    """Workers on Ray: one for each GPU of the cluster, or where it has none, for each node."""
 
     def __init__(self, address: str, equipment: Equipment, workers: int | None = None) -> None:
         require_cluster(address)
@@ -194,12 +183,7 @@ def _ray() -> Any:
 
 
 def require_cluster(address: str) -> None:
-    """Raise where there cannot be such a cluster: Ray would try for minutes, and end the process.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        InvalidArgumentError: nobody listens there, or the text is no address.
-    """
+    """Raise where there cannot be such a cluster: Ray would try for minutes, and end the process."""
     _ray()
     if address in (LOCAL, AUTO):
         return
