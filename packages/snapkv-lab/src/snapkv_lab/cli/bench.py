@@ -215,7 +215,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     from snapkv.cli.loading import load_model
     from snapkv_lab import drawing
     from snapkv_lab.cli.methods import compared_caches
-    from snapkv_lab.cli.tables import bench_table
+    from snapkv_lab.cli.tables import bench_table, on_screen
     from snapkv_lab.measure.environment import describe
     from snapkv_lab.report.figures import draw_bench
 
@@ -241,7 +241,7 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
             status.update(f"measuring: {len(rows)} rows")
             if output is not None and unwritten is None:
                 unwritten = _append(Path(output), row | block)
-    give(block | {"rows": rows}, lambda: bench_table(rows), as_json=options.json)
+    give(block | {"rows": rows}, lambda: on_screen(bench_table(rows)), as_json=options.json)
     if unwritten is not None:
         raise unwritten
     if plot is not None:

@@ -64,7 +64,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv.cli.grid import give  # torch and the model come with what follows
     from snapkv.cli.progress import answers_progress
     from snapkv_lab.cli.methods import compared_methods, with_turns
-    from snapkv_lab.cli.tables import results_table
+    from snapkv_lab.cli.tables import on_screen
     from snapkv_lab.drawing import require_drawable
     from snapkv_lab.evaluate.runner import Run
     from snapkv_lab.report import figures, page
@@ -90,7 +90,7 @@ def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     found = {"run": results.run, "folder": str(folder), "rows": results.rows}
     give(
         found | {"warnings": results.task.warnings},
-        lambda: results_table(results),
+        lambda: on_screen(page.method_table(results)),
         as_json=options.json,
         place=f"answers: {folder}",
     )
@@ -156,7 +156,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import answers_progress
     from snapkv_lab.cli.methods import compared_methods
-    from snapkv_lab.cli.tables import metrics_table
+    from snapkv_lab.cli.tables import metrics_table, on_screen
     from snapkv_lab.evaluate.harness import HarnessRun
 
     compared = compared_methods(options)
@@ -176,7 +176,7 @@ def lm_eval(*, options: LmEvalOptions) -> None:
         rows, unwritten = run.into(folder, advance)
     give(
         {"run": run.description(), "folder": str(folder), "rows": rows},
-        lambda: metrics_table("lm-eval", rows),
+        lambda: on_screen(metrics_table("lm-eval", rows)),
         as_json=options.json,
         place=f"answers: {folder}",
     )

@@ -83,10 +83,10 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
     from snapkv.cli.grid import give
     from snapkv.cli.progress import answers_progress
     from snapkv_lab.cli.methods import contending  # torch and the model come with what follows
-    from snapkv_lab.cli.tables import board_table
+    from snapkv_lab.cli.tables import on_screen
     from snapkv_lab.evaluate.leaderboard import board, estimate, task_of_one_length
     from snapkv_lab.evaluate.store import short_hash
-    from snapkv_lab.report.leaderboard import write_board
+    from snapkv_lab.report.leaderboard import board_lines, board_table, write_board
     from snapkv_lab.report.page import require_reportable
 
     require_reportable()
@@ -105,7 +105,12 @@ def leaderboard(*, options: LeaderboardOptions) -> None:
         typer.echo(_in_words(estimate(runs, folder, timed=options.is_here)), err=True)
         with answers_progress("leaderboard") as advance:
             found, unwritten = board(runs, folder, left_out, advance, who)
-    give(found, lambda: board_table(found), as_json=options.json, place=f"answers: {folder}")
+    give(
+        found,
+        lambda: on_screen(board_table(found, board_lines(found), by_task=False)),
+        as_json=options.json,
+        place=f"answers: {folder}",
+    )
     typer.echo(f"page: {write_board(found, folder)}", err=True)
     if unwritten is not None:  # behind what took so long
         raise unwritten

@@ -1,6 +1,7 @@
 """`snapkv study NAME`: what the paper observed, on any model and document."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,11 +10,11 @@ from snapkv.cli import panels
 from snapkv.cli.options import ModelOptions, with_options
 from snapkv.cli.outputs import RESULTS, WritingOptions, results_folder
 from snapkv_lab.cli.workers import Plot, WorkerOptions, answering, results_in
-from snapkv_lab.study import STUDIES, Study
-from snapkv_lab.study.base import ReadingStudy
-from snapkv_lab.study.sensitivity import Sensitivity
+from snapkv_lab.study import STUDIES, Sensitivity, Study
+from snapkv_lab.study.attention import ReadingStudy
 
 if TYPE_CHECKING:
+    from snapkv.app.models import LoadedModel
     from snapkv_lab.study.base import Findings
 
 
@@ -71,7 +72,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         require_drawable(options.plot)
 
     from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv_lab.cli.tables import study_table
+    from snapkv_lab.cli.tables import on_screen
 
     findings = _findings(study, options)
     for notice in findings.notices:
@@ -79,7 +80,7 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
     found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
     give(
         found | {"warnings": [*findings.warnings, *findings.notices]},
-        lambda: study_table(study.table(findings.rows)),
+        lambda: on_screen(study.table(findings.rows)),
         as_json=options.json,
         place=f"rows: {findings.folder}\n{findings.closing}".rstrip(),
     )
@@ -91,26 +92,28 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
         save(study.figure(findings.rows), options.plot)
 
 
-def _options_of(kind: type[Study]) -> type[StudyOptions]:
-    if issubclass(kind, Sensitivity):
-        return AnsweringOptions
-    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
-
-
 def _findings(study: Study, options: StudyOptions) -> "Findings":
     """What the study gives, of this process or of workers where it has answers to deal out."""
     from snapkv.cli.loading import load_model
     from snapkv.cli.progress import answers_progress
 
-    kind = f"study-{study.name}"
+    def folder(loaded: "LoadedModel") -> Path:
+        kind = f"study-{study.name}"
+        return results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
+
     if isinstance(study, Sensitivity) and isinstance(options, AnsweringOptions):
         with answering(options) as (loaded, who), answers_progress(study.name) as advance:
-            folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
-            return study.into(loaded, folder, advance, who)
+            return study.into(loaded, folder(loaded), advance, who)
     loaded = load_model(options)
-    folder = results_folder(options.results, kind, loaded.name, study.fingerprint(loaded))
+    place = folder(loaded)
     with answers_progress(study.name) as advance:
-        return study.into(loaded, folder, advance)
+        return study.into(loaded, place, advance)
+
+
+def _options_of(kind: type[Study]) -> type[StudyOptions]:
+    if issubclass(kind, Sensitivity):
+        return AnsweringOptions
+    return ReadingOptions if issubclass(kind, ReadingStudy) else StudyOptions
 
 
 app = typer.Typer(name="study", help="Repeat an observation of the paper.", no_args_is_help=True)

@@ -6,13 +6,15 @@ HotpotQA (Yang et al., 2018), the development set of the distractor setting, and
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from snapkv.errors import DocumentError, InvalidArgumentError
 from snapkv.packages import package_file
 from snapkv.word_index import WordIndex
+from snapkv_lab.evaluate.store import Record
 
 CorpusName = Literal["hotpotqa", "squad"]
 
@@ -27,7 +29,12 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question and the paragraphs that answer it."""
+    """A question, its right answers, and the paragraphs that they follow from.
+
+    `asked` is the text as the data set has it, in SQuAD sometimes with blanks around it. Of `gold`
+    paragraphs HotpotQA has two, SQuAD one; `near` are others that HotpotQA collected for the
+    question, or of the article in SQuAD.
+    """
 
     name: str
     text: str
@@ -122,8 +129,22 @@ Check = tuple[str, Callable[[Any], bool]]
 """What a field of a user's file must be, and whether it is."""
 
 
-def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
-    """The JSON object of a line."""
+def parsed_lines(
+    lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
+) -> list[Record]:
+    """The JSON objects of a file's lines, blank ones skipped; every field must be as `checks` say."""
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            found.append(_parsed(line, place, remedy))
+            require_fields(found[-1], checks, place, remedy)
+    if not found:
+        raise DocumentError(f"data: expected rows in {path}, got none; {remedy}")
+    return found
+
+
+def _parsed(line: str | bytes, place: str, remedy: str) -> Record:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -135,7 +156,7 @@ def parsed_line(line: str | bytes, place: str, remedy: str) -> dict[str, Any]:
 
 
 def require_fields(
-    record: dict[str, Any], checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
+    record: Record, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
     """Raise unless every field is what it must be; `prefix` stands before its name."""
     for field, (wanted, is_right) in checks.items():

@@ -110,6 +110,21 @@ def fitted(
         parts = max(least, min(parts - 1, parts * length // used))
 
 
+def all_fitted(
+    builds: Iterable[Build], tokenizer: Any, length: int, *, least: int, most: int, what: str
+) -> Iterator[Sample]:
+    """Samples of one length, each as `fitted` makes it; refused where `what` has no room."""
+    hint = None
+    for build in builds:
+        found = fitted(build, tokenizer, length, least=least, most=most, hint=hint)
+        if found is None:
+            raise InvalidArgumentError(
+                f"lengths: expected room for {what}, got {length} tokens; pass a larger length"
+            )
+        sample, hint = found
+        yield sample
+
+
 def needed_tokens(sample: Sample, tokenizer: Any) -> int:
     """Tokens of prompt and answer together, chat template included where the tokenizer has one."""
     prompt = sample.prompt(tokenizer, "tokenizer", "visible")

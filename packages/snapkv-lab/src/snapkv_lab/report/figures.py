@@ -13,7 +13,8 @@ from snapkv_lab import drawing
 from snapkv_lab.evaluate.intervals import Interval
 from snapkv_lab.evaluate.runner import Results
 from snapkv_lab.evaluate.store import Record
-from snapkv_lab.evaluate.summary import IN_NATS, IN_PERCENT, ScoreLine, axis_values, score_lines
+from snapkv_lab.evaluate.summary import ScoreLine, axis_values, score_lines
+from snapkv_lab.report.tables import IN_NATS, IN_PERCENT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,12 +105,12 @@ def _heat_map(
             style: dict[str, Any] = {"facecolor": "#eeeeee", "edgecolor": "#999999", "lw": 0}
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch="///", **style))
         if max(len(columns), len(rows)) <= _MOST_ANNOTATED:
-            reason = _short(cell[0]["status"]).replace(" ", "\n")
+            reason = _SHORT_REASONS.get(cell[0]["status"], cell[0]["status"]).replace(" ", "\n")
             text = f"{100 * fmean(scores):.0f}" if scores else reason
             panel.text(x, y, text, ha="center", va="center", fontsize=7)
     colours = LinearSegmentedColormap.from_list("score", _COLOURS)
     panel.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto")
-    sure = "" if line.interval is None else f" ({line.shown_interval})"
+    sure = "" if line.interval is None else f" ({IN_PERCENT.interval(line.interval)})"
     panel.set_title(f"{_name(line)}\nmean {IN_PERCENT.text(line.mean)}{sure}")
     _label_axis(panel.xaxis, x_axis, columns)
     _label_axis(panel.yaxis, y_axis, rows)
@@ -166,7 +167,7 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     panel.vlines([place for place, _ in known], lows, highs, color="black", linewidth=0.8)
     for place, column, score in zip(places, columns, scores, strict=False):
         if score is None and column in line.reasons:
-            text = _short(line.reasons[column])
+            text = _SHORT_REASONS.get(line.reasons[column], line.reasons[column])
             panel.text(place, 1, text, rotation=90, ha="center", va="bottom", fontsize=7)
 
 
@@ -270,7 +271,8 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
     """Ticks at the cells, not at all of them where they are many."""
     step = -(-len(values) // _MOST_TICKS) if _numeric(values) else 1
     places = range(0, len(values), step)
-    texts = [shown_tokens(values[i]) if name == "length" else str(values[i]) for i in places]
+    is_length = name == "length" and _numeric(values)
+    texts = [shown_tokens(values[i]) if is_length else str(values[i]) for i in places]
     axis.set_ticks(list(places), texts)
     unit = _UNITS.get(name) if _numeric(values) else None
     axis.set_label_text(f"{name} ({unit})" if unit else name)
@@ -280,10 +282,6 @@ def _name(line: ScoreLine, method: str | None = None) -> str:
     """What a legend calls a method; that its question is seen by the vote goes without saying."""
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
-
-
-def _short(reason: str) -> str:
-    return _SHORT_REASONS.get(reason, reason)
 
 
 def shown_tokens(count: Any) -> str:

@@ -112,7 +112,7 @@ class WorkerPool(Executor):
 
     def answers(self, work: Sequence[Asked]) -> Iterator[Record]:
         """See `Executor.answers`."""
-        waiting = deque(sorted(work, key=lambda asked: asked.characters, reverse=True))
+        waiting = deque(sorted(work, key=lambda asked: len(asked.sample.context), reverse=True))
         idle, busy = list(self._workers), dict[Worker, Asked]()
         unloaded, why = Counter[Worker](), "no machine has room for one"
         try:

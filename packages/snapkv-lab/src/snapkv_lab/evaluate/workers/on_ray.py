@@ -183,7 +183,7 @@ def _ray() -> Any:
 
 
 def require_cluster(address: str) -> None:
-    """Raise where there cannot be such a cluster: Ray would try for minutes, and end the process."""
+    """Raise where there is no such cluster: Ray would try for minutes, and end the process."""
     _ray()
     if address in (LOCAL, AUTO):
         return
