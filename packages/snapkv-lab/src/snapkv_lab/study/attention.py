@@ -501,10 +501,7 @@ class Overlap(ReadingStudy):
             **{("prompt", i): T + i * size for i in range(-self.prompt_windows, 0)},
             **{("answer", i + 1): T + i * size for i in range(self.generation_windows)},
         }
-        candidates = {
-            "overlap": T - size,
-            "overlap_of_common": T - self.prompt_windows * size,
-        }
+        candidates = {"overlap": T - size, "overlap_of_common": T - self.prompt_windows * size}
         attention = {
             window: mean_attention(layer, start, start + size, T - size)
             for window, start in starts.items()
