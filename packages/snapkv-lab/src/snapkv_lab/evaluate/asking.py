@@ -128,7 +128,7 @@ class Answerer:
             try:
                 for given in self._answers(asked, method, reader, ends):
                     turn = left[0]
-                    found = {"status": "ok"} | self._scored(asked.task, turn, given)
+                    found: Record = {"status": "ok"} | self._scored(asked.task, turn, given)
                     if wanted is not None and ends is not None:
                         found["loss"] = wanted[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()

@@ -132,7 +132,7 @@ Check = tuple[str, Callable[[Any], bool]]
 def parsed_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
 ) -> list[Record]:
-    """The JSON objects of a file's lines, blank ones skipped; every field must be as `checks` say."""
+    """The JSON objects of a file's lines, blank ones skipped; every field as `checks` say."""
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():

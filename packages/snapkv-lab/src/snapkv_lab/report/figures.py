@@ -25,7 +25,6 @@ _MOST_PANELS_IN_A_ROW = 3
 _MOST_ANNOTATED = 10
 _MOST_TICKS = 12
 _MOST_UPRIGHT = 4
-_SHORT_REASONS = {"out of memory": "OOM"}
 _UNITS = {"length": "tokens", "depth": "percent", "position": "percent"}
 _MARKERS = "osD^vP*X"
 # Okabe and Ito's colours, which the colour-blind can tell apart too.
@@ -105,7 +104,7 @@ def _heat_map(
             style: dict[str, Any] = {"facecolor": "#eeeeee", "edgecolor": "#999999", "lw": 0}
             panel.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, hatch="///", **style))
         if max(len(columns), len(rows)) <= _MOST_ANNOTATED:
-            reason = _SHORT_REASONS.get(cell[0]["status"], cell[0]["status"]).replace(" ", "\n")
+            reason = cell[0]["status"].replace("out of memory", "OOM").replace(" ", "\n")
             text = f"{100 * fmean(scores):.0f}" if scores else reason
             panel.text(x, y, text, ha="center", va="center", fontsize=7)
     colours = LinearSegmentedColormap.from_list("score", _COLOURS)
@@ -167,7 +166,7 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
     panel.vlines([place for place, _ in known], lows, highs, color="black", linewidth=0.8)
     for place, column, score in zip(places, columns, scores, strict=False):
         if score is None and column in line.reasons:
-            text = _SHORT_REASONS.get(line.reasons[column], line.reasons[column])
+            text = line.reasons[column].replace("out of memory", "OOM")
             panel.text(place, 1, text, rotation=90, ha="center", va="bottom", fontsize=7)
 
 

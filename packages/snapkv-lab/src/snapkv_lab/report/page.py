@@ -136,7 +136,7 @@ def method_table(results: Results) -> Table:
     relative, differences = relative_differences(rows), line_differences(rows, axis)
     has_loss = has_losses(results)
     losses = line_differences(rows, axis, "loss") if has_loss else {}
-    headings = ("vs full", "difference") if differences else ()
+    headings: tuple[str, ...] = ("vs full", "difference") if differences else ()
     headings += ("loss", "loss 95 %") if has_loss else ()
     headings += ("loss difference",) if losses else ()
 

@@ -167,9 +167,8 @@ class ReadingStudy(DocumentStudy):
 
         return Plan(steps=steps, block=block, notices=notices)
 
-    def summary(self, loaded: "LoadedModel", records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Record]) -> list[Record]:
         """The means over documents."""
-        del loaded
         rows = (row for record in records for row in record["rows"])
         return mean_rows(rows, self.by, self.numbers)
 

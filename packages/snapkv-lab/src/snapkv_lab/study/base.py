@@ -117,7 +117,7 @@ class DocumentStudy(Study):
         """What is read of documents, given by name and text."""
 
     @abstractmethod
-    def summary(self, loaded: "LoadedModel", records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Record]) -> list[Record]:
         """Rows of all records."""
 
     def files(self, loaded: "LoadedModel", rows: Sequence[Record]) -> dict[str, Record]:
@@ -147,7 +147,7 @@ class DocumentStudy(Study):
                     store.add(found | step.read())
                 if step.place + 1 == step.count:
                     tell("done", step.count, step.count)
-            rows = self.summary(loaded, store.records)
+            rows = self.summary(store.records)
             unwritten = store.summarise(rows)
         return Findings(
             folder=folder,

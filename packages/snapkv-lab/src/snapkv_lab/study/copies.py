@@ -154,9 +154,8 @@ class Heads(HiddenCopies):
         )
         return f"{typed} goes by these scores from now on: stored in {path}"
 
-    def summary(self, loaded: "LoadedModel", records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Record]) -> list[Record]:
         """Rows of heads, with the mean of their scores over prompts, and of shares of the heads."""
-        del loaded
         heads = [
             {"of": "head", "layer": every[0]["layer"], "head": every[0]["head"]}
             | {"score": float(f"{fmean(each['score'] for each in every):.4g}")}
@@ -361,9 +360,8 @@ class Induction(HiddenCopies):
         for decay in DECAYS:
             yield str(decay), self._policy(pooling="fading", decay=decay)
 
-    def summary(self, loaded: "LoadedModel", records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Record]) -> list[Record]:
         """Rows of distances by kind, of heads, of decays; the last one is what follows."""
-        del loaded
         rows = []
         for (kind,), own in grouped(records, "question").items():
             rows += _of_distances(kind, own)

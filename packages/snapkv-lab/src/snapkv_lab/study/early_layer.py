@@ -206,12 +206,13 @@ class EarlyLayer(DocumentStudy):
         whole = [row["layer"] for row in _of_votes(records, count) if row["goes_on"] == 1]
         return [layer for layer in whole if layer <= max(1, 3 * count // 4)][: self.tries]
 
-    def summary(self, loaded: "LoadedModel", records: Sequence[Record]) -> list[Record]:
+    def summary(self, records: Sequence[Record]) -> list[Record]:
         """A row of each layer's votes, one of each layer that was tried, and what follows."""
         tried = {record["layer"] for record in records if record["question"] != _VOTES}
         rows = [self._row(records, layer) for layer in sorted(tried)]
         found = next((row["layer"] for row in rows if row["enough"]), None)
-        votes = _of_votes(records, self._layer_count(loaded))
+        last = max(layer for layer, _ in records[0]["goes_on"])
+        votes = _of_votes(records, last)
         return [*votes, *rows, {"of": "found", "layer": found}]
 
     def _row(self, records: Sequence[Record], layer: int) -> Record:
