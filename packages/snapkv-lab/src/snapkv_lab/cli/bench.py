@@ -107,8 +107,7 @@ app = typer.Typer(name="bench", help="Measure time and memory.", no_args_is_help
 @with_options(BenchOptions)
 def decode(tokens: Tokens = 16, *, options: BenchOptions) -> None:
     """Time per generated token behind prompts of several lengths."""
-    from snapkv_lab.measure.bandwidth import copy_bandwidth
-    from snapkv_lab.measure.decode import DecodeBench
+    from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 
     def rows(model: Any, **compared: Any) -> Rows:
         return DecodeBench(
@@ -196,7 +195,7 @@ def throughput(
             f"batch: expected none, since the largest one that fits is looked for, got "
             f"{options.batch}; leave it out, or measure that one with snapkv bench decode"
         )
-    from snapkv_lab.measure.throughput import ThroughputBench
+    from snapkv_lab.measure.decode import ThroughputBench
 
     memory_bytes = int(memory_gb * 1e9)
     _run(

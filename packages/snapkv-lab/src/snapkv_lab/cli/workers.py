@@ -51,7 +51,6 @@ class WorkerOptions(ModelOptions):
 
     @property
     def is_here(self) -> bool:
-        """Whether this process answers."""
         return self.devices is None and self.ray is None
 
 

@@ -47,7 +47,6 @@ class Method:
     later: Later = "append"
 
     def describe(self) -> Record:
-        """The policy's name and parameters, and how it reads where that is not as usual."""
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.described_later}
         return self.policy.describe() | reading | later

@@ -115,7 +115,6 @@ class Index:
         self._words = WordIndex([f"{passage.title} {passage.text}" for passage in passages])
 
     def ranked(self, query: str) -> Iterator[Passage]:
-        """Every passage, the likeliest first; of equally likely ones the earlier first."""
         return (self._passages[place] for place, _ in self._words.ranked(query))
 
 
@@ -168,5 +167,4 @@ def require_fields(
 
 
 def is_texts(value: Any) -> bool:
-    """Whether it is a list of texts."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)

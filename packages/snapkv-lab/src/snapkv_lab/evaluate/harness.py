@@ -84,7 +84,6 @@ class HarnessRun:
         return found, unwritten
 
     def fingerprint(self) -> str:
-        """A short name for everything that a run's results depend on, its methods left out."""
         return short_hash(self.description())
 
     def description(self) -> Record:
@@ -210,7 +209,6 @@ class CompressedLM(LM):
         return [(score, greedy) for score, greedy in self._responses(keys, "scoring", alike, give)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Refused: whole texts are scored, and nothing of them is a prompt."""
         raise InvalidArgumentError(
             f"tasks: expected tasks with a prompt, got {requests[0].task_name}, which scores whole "
             "texts (loglikelihood_rolling), of which there is nothing to compress; leave it out"

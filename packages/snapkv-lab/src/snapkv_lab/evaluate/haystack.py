@@ -34,7 +34,6 @@ class Haystack:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "\n\n".join(self.pieces)
 
     def permuted(self, seed: str) -> "Haystack":
@@ -55,16 +54,13 @@ class HaystackTask(Task):
 
     @cached_property
     def text(self) -> Haystack:
-        """What something is hidden in."""
         return load_haystack(self.haystack)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the haystack was left out."""
         return self.text.warnings
 
     def describe(self) -> dict[str, Any]:
-        """The settings, with the name of the text."""
         return super().describe() | {"haystack": self.text.name}
 
 
@@ -133,7 +129,6 @@ def number(draw: random.Random, digits: int) -> str:
 
 
 def identifier(draw: random.Random) -> str:
-    """A random UUID (version 4)."""
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 

@@ -49,7 +49,6 @@ def _settings(kind: type[Task]) -> set[str]:
 
 
 def prompt_tokens(loaded: LoadedModel, task: Task, template: Template) -> float:
-    """How long the prompts of a task are, on average."""
     prompts = (
         sample.prompt(loaded.tokenizer, template, "visible")
         for sample in task.for_model(loaded.name, loaded.max_tokens).samples(loaded.tokenizer)

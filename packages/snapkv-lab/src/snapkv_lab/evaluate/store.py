@@ -153,7 +153,6 @@ def answered(folder: Path) -> set[Key]:
 
 
 def key(record: Record) -> Key:
-    """What a record answers."""
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
 

@@ -140,7 +140,6 @@ def _score_line(rows: list[Record], axis: str) -> ScoreLine:
 
 
 def axis_values(rows: Iterable[Record], axis: str) -> list[Any]:
-    """The values of an axis, each once, in the order of the rows."""
     return list(dict.fromkeys(row["cell"][axis] for row in rows))
 
 

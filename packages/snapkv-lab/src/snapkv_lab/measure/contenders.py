@@ -31,18 +31,18 @@ Pieces = Callable[[PreTrainedModel], contextlib.AbstractContextManager[None]]
 
 
 class Decoder(Protocol):
-    """A cache behind a prompt, and what is generated behind it."""
+    """A cache behind a prompt; called, it generates so many tokens greedily: ms per token.
+
+    It holds `held_bytes`, room for tokens to come included; attention reads `read_bytes` a token.
+    """
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that the cache holds, room for tokens to come included."""
+    def held_bytes(self) -> int: ...
 
     @property
-    def read_bytes(self) -> int:
-        """Bytes of what attention reads for a token."""
+    def read_bytes(self) -> int: ...
 
-    def __call__(self, tokens: int) -> float:
-        """Generate greedily; ms per token."""
+    def __call__(self, tokens: int) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,6 @@ class _Decoder:
 
 
 def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Contender:
-    """A compressed cache."""
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
@@ -145,7 +144,6 @@ def compressed(label: str, policy: Policy, *, storage: str = "dynamic") -> Conte
 
 
 def full(name: str) -> Contender:
-    """One of transformers' own caches, which keep every token."""
     if name not in FULL_CACHES:
         raise InvalidArgumentError(
             f"baseline: expected one of {', '.join(FULL_CACHES)}, got "

@@ -18,7 +18,6 @@ def random_model(
     layers: int | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """A model of a published shape whose weights are random."""
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "dtype": dtype}
     bare = outline(shape, layers=layers, **options)
     explain = functools.partial(weights_advice, bare, device, free_bytes(device))

@@ -20,7 +20,6 @@ class Spent:
 
 
 def spent_on(work: Callable[[], Any]) -> Spent:
-    """Do the work once and say what it took."""
     _synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -61,12 +60,10 @@ def _order(count: int, index: int) -> list[int]:
 
 
 def ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """The ratio of each pair of times."""
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
 def spread(values: Sequence[float], digits: int) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile."""
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 

@@ -154,7 +154,6 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 
 
 def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count: int) -> None:
-    """One method's bar in every group, and in the group of the means."""
     width = 0.8 / count
     places = [group + (index - (count - 1) / 2) * width for group in range(len(columns) + 1)]
     scores = [*(line.scores.get(column) for column in columns), line.mean]

@@ -207,7 +207,6 @@ def _curves(panel: "Axes", name: str, lines: Sequence[BoardLine], settings: Sequ
 
 
 def as_markdown(found: Record, figure: str = FILES[1]) -> str:
-    """The page as Markdown."""
     parts = [f"# Leaderboard of {escaped(found['model']['name'])}", *ABOUT]
     parts.append(escaped(_facts_line(found)))
     parts.append(f"![Score against held share, by method]({figure})")
@@ -219,7 +218,6 @@ def as_markdown(found: Record, figure: str = FILES[1]) -> str:
 
 
 def as_page(found: Record) -> str:
-    """The page as one file without links to others."""
     means = "; ".join(
         f"{line.name} at {line.kept} ({line.scores.question}) {IN_PERCENT.text(line.scores.mean)}"
         for line in board_lines(found)
@@ -265,7 +263,6 @@ def _facts_line(found: Record) -> str:
 
 
 def write_board(found: Record, folder: Path) -> Path:
-    """Write rows, figure and pages into a folder, those there replaced; the page's path."""
     made = (json.dumps(found, indent=1) + "\n", drawing.encoded(draw(found), ".svg"))
     contents = (*made, as_markdown(found), as_page(found))
     write_files(folder, dict(zip(FILES, contents, strict=True)))

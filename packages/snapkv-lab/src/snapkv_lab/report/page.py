@@ -176,7 +176,6 @@ def method_table(results: Results) -> Table:
 
 
 def has_losses(results: Results) -> bool:
-    """Whether the loss of the references was taken."""
     return any("loss" in row for row in results.rows)
 
 
@@ -262,7 +261,6 @@ def _ends(name: str, interval: Sequence[float] | None) -> Record:
 
 
 def as_csv(results: Results) -> str:
-    """The table of cells; a number that is not known is empty."""
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -273,7 +271,6 @@ def as_csv(results: Results) -> str:
 
 
 def as_markdown(results: Results) -> str:
-    """The table of methods, the best scores in bold."""
     table = method_table(results)
     model = escaped(results.run["model"]["name"])
     parts = (f"# {escaped(table.title)}", f"Model: {model}", table.as_markdown())
@@ -281,7 +278,6 @@ def as_markdown(results: Results) -> str:
 
 
 def as_page(results: Results) -> str:
-    """The page of a run."""
     task, methods = results.task, method_table(results)
     policies = {f"method {row['method']}": row["policy"] for row in results.rows}
     caption = (

@@ -78,5 +78,4 @@ def shown_difference(difference: Record | None, of: Measure = "score") -> str:
 
 
 def shown_bytes(count: float | None) -> str:
-    """Bytes with a unit; a dash for None."""
     return "-" if count is None else format_bytes(round(count))

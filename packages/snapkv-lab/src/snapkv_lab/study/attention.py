@@ -46,7 +46,6 @@ class Reading:
         return int(self.ids.shape[1])
 
     def describe(self) -> Record:
-        """What a result says of it."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -55,7 +54,6 @@ class Reading:
 
 
 def read(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
-    """Answer a sample from the full cache."""
     from snapkv.app.answering import continue_ids, prompt_ids
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
@@ -369,7 +367,6 @@ class HitRate(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """A curve of either rate over the layers, a colour for each of what is compared."""
         from snapkv_lab.study.figures import Panel, curves
 
         solid, dotted = (
@@ -517,7 +514,6 @@ class Overlap(ReadingStudy):
         return rows
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """Overlaps over all layers, by window."""
         return Table(
             title="overlap of windows of the prompt with the answer, and of windows of the answer "
             "with the prompt's last: mean over layers (lowest to highest)",
@@ -530,7 +526,6 @@ class Overlap(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """Fig. 2, a curve per layer over the prompt's windows, and Fig. 3, over the layers."""
         from snapkv_lab.study.figures import Panel, curves
 
         layers = named(rows_of(rows, "prompt"), "layer", "layer {}")
@@ -566,7 +561,6 @@ class Instructions(ReadingStudy):
     answer_length: int = 64
 
     def __post_init__(self) -> None:
-        """Check that there is something to compare."""
         super().__post_init__()
         require_at_least("answer_length", self.answer_length, 1)
         if len(self.questions) < 2:
@@ -581,11 +575,9 @@ class Instructions(ReadingStudy):
 
     @property
     def answer_tokens(self) -> int:
-        """The length that is asked for."""
         return self.answer_length
 
     def parts(self, texts: Sequence[tuple[str, str]]) -> Iterator[Part]:
-        """A document with all questions."""
         for name, text in texts:
             samples = tuple(self.sample(name, text, question) for question in self.questions)
             yield Part(name=name, variant="all", samples=samples)
@@ -625,7 +617,6 @@ class Instructions(ReadingStudy):
         return torch.stack([best(votes, keep_tokens) for votes in (halves.sum(dim=0), *halves)])
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """Overlaps over all layers, by pair."""
         return Table(
             title="overlap of selected positions: mean over layers (lowest to highest)",
             headings=("questions", "overlap", "of halves"),
@@ -637,7 +628,6 @@ class Instructions(ReadingStudy):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """Fig. 4, a curve over the layers for every pair, and the halves' means."""
         from snapkv_lab.study.figures import Panel, curves
 
         different = (row for row in rows if row["compared"] == "different questions")

@@ -121,7 +121,6 @@ class Heads(HiddenCopies):
     remember: bool = True
 
     def looked_at(self, loaded: "LoadedModel", copy: "Copy") -> Record:
-        """A score for every KV head of every layer of full attention."""
         from snapkv.app.observing import observed
 
         def look(layer: "PromptLayer") -> list[float]:
@@ -138,7 +137,6 @@ class Heads(HiddenCopies):
         }
 
     def files(self, loaded: "LoadedModel", rows: Sequence[Record]) -> dict[str, Record]:
-        """The scores."""
         del loaded
         return {SCORES_FILE: {"scores": scores_of(rows)}}
 
@@ -155,7 +153,6 @@ class Heads(HiddenCopies):
         return f"{typed} goes by these scores from now on: stored in {path}"
 
     def summary(self, records: Sequence[Record]) -> list[Record]:
-        """Rows of heads, with the mean of their scores over prompts, and of shares of the heads."""
         heads = [
             {"of": "head", "layer": every[0]["layer"], "head": every[0]["head"]}
             | {"score": float(f"{fmean(each['score'] for each in every):.4g}")}
@@ -172,7 +169,6 @@ class Heads(HiddenCopies):
         return [*heads, *rows]
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """A line for each share: how many heads, and what they hold of all that was looked up."""
         heads = len(rows_of(rows, "head"))
         return Table(
             title=f"attention from a copy to the token that is copied next, {heads} KV heads",
@@ -186,7 +182,6 @@ class Heads(HiddenCopies):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """The scores from the highest to the lowest."""
         from snapkv_lab.study.figures import Panel, curves
 
         heads = sorted(rows_of(rows, "head"), key=lambda row: -row["score"])
@@ -276,7 +271,6 @@ class Induction(HiddenCopies):
             )
 
     def looked_at(self, loaded: "LoadedModel", copy: "Copy") -> Record:
-        """What one prompt gives: counts over heads and needed tokens."""
         from snapkv.app.observing import observed
 
         seen = observed(
@@ -361,7 +355,6 @@ class Induction(HiddenCopies):
             yield str(decay), self._policy(pooling="fading", decay=decay)
 
     def summary(self, records: Sequence[Record]) -> list[Record]:
-        """Rows of distances by kind, of heads, of decays; the last one is what follows."""
         rows = []
         for (kind,), own in grouped(records, "question").items():
             rows += _of_distances(kind, own)
@@ -401,13 +394,11 @@ class Induction(HiddenCopies):
         }
 
     def files(self, loaded: "LoadedModel", rows: Sequence[Record]) -> dict[str, Record]:
-        """The derived pooling."""
         del loaded
         names = ("kernel_size", "reached", "decay", "kept", "needed")
         return {"pooling.json": {"pooling": {name: rows[-1][name] for name in names}}}
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """A line for each kind of copy: where the votes near it fall."""
         by_kind = named(rows_of(rows, "distance"), "kind")
         return Table(
             title=f"votes above the base rate within {REACH} tokens of the one that is copied "
@@ -418,7 +409,6 @@ class Induction(HiddenCopies):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """The votes by distance, and their sum up to it, a curve for each kind of copy."""
         from snapkv_lab.study.figures import Panel, curves
 
         by_kind = named(rows_of(rows, "distance"), "kind")

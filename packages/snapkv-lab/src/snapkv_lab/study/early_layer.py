@@ -86,7 +86,6 @@ class EarlyLayer(DocumentStudy):
             )
 
     def plan(self, loaded: "LoadedModel", texts: Sequence[tuple[str, str]]) -> Plan:
-        """Votes of every prompt, then layer by layer until one is enough."""
         count = self._layer_count(loaded)
         beside = (1 + self.rivals) * (_OVERHEAD_TOKENS + 4 * self.digits)
         found, notices = self.cut(loaded, texts, beside)
@@ -196,7 +195,6 @@ class EarlyLayer(DocumentStudy):
         return {"loss": -chance / len(copy.answer), "right": right, "ms": spent.wall_ms}
 
     def selective(self, layer: int) -> Selective:
-        """Reading from that layer on with fewer tokens."""
         return Selective(layer=layer, keep_ratio=self.keep_ratio, least_tokens=0)
 
     def _tried(self, records: Sequence[Record], count: int) -> list[int]:
@@ -207,7 +205,6 @@ class EarlyLayer(DocumentStudy):
         return [layer for layer in whole if layer <= max(1, 3 * count // 4)][: self.tries]
 
     def summary(self, records: Sequence[Record]) -> list[Record]:
-        """A row of each layer's votes, one of each layer that was tried, and what follows."""
         tried = {record["layer"] for record in records if record["question"] != _VOTES}
         rows = [self._row(records, layer) for layer in sorted(tried)]
         found = next((row["layer"] for row in rows if row["enough"]), None)
@@ -255,7 +252,6 @@ class EarlyLayer(DocumentStudy):
         return f"selective reading begins behind {layer} layers from now on: stored in {path}"
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """A line for each layer from a quarter of the depth to where the search ended."""
         votes = rows_of(rows, "votes")
         tried = {row["layer"]: row for row in rows_of(rows, "reading")}
         first, last = (len(votes) + 1) // 4, max([*tried, 3 * (len(votes) + 1) // 4])
@@ -272,7 +268,6 @@ class EarlyLayer(DocumentStudy):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """What goes on by layer, and numbers found and time where it was tried."""
         from snapkv_lab.study.figures import Panel, curves
 
         votes = {"votes of the layer": rows_of(rows, "votes")}

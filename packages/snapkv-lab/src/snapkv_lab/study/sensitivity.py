@@ -109,7 +109,6 @@ class Sensitivity(Study):
         return methods
 
     def table(self, rows: Sequence[Record]) -> Table:
-        """A line per window and pooling, a column per kernel."""
         full, settings = rows[0], rows[1:]
         kernels = sorted({row["kernel_size"] for row in settings})
         headings = ("window", "pooling", *(f"kernel {kernel}" for kernel in kernels))
@@ -132,7 +131,6 @@ class Sensitivity(Study):
         )
 
     def figure(self, rows: Sequence[Record]) -> Any:
-        """Cells of window by kernel for each pooling."""
         from snapkv_lab.study.figures import grid
 
         cells = [

@@ -68,7 +68,6 @@ class Lines(Task):
         self.require(positions=1, samples_each=1, examples=0, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and position."""
         for length in self.lengths:
             places = itertools.product(percents(self.positions), range(self.samples_each))
             yield from all_fitted(

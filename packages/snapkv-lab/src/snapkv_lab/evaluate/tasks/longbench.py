@@ -76,7 +76,6 @@ class LongBench(Task):
         return replace(self, max_prompt_tokens=max_prompt_tokens(name, max_tokens))
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every row of every set, in the table's order."""
         data = hub_archive() if self.data is None else Path(self.data)
         for data_set in chosen_sets(self.datasets, extended=self.extended):
             yield from self._samples(tokenizer, data, data_set)

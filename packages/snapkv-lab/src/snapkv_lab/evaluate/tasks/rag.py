@@ -92,7 +92,6 @@ class RagCitation(RagTask):
     least_documents: ClassVar[int] = 2
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every question with every number of documents."""
         del tokenizer
         index = corpus_index(self.corpus)
         questions = drawn(load_corpus(self.corpus).questions, self.samples_each, self.seed)
@@ -173,7 +172,6 @@ class RagPosition(PhraseTask):
     data: str | None = None
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every question with every number of documents, at every position."""
         del tokenizer
         rows = self._rows()
         for documents, position, row in itertools.product(self.documents, _POSITIONS, rows):
@@ -186,7 +184,6 @@ class RagPosition(PhraseTask):
             )
 
     def describe(self) -> dict[str, Any]:
-        """The settings; of a file its name, which takes the corpus' place."""
         own = {"corpus": None, "data": Path(self.data).name} if self.data else {}
         return super().describe() | own
 
@@ -231,7 +228,6 @@ class RagPipeline(PhraseTask):
             )
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Every question with every number of documents; reranking takes seconds for each."""
         del tokenizer
         from snapkv.library.embeddings import TextEmbeddings  # imports torch
 

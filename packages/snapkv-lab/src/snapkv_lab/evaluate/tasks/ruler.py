@@ -441,7 +441,6 @@ class Ruler(HaystackTask):
         require_some("tasks", self.tasks, GENERATORS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and task."""
         essay = tuple(self.text.text.split())
         for length, task in itertools.product(self.lengths, self.tasks):
             yield from self._cell(tokenizer, task, length, essay)

@@ -126,7 +126,6 @@ class Tracking(Task):
         require_some("kinds", self.kinds, _KINDS)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Samples of every length and kind."""
         for tokens, kind, index in itertools.product(
             self.answer_tokens, self.kinds, range(self.samples_each)
         ):

@@ -156,7 +156,6 @@ class _Answering:
         self._answerer = self._equipment.answerer(self._device)
 
     def records(self, asked: Asked) -> list[Record]:
-        """The answers of all its methods."""
         return list(self._answerer.records(asked))
 
 
