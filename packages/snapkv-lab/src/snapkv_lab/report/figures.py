@@ -121,7 +121,7 @@ def _heat_map(
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
     """Where lengths beyond the model's positions begin, in columns; None where none or all do."""
     positions = results.run["model"]["max_tokens"]
-    if results.task.axes[0] != "length" or positions is None:
+    if results.task.axes[0] != "length" or positions is None or not _numeric(columns):
         return None
     inside = sum(length <= positions for length in columns)
     return inside - 0.5 if 0 < inside < len(columns) else None

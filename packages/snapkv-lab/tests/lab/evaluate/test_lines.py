@@ -47,7 +47,7 @@ def test_a_record_is_worded_as_published(demo):
 def test_names_are_never_repeated(demo, monkeypatch):
     few = ["red-hat", "red-hat", "odd-cow", "red-hat", "low-sun", "odd-cow", "big-jar"]
     draws = iter(few * 100)
-    monkeypatch.setattr(lines, "fitted", lambda build, *_, **__: (build(4), 4))
+    monkeypatch.setattr(lines, "all_fitted", lambda builds, *_, **__: [next(builds)(4)])
     monkeypatch.setattr("snapkv_lab.evaluate.tasks.lines.word_key", lambda _: next(draws))
     (sample,) = samples(demo, positions=1)
     assert [name for name, _ in record(sample.context)] == [

@@ -89,10 +89,10 @@ def test_the_longest_come_first_and_each_once(work):
     with Deterministic(workers, "cpu") as pool:
         given = list(pool.answers(work))
     assert keys(given) == wanted(work)
-    begun = sorted((a for worker in workers for a in worker.begun), key=lambda a: -a.characters)
+    begun = sorted((a for worker in workers for a in worker.begun), key=lambda a: -len(a.sample.context))
     assert begun[0] in (workers[0].begun[0], workers[1].begun[0])
     for worker in workers:
-        lengths = [asked.characters for asked in worker.begun]
+        lengths = [len(asked.sample.context) for asked in worker.begun]
         assert lengths == sorted(lengths, reverse=True)
         assert worker.ended == 1
 

@@ -54,6 +54,7 @@ def findings(demo, tiny, tmp_path_factory):
     found = {
         name: study.into(tiny, tmp_path_factory.mktemp(name)) for name, study in READING.items()
     }
+    new = tmp_path_factory.mktemp
     sensitivity = Sensitivity(length=300, depths=1, windows=(16,), kernels=(1, 5), budget=48)
     found["sensitivity"] = sensitivity.into(demo, new("sensitivity"))
     return found
