@@ -210,11 +210,10 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
     """Load the model, measure, and show or store the rows."""
     from rich.console import Console
 
-    from snapkv.cli.grid import give
     from snapkv.cli.loading import load_model
     from snapkv_lab import drawing
     from snapkv_lab.cli.methods import compared_caches
-    from snapkv_lab.cli.tables import bench_table, on_screen
+    from snapkv_lab.cli.tables import bench_table, present
     from snapkv_lab.measure.environment import describe
     from snapkv_lab.report.figures import draw_bench
 
@@ -240,9 +239,8 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
             status.update(f"measuring: {len(rows)} rows")
             if output is not None and unwritten is None:
                 unwritten = _append(Path(output), row | block)
-    give(block | {"rows": rows}, lambda: on_screen(bench_table(rows)), as_json=options.json)
-    if unwritten is not None:
-        raise unwritten
+    found = block | {"rows": rows}
+    present(found, lambda: bench_table(rows), as_json=options.json, unwritten=unwritten)
     if plot is not None:
         drawing.save(draw_bench(rows), Path(plot))
 

@@ -71,21 +71,19 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
         require_drawable(options.plot)
 
-    from snapkv.cli.grid import give  # torch and the model come with what follows
-    from snapkv_lab.cli.tables import on_screen
+    from snapkv_lab.cli.tables import present  # torch and the model come with what follows
 
     findings = _findings(study, options)
     for notice in findings.notices:
         typer.echo(f"notice: {notice}", err=True)
     found = {"run": findings.run, "folder": str(findings.folder), "rows": findings.rows}
-    give(
+    present(
         found | {"warnings": [*findings.warnings, *findings.notices]},
-        lambda: on_screen(study.table(findings.rows)),
+        lambda: study.table(findings.rows),
         as_json=options.json,
         place=f"rows: {findings.folder}\n{findings.closing}".rstrip(),
+        unwritten=findings.unwritten,
     )
-    if findings.unwritten is not None:  # behind what took so long
-        raise findings.unwritten
     if options.plot is not None:
         from snapkv_lab.study.figures import save
 

@@ -1,13 +1,28 @@
-"""Tables of the laboratory on a terminal."""
+"""What commands of the laboratory have found: as JSON, or as a table on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
-from snapkv.cli.grid import Grid
+from snapkv.cli.grid import Grid, give
+from snapkv.errors import OutputError
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.store import Record
 from snapkv_lab.report.tables import Table
+
+
+def present(
+    found: Record,
+    table: Callable[[], Table],
+    *,
+    as_json: bool,
+    place: str = "",
+    unwritten: OutputError | None = None,
+) -> None:
+    """Show what was found, and only then fail where a part of it could not be written."""
+    give(found, lambda: on_screen(table()), as_json=as_json, place=place)
+    if unwritten is not None:  # behind what took so long
+        raise unwritten
 
 
 def on_screen(table: Table) -> Grid:

@@ -1,7 +1,7 @@
 """Every method at every share of the cache on several tasks, as one set of rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,17 +56,11 @@ def prompt_tokens(loaded: LoadedModel, task: Task, template: Template) -> float:
     return fmean(prompt.token_ids(loaded.tokenizer).shape[1] for prompt in prompts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What is to be done, and about how long that takes."""
+def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> str:
+    """How many answers are to be given, and how long the full cache would take, in words.
 
-    answers: int
-    known: int
-    seconds: float | None
-
-
-def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> Estimate:
-    """How long runs will take, after one answer from the full cache to each task's first prompt."""
+    It is timed at each task's first prompt; many methods take longer.
+    """
     seconds, left, known = 0.0, 0, 0
     took: dict[str, tuple[float, float]] = {}
     for place, run in runs.items():
@@ -79,7 +73,10 @@ def estimate(runs: Mapping[Place, Run], folder: Path, *, timed: bool = True) -> 
                 took[place[0]] = _timed(run)
             reading, generating = took[place[0]]
             seconds += missing / len(run.methods) * reading + missing * generating
-    return Estimate(answers=left, known=known, seconds=seconds if left and timed else None)
+    if not left:
+        return f"{known:,} answers are there, none is to be given"
+    answers = f"{left:,} answers to give{f', {known:,} are there' if known else ''}"
+    return f"about {max(1, round(seconds / 60)):,} min or more: {answers}" if timed else answers
 
 
 def _timed(run: Run) -> tuple[float, float]:

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapkv.errors import InvalidArgumentError
 from snapkv_lab import drawing
@@ -291,8 +290,7 @@ def _numeric(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int | float) for value in values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
+class _Measured(NamedTuple):
     """Which number of a bench's rows is drawn, divided by its unit; `also` another one, dotted."""
 
     key: str
@@ -301,16 +299,12 @@ class _Measured:
     also: str | None = None
 
 
+_HELD = "GiB at the peak (dotted: held after it)"
 _MEASURED = {
-    "decode": _Measured(key="ms_per_token", label="ms per token"),
-    "prefill": _Measured(key="ms", label="seconds to the first token", unit=1000),
-    "memory": _Measured(
-        key="peak_growth_bytes",
-        label="GiB at the peak (dotted: held after it)",
-        unit=2**30,
-        also="held_bytes",
-    ),
-    "throughput": _Measured(key="tokens_per_second", label="tokens per second"),
+    "decode": _Measured("ms_per_token", "ms per token"),
+    "prefill": _Measured("ms", "seconds to the first token", 1000),
+    "memory": _Measured("peak_growth_bytes", _HELD, 2**30, "held_bytes"),
+    "throughput": _Measured("tokens_per_second", "tokens per second"),
 }
 
 

@@ -155,15 +155,9 @@ class ReadingStudy(DocumentStudy):
             del store
             for place, part in enumerate(parts):
                 read_part = partial(study._record, loaded, part)
-                yield Step(
-                    sample=part.name,
-                    variant=part.variant,
-                    place=place,
-                    count=len(parts),
-                    read=read_part,
-                )
+                yield Step(part.name, part.variant, place, len(parts), read_part)
 
-        return Plan(steps=steps, block=block, notices=notices)
+        return Plan(steps, block, notices)
 
     def summary(self, records: Sequence[Record]) -> list[Record]:
         """The means over documents."""
@@ -377,13 +371,10 @@ class HitRate(ReadingStudy):
             )
             for selection in SELECTIONS
         )
-        titles = {
-            "hit_rate": "All important positions",
-            "hit_rate_beyond_sinks": f"Without the first {self.sink_tokens} tokens",
-        }
+        beyond = f"Without the first {self.sink_tokens} tokens"
         return curves(
-            Panel(title=title, x="layer", y=y, curves=solid, dotted=dotted)
-            for y, title in titles.items()
+            Panel("All important positions", "layer", "hit_rate", solid, dotted),
+            Panel(beyond, "layer", "hit_rate_beyond_sinks", solid, dotted),
         )
 
 
@@ -530,12 +521,12 @@ class Overlap(ReadingStudy):
 
         layers = named(rows_of(rows, "prompt"), "layer", "layer {}")
         windows = named(rows_of(rows, "answer"), "window", "answer {}")
-        panels = (
-            ("Windows of the prompt against the answer", "window", "overlap", layers),
-            ("The same, of positions that all windows see", "window", "overlap_of_common", layers),
-            ("The prompt's last window against the answer", "layer", "overlap", windows),
+        common = "The same, of positions that all windows see"
+        return curves(
+            Panel("Windows of the prompt against the answer", "window", "overlap", layers),
+            Panel(common, "window", "overlap_of_common", layers),
+            Panel("The prompt's last window against the answer", "layer", "overlap", windows),
         )
-        return curves(Panel(title=title, x=x, y=y, curves=own) for title, x, y, own in panels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -632,11 +623,11 @@ class Instructions(ReadingStudy):
 
         different = (row for row in rows if row["compared"] == "different questions")
         means = mean_rows(rows, ("compared", "layer"), ("overlap_of_halves",))
-        panels = (
-            ("Different questions", "overlap", named(different, "questions")),
-            ("Every other token against the rest", "overlap_of_halves", named(means, "compared")),
+        halves = "Every other token against the rest"
+        return curves(
+            Panel("Different questions", "layer", "overlap", named(different, "questions")),
+            Panel(halves, "layer", "overlap_of_halves", named(means, "compared")),
         )
-        return curves(Panel(title=title, x="layer", y=y, curves=own) for title, y, own in panels)
 
 
 def common_tokens(texts: Sequence[Sequence[int]]) -> int:

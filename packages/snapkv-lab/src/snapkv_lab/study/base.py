@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from snapkv.errors import OutputError
 from snapkv.validation import require_at_least
@@ -79,19 +79,17 @@ class Study(ABC):
         return short_hash(self.settings(loaded))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Number `place` of `count` readings: what its record is found by, and what makes the rest."""
+class Step(NamedTuple):
+    """Number `place` of `total` readings: what its record is found by, and what makes the rest."""
 
     sample: str
     variant: str
     place: int
-    count: int
+    total: int
     read: Callable[[], Record]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """What is read; a step may depend on the records of those before it, which are given."""
 
     steps: Callable[[Store], Iterable[Step]]
@@ -140,13 +138,13 @@ class DocumentStudy(Study):
         tell = on_progress or (lambda *_: None)
         with Store(folder, block) as store:
             for step in plan.steps(store):
-                tell(f"{step.sample}, {step.variant}", step.place, step.count)
+                tell(f"{step.sample}, {step.variant}", step.place, step.total)
                 named = (step.sample, self.name, step.variant)
                 if named not in store:
                     found = dict(zip(("sample", "method", "question"), named, strict=True))
                     store.add(found | step.read())
-                if step.place + 1 == step.count:
-                    tell("done", step.count, step.count)
+                if step.place + 1 == step.total:
+                    tell("done", step.total, step.total)
             rows = self.summary(store.records)
             unwritten = store.summarise(rows)
         return Findings(

@@ -70,16 +70,9 @@ class HiddenCopies(DocumentStudy):
             del store
             count = len(self.kinds) * self.samples
             for place, (kind, number) in enumerate(product(self.kinds, range(self.samples))):
-                yield Step(
-                    sample=str(number),
-                    variant=kind,
-                    place=place,
-                    count=count,
-                    read=partial(read, kind, number),
-                )
+                yield Step(str(number), kind, place, count, partial(read, kind, number))
 
-        block = {"document_tokens_read": found.tokens}
-        return Plan(steps=steps, block=block, notices=notices)
+        return Plan(steps, {"document_tokens_read": found.tokens}, notices)
 
     def _copy(self, loaded: "LoadedModel", text: str, kind: str, number: int) -> "Copy":
         from snapkv_lab.study.copying import hidden_copy
@@ -186,7 +179,7 @@ class Heads(HiddenCopies):
 
         heads = sorted(rows_of(rows, "head"), key=lambda row: -row["score"])
         ranked = {"heads": [{"rank": rank, **row} for rank, row in enumerate(heads, start=1)]}
-        return curves([Panel(title="Scores of KV heads", x="rank", y="score", curves=ranked)])
+        return curves(Panel("Scores of KV heads", "rank", "score", ranked))
 
 
 def copied_attention(layer: "PromptLayer", copy: "Copy") -> "Tensor":
@@ -412,12 +405,10 @@ class Induction(HiddenCopies):
         from snapkv_lab.study.figures import Panel, curves
 
         by_kind = named(rows_of(rows, "distance"), "kind")
-        titles = {
-            "votes_of_highest": "Votes by distance from the token copied next",
-            "votes_up_to": "The same, summed from the left",
-        }
+        title = "Votes by distance from the token copied next"
         return curves(
-            Panel(title=title, x="distance", y=y, curves=by_kind) for y, title in titles.items()
+            Panel(title, "distance", "votes_of_highest", by_kind),
+            Panel("The same, summed from the left", "distance", "votes_up_to", by_kind),
         )
 
 

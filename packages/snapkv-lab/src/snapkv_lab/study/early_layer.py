@@ -93,13 +93,7 @@ class EarlyLayer(DocumentStudy):
 
         def each(question: str, read: Callable[[int], Record]) -> Iterator[Step]:
             for number in range(len(copies)):
-                yield Step(
-                    sample=str(number),
-                    variant=question,
-                    place=number,
-                    count=len(copies),
-                    read=partial(read, number),
-                )
+                yield Step(str(number), question, number, len(copies), partial(read, number))
 
         def steps(store: Store) -> Iterable[Step]:
             yield from each(_VOTES, lambda number: self._look(loaded, copies[number], number))
@@ -109,8 +103,7 @@ class EarlyLayer(DocumentStudy):
                 if self._row(store.records, layer)["enough"]:
                     return
 
-        block = {"document_tokens_read": found.tokens}
-        return Plan(steps=steps, block=block, notices=notices)
+        return Plan(steps, {"document_tokens_read": found.tokens}, notices)
 
     def _layer_count(self, loaded: "LoadedModel") -> int:
         from snapkv.prefill.decoder import decoder_layers
@@ -272,12 +265,11 @@ class EarlyLayer(DocumentStudy):
 
         votes = {"votes of the layer": rows_of(rows, "votes")}
         tried = {"selective": rows_of(rows, "reading")}
-        panels = (
-            ("Part of the number that goes on", "goes_on", votes),
-            ("Numbers found", "right", tried),
-            ("Time, of that of exact reading", "time", tried),
+        return curves(
+            Panel("Part of the number that goes on", "layer", "goes_on", votes),
+            Panel("Numbers found", "layer", "right", tried),
+            Panel("Time, of that of exact reading", "layer", "time", tried),
         )
-        return curves(Panel(title=title, x="layer", y=y, curves=own) for title, y, own in panels)
 
 
 def _of_votes(records: Sequence[Record], count: int) -> list[Record]:

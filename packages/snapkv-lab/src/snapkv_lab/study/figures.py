@@ -1,10 +1,10 @@
 """The figures of the studies; the only place of theirs that imports matplotlib."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from snapkv_lab import drawing
 from snapkv_lab.evaluate.store import Record
@@ -13,22 +13,20 @@ _LEGEND_ENTRIES = 10
 """With more curves than that, the legend has the first and the last."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """Curves in one pair of axes."""
+class Panel(NamedTuple):
+    """Curves in one pair of axes, by label: y from 0 to 1 over x, both keys of the rows."""
 
     title: str
     x: str
     y: str
     curves: Mapping[str, Sequence[Record]]
-    dotted: Mapping[str, Sequence[Record]] = field(default_factory=dict)
+    dotted: Mapping[str, Sequence[Record]] = MappingProxyType({})
 
 
-def curves(panels: Iterable[Panel]) -> Any:
+def curves(*panels: Panel) -> Any:
     """A figure with the panels side by side."""
-    wanted = list(panels)
-    figure = _figure(len(wanted))
-    for place, panel in zip(figure.subplots(1, len(wanted), squeeze=False)[0], wanted, strict=True):
+    figure = _figure(len(panels))
+    for place, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
     return figure
 
