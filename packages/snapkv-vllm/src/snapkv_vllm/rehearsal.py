@@ -17,7 +17,7 @@ import torch
 from snapkv import ops
 from snapkv.policies import Policy, PromptLayer
 from snapkv.policies.kvzip import most_attention
-from snapkv_vllm.documents.reading_twice import STEP_TOKENS
+from snapkv_vllm.documents.plans import STEP_TOKENS
 from snapkv_vllm.layers import voting_layer
 from snapkv_vllm.settings import ServingSettings
 

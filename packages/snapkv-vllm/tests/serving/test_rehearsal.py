@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from snapkv_vllm.documents.reading_twice import STEP_TOKENS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from snapkv import ops
 from snapkv.policies.kvzip import most_attention
-from snapkv_vllm.documents.reading_twice import STEP_TOKENS
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.rehearsal import Largest, rehearsed
 from snapkv_vllm.settings import ServingSettings

@@ -4,17 +4,33 @@ A document is in one of three states: it stands under its name; it was deleted w
 under way, and takes its bytes until the last of them has ended; or it is gone.
 """
 
+import hashlib
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from snapkv.validation import format_bytes
-from snapkv_vllm.documents.refused import NO_ROOM, TAKEN, UNKNOWN, RefusedError
-from snapkv_vllm.names import DOCUMENT, PREFIX, shown
+from snapkv_vllm.names import DOCUMENT, NO_ROOM, PREFIX, TAKEN, UNKNOWN, shown, wrong
 
 PATH = "/v1/snapkv/documents"
 """Where documents are registered, listed and deleted."""
+
+EVERYBODY = ""
+"""The one tenant of a server without API keys, or on which keys share their documents."""
+
+
+def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The tenant of a request that vLLM has let in: its API key, hashed."""
+    said = next((value for name, value in headers if name.lower() == b"authorization"), b"")
+    key = said.decode("latin-1").partition(" ")[2]
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def shown_tenant(tenant: str) -> str:
+    """A tenant in the log: the first digits of its hash, since a key itself is a secret."""
+    return f"key {tenant[:8]}" if tenant else "everybody"
 
 
 @dataclass(kw_only=True)
@@ -38,7 +54,7 @@ class SharedDocument:
     tenant: str
     name: str
     token_ids: tuple[int, ...]
-    messages: tuple[dict[str, Any], ...] | None
+    messages: list[dict[str, Any]] | None
     kept_tokens: int
     bytes: int
     created: float = field(default_factory=time.time)
@@ -46,13 +62,26 @@ class SharedDocument:
     requests: int = 0
 
     def __post_init__(self) -> None:
-        """It was last used when it was made."""
         self.last_used = self.last_used or self.created
 
     @property
     def kind(self) -> str:
         """The field of a request's body that it is the beginning of."""
         return "prompt" if self.messages is None else "messages"
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What its tenant is told of it, ready for JSON."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "tokens": len(self.token_ids),
+            "kept_tokens": self.kept_tokens,
+            "bytes": self.bytes,
+            "requests": self.requests,
+            "created": int(self.created),
+            "last_used": int(self.last_used),
+        }
 
 
 class Catalogue:
@@ -70,42 +99,30 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self._standing)
 
+    def __contains__(self, whose: tuple[str, str]) -> bool:
+        return whose in self._standing
+
     def of(self, tenant: str) -> list[SharedDocument]:
         """A tenant's documents by name."""
         own = [one for one in self._standing.values() if one.tenant == tenant]
         return sorted(own, key=lambda one: one.name)
 
     def find(self, tenant: str, name: str) -> SharedDocument:
-        """A tenant's document.
-
-        Raises:
-            RefusedError: the tenant has none of that name.
-        """
+        """A tenant's document; a RefusedError where there is none of that name."""
         found = self._standing.get((tenant, name))
         if found is None:
-            raise RefusedError(
-                f"{PREFIX}{DOCUMENT}: expected one of this key's documents, got '{shown(name)}'; "
-                f"register it with POST {PATH}",
-                UNKNOWN,
+            asked, remedy = f"'{shown(name)}'", f"register it with POST {PATH}"
+            raise wrong(
+                PREFIX + DOCUMENT, "one of this key's documents", asked, remedy, status=UNKNOWN
             )
         return found
 
-    def stands(self, tenant: str, name: str) -> bool:
-        """Whether a tenant has a document of this name."""
-        return (tenant, name) in self._standing
-
     def require_free(self, tenant: str, name: str) -> None:
-        """Raise where a name stands for a document already.
-
-        Raises:
-            RefusedError: it does.
-        """
+        """Refuse a name that stands for a document already."""
         if (tenant, name) in self._standing:
-            raise RefusedError(
-                f"name: expected one that is free, got '{shown(name)}', which is a document "
-                f"already; delete it first, with DELETE {PATH}/{shown(name)}",
-                TAKEN,
-            )
+            stands = f"'{shown(name)}', which is a document already"
+            remedy = f"delete it first, with DELETE {PATH}/{shown(name)}"
+            raise wrong("name", "one that is free", stands, remedy, status=TAKEN)
 
     def make_room(self, tenant: str, needed_bytes: int, most_bytes: int) -> list[SharedDocument]:
         """Forget as many documents as it takes: of the tenant that has most, the least used first.
@@ -132,7 +149,16 @@ class Catalogue:
         while taken.total() > most_bytes:
             going = [one for one in idle if taken[one.tenant] > share]
             if not going:
-                raise _no_room(needed_bytes, most_bytes, taken.total() - needed_bytes)
+                left = format_bytes(most_bytes - taken.total() + needed_bytes)
+                raise wrong(
+                    "document",
+                    f"at most {left}, what is left of --share-bytes {format_bytes(most_bytes)} "
+                    "beside documents in use and those within other keys' shares",
+                    format_bytes(needed_bytes),
+                    "wait for requests to end, register a shorter one, or start the server with "
+                    "more --share-bytes",
+                    status=NO_ROOM,
+                )
             leaving.append(max(going, key=lambda one: taken[one.tenant]))  # of equals the first
             idle.remove(leaving[-1])
             taken[leaving[-1].tenant] -= leaving[-1].bytes
@@ -142,9 +168,8 @@ class Catalogue:
 
     def add(self, document: SharedDocument) -> None:
         """Put a document under its name, which is free, where there is room for it."""
-        key = document.tenant, document.name
-        assert key not in self._standing
-        self._standing[key] = document
+        assert (document.tenant, document.name) not in self._standing
+        self._standing[document.tenant, document.name] = document
 
     def begin(self, document: SharedDocument) -> None:
         """A request that stands on a document begins."""
@@ -154,40 +179,18 @@ class Catalogue:
         self._standing[key] = self._standing.pop(key)  # as the most recently used
 
     def end(self, document: SharedDocument) -> bool:
-        """Such a request has ended.
-
-        Returns:
-            Whether the document is gone with it, for the engine to drop.
-        """
+        """Such a request has ended; whether the document is gone with it, to be dropped."""
         document.requests -= 1
-        deleted = self._deleted.get(document.document_id)
-        if deleted is None or document.requests:
+        if document.requests or document.document_id not in self._deleted:
             return False
         del self._deleted[document.document_id]
         return True
 
     def delete(self, tenant: str, name: str) -> SharedDocument | None:
-        """Take a document's name away.
-
-        Returns:
-            It, for the engine to drop; None where the last of its requests will do that.
-
-        Raises:
-            RefusedError: the tenant has none of that name.
-        """
+        """Take a name away: its document, to drop, unless the last of its requests does that."""
         document = self.find(tenant, name)
         del self._standing[tenant, name]
         if not document.requests:
             return document
         self._deleted[document.document_id] = document
         return None
-
-
-def _no_room(needed_bytes: int, most_bytes: int, kept_bytes: int) -> RefusedError:
-    return RefusedError(
-        f"document: expected at most {format_bytes(most_bytes - kept_bytes)}, what is left of "
-        f"--share-bytes {format_bytes(most_bytes)} beside documents in use and those within other "
-        f"keys' shares, got {format_bytes(needed_bytes)}; wait for requests to end, register a "
-        "shorter one, or start the server with more --share-bytes",
-        NO_ROOM,
-    )

@@ -1,11 +1,13 @@
 """Documents by tenant and name: who sees them, and which ones go when room is needed."""
 
+import hashlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapkv_vllm.documents.catalogue import Catalogue, SharedDocument
-from snapkv_vllm.documents.refused import RefusedError
+from snapkv_vllm.documents.catalogue import EVERYBODY, Catalogue, SharedDocument, tenant_of
+from snapkv_vllm.names import RefusedError
 
 
 def document(name, size=10, tenant="a"):
@@ -29,6 +31,18 @@ def catalogue_of(*documents):
 
 def names(documents):
     return [one.name for one in documents]
+
+
+def test_a_tenant_is_the_hash_of_its_key():
+    def of(said):
+        first, last = (b"Authorization", said), (b"authorization", b"Bearer x")
+        return tenant_of([(b"host", b"here"), first, last])
+
+    assert of(b"Bearer secret") == of(b"bearer secret") == hashlib.sha256(b"secret").hexdigest()
+    assert (
+        len({of(b"Bearer Secret"), of(b"Bearer secret"), of(b"Bearer a b"), of(b"Bearer a")}) == 4
+    )
+    assert EVERYBODY not in (of(b"Bearer "), tenant_of([]))
 
 
 def test_a_document_is_found_by_its_own_tenant_alone():
@@ -82,22 +96,6 @@ def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
     with pytest.raises(RefusedError, match=r"at most 50 B.* within other keys' shares, got 51 B"):
         catalogue.make_room("a", 51, 100)
     assert names(catalogue.of("b")) == ["law"]
-
-
-def test_a_tenant_may_take_what_others_leave_and_gives_it_back_when_they_come():
-    catalogue = catalogue_of(*(document(name, 30) for name in "xyz"))
-    assert names(catalogue.make_room("b", 30, 100)) == ["x"]
-    catalogue.add(document("law", 30, "b"))
-    assert names(catalogue.make_room("c", 33, 100)) == ["y"]
-    catalogue.add(document("rules", 33, "c"))
-    assert names(catalogue.make_room("d", 25, 100)) == ["rules"]
-
-
-def test_the_tenant_with_most_gives_first_and_of_its_documents_the_least_recently_used():
-    own = [document(name, 20, tenant) for tenant, name in ("ax", "ay", "bx", "by", "bz")]
-    catalogue = catalogue_of(*own)
-    gone = catalogue.make_room("c", 30, 100)
-    assert [(one.tenant, one.name) for one in gone] == [("b", "x"), ("a", "x")]
 
 
 def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():

@@ -7,50 +7,29 @@ from contextlib import suppress
 import pytest
 
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, SnapKVError
-from snapkv_vllm.documents.refused import RefusedError, status_of
-from snapkv_vllm.documents.shared import SharedDocuments
-from snapkv_vllm.documents.tenants import tenant_of
-from tests.serving.documents.fakes import CharacterPrompts, Counted, FakeEngine
+from snapkv_vllm.documents.catalogue import tenant_of
+from snapkv_vllm.names import RefusedError, status_of
+from tests.serving.documents.fakes import World
 
 BODY = {"name": "contract", "prompt": "abc"}
 MESSAGES = [{"role": "system", "content": "abc"}]
 
 
-class World:
-    """Documents with everything that they stand on."""
-
-    def __init__(self, most_bytes=1000):
-        self.engine, self.counts = FakeEngine(most_bytes), Counted()
-        self.documents = SharedDocuments(self.engine, CharacterPrompts(), self.counts)
-
-    def names(self, tenant=""):
-        return [one.name for one in self.documents.catalogue.of(tenant)]
-
-    def require_in_step(self):
-        held = sum(one.bytes for one in self.engine.held.values())
-        assert self.documents.catalogue.bytes == held <= self.engine.most_bytes
-        assert self.counts.now == (len(self.documents.catalogue), held)
-
-
 def test_a_document_is_read_kept_and_deleted():
     async def run(world):
         found = await world.documents.register("a", BODY)
-        assert (found.kind, len(found.token_ids), found.kept_tokens, found.bytes) == (
-            "prompt",
-            4,
-            4,
-            40,
-        )
+        told = found.kind, len(found.token_ids), found.kept_tokens, found.bytes
+        assert told == ("prompt", 4, 4, 40)
         assert found.document_id in world.engine.held
         assert found.document_id != found.name
         chat = {"name": "rules", "messages": MESSAGES, "budget": 5}
         found = await world.documents.register("a", chat)
-        assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, tuple(MESSAGES))
+        assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, MESSAGES)
         world.require_in_step()
         await world.documents.delete("a", "contract")
         assert world.names("a") == ["rules"]
         world.require_in_step()
-        assert world.counts.reasons == ["deleted"]
+        assert world.reasons == ["deleted"]
 
     asyncio.run(run(World()))
 
@@ -62,7 +41,7 @@ def test_a_document_is_read_kept_and_deleted():
         ({**BODY, "name": ""}, "name: expected 1 to 100 printable characters"),
         ({**BODY, "name": "a" * 101}, "name: expected 1 to 100 printable characters"),
         ({**BODY, "name": "a/b"}, "none of them a slash"),
-        ({**BODY, "name": ".."}, "not dots alone"),
+        ({**BODY, "model": "law"}, "model: expected the model that reads documents, got 'law'"),
         ({**BODY, "name": "a\nb"}, r"got 'a\\nb'"),
         ({**BODY, "messages": MESSAGES}, "prompt and messages: expected one of them, got both"),
         ({"name": "contract"}, "prompt and messages: expected one of them, got neither"),
@@ -117,7 +96,7 @@ def test_the_least_recently_used_makes_room_but_none_that_is_in_use():
                 assert status_of(refused.value) == 507
         await world.documents.register("", {**BODY, "name": "w"})
         assert world.names() == ["w", "z"]
-        assert world.counts.reasons == ["least_used", "least_used"]
+        assert world.reasons == ["least_used", "least_used"]
         world.require_in_step()
 
     asyncio.run(run(World(most_bytes=80)))
@@ -252,10 +231,73 @@ def test_the_log_has_a_line_for_each_that_is_registered_dropped_and_deleted(capl
     ]
 
 
-def test_what_requests_did_not_read_is_counted():
-    async def run(world):
-        document = await world.documents.register("", BODY)
-        world.documents.answered(document, 3)
-        assert world.counts.not_read == [12]
+# Reports.
 
-    asyncio.run(run(World()))
+
+def reported(body, document=BODY):
+    async def run(world):
+        await world.documents.register("a", document)
+        found = await world.documents.report("a", document["name"], body)
+        assert world.documents.catalogue.of("a")[0].requests == 0
+        return found
+
+    return asyncio.run(run(World()))
+
+
+def test_a_question_of_two_tokens_is_the_same_and_one_of_three_is_not():
+    found = reported({"questions": ["xy", "xyz"], "max_tokens": 2})
+    assert (found["same"], found["of"]) == (2, 2)
+    found = reported({"questions": ["xy", "xyz"], "max_tokens": 3})
+    assert (found["same"], found["of"]) == (0, 2)
+    assert found["answers"][1] == {
+        "question": "xyz",
+        "whole": "122 121 120",
+        "document": "122 121 0",
+        "same_tokens": 2,
+        "tokens": 3,
+    }
+
+
+def test_questions_about_messages_are_those_of_a_user():
+    chat = {"name": "rules", "messages": MESSAGES}
+    found = reported({"questions": ["x"], "max_tokens": 4}, chat)
+    assert found["answers"][0]["whole"] == "13 2 120 10"  # the assistant's turn, END, x, its line
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": []}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": ["x"] * 33}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": [""]}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": "why"}, "questions: expected a list of 1 to 32 texts"),
+        ({"questions": ["x"], "max_tokens": 257}, "max_tokens: expected at most 256"),
+        ({"questions": ["x"], "max_tokens": "9"}, "max_tokens: expected an integer"),
+        (
+            {"questions": ["x"], "tokens": 9},
+            "tokens: expected questions, max_tokens, model, got 'tokens'",
+        ),
+    ],
+)
+def test_what_is_no_report_is_refused(body, said):
+    with pytest.raises(SnapKVError, match=said) as refused:
+        reported(body)
+    assert status_of(refused.value) == 400
+
+
+def test_reports_are_made_one_at_a_time_and_of_ones_own_documents():
+    async def run(world):
+        await world.documents.register("a", BODY)
+        with pytest.raises(SnapKVError, match="one of this key's documents") as unknown:
+            await world.documents.report("b", "contract", {"questions": ["x"]})
+        world.engine.reading.clear()
+        first = asyncio.create_task(world.documents.report("a", "contract", {"questions": ["xyz"]}))
+        await asyncio.sleep(0)
+        with pytest.raises(SnapKVError, match="one report at a time") as busy:
+            await world.documents.report("a", "contract", {"questions": ["x"]})
+        world.engine.reading.set()
+        assert (await first)["of"] == 1
+        return status_of(unknown.value), status_of(busy.value)
+
+    assert asyncio.run(run(World())) == (404, 503)

@@ -8,8 +8,8 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
-
 from snapkv_vllm.documents.refused import RefusedError
+
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.settings import ServingSettings
 from tests.serving.documents.fakes import FakeEngine

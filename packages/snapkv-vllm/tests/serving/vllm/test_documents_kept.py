@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from snapkv_vllm.documents.exchange import REFUSED
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
 from snapkv.document_files import model_identity
 from snapkv.hf.identity import identity_of
-from snapkv_vllm.documents.exchange import REFUSED
 from snapkv_vllm.documents.words import ADOPT, KEPT, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of

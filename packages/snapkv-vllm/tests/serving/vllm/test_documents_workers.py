@@ -5,11 +5,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from snapkv_vllm.documents.refused import RefusedError
 
 from snapkv.errors import OutOfMemoryError
 from snapkv_vllm import ServingSettings
 from snapkv_vllm.documents.engine import Kept, Saved, ServerEngine
-from snapkv_vllm.documents.refused import RefusedError
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.documents.words import ADOPT, DROP, ROOM
 
