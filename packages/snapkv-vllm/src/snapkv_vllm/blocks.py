@@ -51,11 +51,7 @@ def compressed(spec: FullAttentionSpec) -> FullAttentionSpec:
 
 
 def is_compressed(spec: Any) -> bool:
-    """Whether a KV cache group is compressed, by its spec.
-
-    Raises:
-        UnsupportedModelError: vLLM put layers into the group that are not.
-    """
+    """Whether a KV cache group is compressed, by its spec."""
     specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # of layers that differ in size
     found = {type(one) in COUNTERPARTS.values() for one in specs}
     if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
@@ -283,12 +279,7 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 
 
 class CompressedBlocks:
-    """The blocks of compressed requests, in all KV cache groups with full attention.
-
-    Args:
-        managers: those groups' managers, by the group's index.
-        plans: of all requests, which the scheduler goes on to write.
-    """
+    """The blocks of compressed requests, in all KV cache groups with full attention."""
 
     def __init__(
         self, managers: Mapping[int, CompressedManager], plans: Mapping[str, RequestPlan]

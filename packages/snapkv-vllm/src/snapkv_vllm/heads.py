@@ -19,14 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """The places of heads that kept different numbers of tokens.
+    """The places of heads that kept different numbers of tokens."""
 
-    Args:
-        kept: (..., H) int64, tokens that every head of a layer kept at the prompt's end.
-        page_tokens: tokens in a page.
-    """
-
-    kept: Tensor
+    kept: Tensor  # (..., H) int64, tokens that every head of a layer kept at the prompt's end
     page_tokens: int
 
     def of_pages(self, pages: Tensor) -> Tensor:
@@ -48,7 +43,6 @@ class HeadPlaces:
 
         Args:
             states: (..., H, K, D), of every head the last `kept` along K.
-            slots: tokens that the blocks hold; they must be enough.
 
         Returns:
             (..., H, slots, D): what lies in the place of every head, zero where nothing does.
@@ -77,20 +71,14 @@ class HeadPlaces:
 
 @dataclass(frozen=True)
 class HeadPages:
-    """The cache of a layer, in which each block is as many pages as there are KV heads.
+    """The cache of a layer, in which each block is as many pages as there are KV heads."""
 
-    Attributes:
-        cache: (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its
-            heads in memory, pages overlap, and most numbers belong to no head of a block.
-        of_block: how far the number of a page moves from block to block.
-        of_head: the same from head to head.
-        heads: KV heads of a block.
-    """
-
+    # (pages, 1, block_tokens, 2 * D), a view; where the tokens of a block lie before its heads in
+    # memory, pages overlap, and most numbers belong to no head of a block
     cache: Tensor
-    of_block: int
-    of_head: int
-    heads: int
+    of_block: int  # how far the number of a page moves from block to block
+    of_head: int  # the same from head to head
+    heads: int  # KV heads of a block
 
     @classmethod
     def of(cls, cache: Tensor) -> Self:
@@ -110,21 +98,13 @@ class HeadPages:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The requests of a batch whose heads hold their own numbers of tokens.
+    """The requests of a batch whose heads hold their own numbers of tokens."""
 
-    Attributes:
-        starts: where each one's tokens begin in the batch.
-        counts: how many tokens each has in this step.
-        rows: their numbers in the batch.
-        requests: their names.
-        is_whole: whether there are no others.
-    """
-
-    starts: Sequence[int] = ()
-    counts: Sequence[int] = ()
-    rows: Sequence[int] = ()
-    requests: tuple[str, ...] = ()
-    is_whole: bool = False
+    starts: Sequence[int] = ()  # where each one's tokens begin in the batch
+    counts: Sequence[int] = ()  # how many tokens each has in this step
+    rows: Sequence[int] = ()  # their numbers in the batch
+    requests: tuple[str, ...] = ()  # their names
+    is_whole: bool = False  # whether there are no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,27 +112,18 @@ class Sequences:
     """Every head of some requests as a sequence with one KV head, in some layers that are alike.
 
     Sequences are ordered by request, then by head; their tokens lie one behind the other.
-
-    Attributes:
-        states: (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and
-            their heads, (tokens * Hkv).
-        in_order: whether those are the first of them, one after the other.
-        starts: (sequences + 1,) int32, where the tokens of each sequence begin.
-        most_new: tokens of the sequence that has the most of this step.
-        most_tokens: a number that no sequence is longer than.
-        lengths: (layers, sequences) int32, tokens held, with those of this step.
-        tables: (layers, sequences, pages) int32.
-        slots: (layers, N * Hkv) int64, where the keys and values of this step go.
     """
 
+    # (N * Hkv,) int64, for every token of a sequence its place among a batch's tokens and their
+    # heads, (tokens * Hkv)
     states: Tensor
-    in_order: bool
-    starts: Tensor
-    most_new: int
-    most_tokens: int
-    lengths: Tensor
-    tables: Tensor
-    slots: Tensor
+    in_order: bool  # whether those are the first of them, one after the other
+    starts: Tensor  # (sequences + 1,) int32, where the tokens of each sequence begin
+    most_new: int  # tokens of the sequence that has the most of this step
+    most_tokens: int  # a number that no sequence is longer than
+    lengths: Tensor  # (layers, sequences) int32, tokens held, with those of this step
+    tables: Tensor  # (layers, sequences, pages) int32
+    slots: Tensor  # (layers, N * Hkv) int64, where the keys and values of this step go
 
 
 def sequences(
@@ -166,12 +137,9 @@ def sequences(
     """Lay out the heads of some requests as sequences.
 
     Args:
-        batch: the requests.
         places: of (layers, requests, Hkv) heads.
         generated: (requests,) tokens behind the prompt, with those of this step.
         blocks: (requests, most blocks), the requests' own; what stands behind them is not used.
-        pages: of the layers' caches, which are alike.
-        most_tokens: of what any of their heads holds when the step is done, or a number above.
     """
     device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
     counts = torch.tensor(batch.counts).repeat_interleave(heads)

@@ -74,17 +74,14 @@ class LatentLayer(VotingLayer):
 
     @property
     def cache(self) -> Tensor:
-        """See `VotingLayer`."""
         cache: Tensor = self.wrapped.kv_cache.unsqueeze(1)
         return cache
 
     @property
     def score_options(self) -> ScoreOptions:
-        """See `VotingLayer`."""
         return ScoreOptions(scaling=self.wrapped.scale)
 
     def listen(self, listener: Callable[[Tensor], None]) -> None:
-        """See `VotingLayer`."""
         forward = self.wrapped.forward_impl
 
         def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -116,19 +113,12 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Neighbouring layers of one KV cache group that are alike; rows of a batch.
+    """Neighbouring layers of one KV cache group that are alike; rows of a batch."""
 
-    Attributes:
-        group: index of vLLM's KV cache group.
-        depth: how many compressed layers come before the first.
-        layers: by name.
-        layout: of their caches.
-    """
-
-    group: int
-    depth: int
-    layers: Mapping[str, VotingLayer]
-    layout: Layout
+    group: int  # index of vLLM's KV cache group
+    depth: int  # how many compressed layers come before the first
+    layers: Mapping[str, VotingLayer]  # by name
+    layout: Layout  # of their caches
 
     @property
     def first(self) -> VotingLayer:
@@ -151,10 +141,6 @@ class LayerRun:
         """The same layers, as many at a time as may be copied.
 
         In float32 on a CPU that is one, which votes bit for bit as in the library.
-
-        Args:
-            prompt_tokens: whose keys are read at a time.
-            kept_tokens: whose keys and values are held until they are written.
         """
         cache = self.first.cache
         of_keys = cache.element_size() * cache.shape[1] * cache.shape[3] // 2

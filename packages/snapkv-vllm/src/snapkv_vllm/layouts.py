@@ -33,7 +33,6 @@ class Layout(Protocol):
         """The values of some tokens in these blocks: a copy, (layers, Hkv, K, D).
 
         Args:
-            blocks: as above.
             keep: (layers, Hkv or 1, K) int64, which tokens of every head.
         """
 
@@ -57,7 +56,6 @@ class PlainLayout:
 
     Args:
         caches: of each layer, (blocks, Hkv, block_tokens, 2 * D), however it lies in memory.
-        head_size: D.
     """
 
     def __init__(self, caches: Sequence[Tensor], head_size: int) -> None:
@@ -65,20 +63,16 @@ class PlainLayout:
         self._head_size = head_size
 
     def part(self, layers: slice) -> Self:
-        """See `Layout`."""
         return type(self)(self._caches[layers], self._head_size)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """See `Layout`."""
         every = torch.arange(tokens, device=blocks.device).expand(len(self._caches), 1, tokens)
         return self._read(slice(None, self._head_size), blocks, every)
 
     def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
         return gather_tokens(keys, keep)
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
         return self._read(slice(self._head_size, None), blocks, keep)
 
     def _read(self, half: slice, blocks: Tensor, tokens: Tensor) -> Tensor:
@@ -89,7 +83,6 @@ class PlainLayout:
         return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Layout`."""
         block_tokens = self._caches[0].shape[2]
         block, token = slots // block_tokens, slots % block_tokens
         by_token = torch.cat([keys, values], dim=-1).transpose(1, 2)  # (layers, K, Hkv, 2 * D)
@@ -122,7 +115,6 @@ class CpuLayout:
 
     Args:
         caches: of each layer, (blocks, Hkv, block_tokens, 2 * D).
-        isa: vLLM's name of the packing.
     """
 
     def __init__(self, caches: Sequence[Tensor], isa: str) -> None:
@@ -132,22 +124,18 @@ class CpuLayout:
         self._head_size = twice // 2
 
     def part(self, layers: slice) -> Self:
-        """See `Layout`."""
         return type(self)(self._caches[layers], self._isa)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """See `Layout`."""
         return self._read(0, blocks)[:, :, :tokens]
 
     def pick(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
         if keys.stride(-2) != 1:
             return gather_tokens(keys, keep)
         columns = keep.unsqueeze(2).expand(-1, self._heads, self._head_size, -1)
         return keys.mT.gather(3, columns).mT
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """See `Layout`."""
         if not self._packings()[1].in_rows:
             return gather_tokens(self._read(1, blocks), keep)
         head = torch.arange(self._heads)[:, None]
@@ -174,7 +162,6 @@ class CpuLayout:
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Layout`."""
         from vllm import _custom_ops as ops
 
         for cache, *states in zip(self._caches, keys, values, strict=True):
@@ -212,16 +199,11 @@ _Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the numbers of a block lie, token by token.
+    """Where the numbers of a block lie, token by token."""
 
-    Attributes:
-        places: (block_tokens * D,) int64.
-        tokens, numbers: the axes that the tokens of a block, and the numbers of a head, have in
-            memory; None where axes do not say it all. Copying by them is several times faster than
-            looking up every place.
-    """
-
-    places: Tensor
+    places: Tensor  # (block_tokens * D,) int64
+    # the axes that the tokens of a block, and the numbers of a head, have in memory; None where
+    # axes do not say it all. Copying by them is several times faster than looking up every place.
     tokens: _Axes | None = None
     numbers: _Axes | None = None
 

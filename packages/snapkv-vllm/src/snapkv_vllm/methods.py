@@ -47,15 +47,7 @@ def parameters_of(method: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ProtectingFirst(Policy):
-    """Shows another method the first tokens as protected, as `CompressedCache(protect=...)` does.
-
-    Args:
-        policy: what chooses, with its budget; they count towards that.
-        first_tokens: how many, at least 1.
-
-    Raises:
-        InvalidArgumentError: the budget has no room for them.
-    """
+    """Shows another method the first tokens as protected, as `CompressedCache(protect=...)` does."""
 
     name: ClassVar[str] = "protecting-first"
 

@@ -23,18 +23,13 @@ def queries_of(policy: EvictingPolicy) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """Chooses by what the workers have put aside and by the keys that a request holds.
+    """Chooses by what the workers have put aside and by the keys that a request holds."""
 
-    Attributes:
-        stage: when it does, in a word for the metrics.
-        fills_pages: whether every head then keeps a multiple of a page's tokens.
-        policy: the method.
-    """
-
-    stage: ClassVar[str]
+    stage: ClassVar[str]  # when it does, in a word for the metrics
+    # whether every head then keeps a multiple of a page's tokens
     fills_pages: ClassVar[bool] = False
 
-    policy: Policy
+    policy: Policy  # the method
 
     @property
     def parts_heads(self) -> bool:
@@ -48,10 +43,6 @@ class Choice:
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
         """Which of the held tokens stay.
-
-        Args:
-            layer: of all that is held; the layers of a run are rows of the batch.
-            kept_tokens: how many are to stay, K.
 
         Returns:
             (layers, H or 1, K) int64, ascending, behind a leading run of -1 where heads keep
@@ -70,48 +61,35 @@ class EndOfPrompt(Choice):
 
 @dataclass(frozen=True)
 class UnderCap(Choice):
-    """What stays for now of a prompt that is still coming in.
-
-    Attributes:
-        ahead_tokens: how many of the last tokens were read ahead and do not stay.
-    """
+    """What stays for now of a prompt that is still coming in."""
 
     stage = "reading"
     parts_heads = False
 
-    ahead_tokens: int
+    ahead_tokens: int  # how many of the last tokens were read ahead and do not stay
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor:
-        """See `Choice`."""
         selection = self.policy.select_under_cap(layer, kept_tokens + self.ahead_tokens)
         return selection.keep_indices[..., :kept_tokens]
 
 
 @dataclass(frozen=True)
 class WhileGenerating(Choice):
-    """What stays while an answer grows.
-
-    Attributes:
-        policy: is shown no columns, as the methods that are served need none.
-        queries: how many of the last ones it sees, fewer than it wants where the answer has just
-            begun.
-        protect_first: first tokens that stay.
-    """
+    """What stays while an answer grows."""
 
     stage = "generating"
     parts_heads = False
 
-    policy: EvictingPolicy
+    policy: EvictingPolicy  # is shown no columns, as the methods that are served need none
+    # how many of the last ones it sees, fewer than it wants where the answer has just begun
     queries: int
-    protect_first: int
+    protect_first: int  # first tokens that stay
 
     @property
     def query_tokens(self) -> int:
-        """See `Choice`."""
         return self.queries
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
-        """See `Choice`."""
         del kept_tokens  # the policy knows
         first = self.protect_first
         step = DecodeStep(
@@ -155,17 +133,11 @@ class SecondReading(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Where the blocks of a request lie before and after it is compressed.
+    """Where the blocks of a request lie before and after it is compressed."""
 
-    Attributes:
-        group: index of vLLM's KV cache group.
-        sources: the blocks that hold its tokens.
-        targets: the blocks that hold the kept tokens; some of the sources, or others.
-    """
-
-    group: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    group: int  # index of vLLM's KV cache group
+    sources: tuple[int, ...]  # the blocks that hold its tokens
+    targets: tuple[int, ...]  # the blocks that hold the kept tokens; some of the sources, or others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +145,10 @@ class Ahead:
     """Tokens that are read behind a prompt's own, and forgotten when they have voted.
 
     The prompt's last ones behind a piece of it, or a part of a text that is read again.
-
-    Attributes:
-        first_position: the true position of the first of them.
-        token_ids: their ids.
     """
 
-    first_position: int
-    token_ids: tuple[int, ...]
+    first_position: int  # the true position of the first of them
+    token_ids: tuple[int, ...]  # their ids
 
     @property
     def rows(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -191,32 +159,23 @@ class Ahead:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the workers do with one request in the step that carries the order.
+    """What the workers do with one request in the step that carries the order."""
 
-    Attributes:
-        choice: what chooses the tokens that stay.
-        query_tokens: how many of the request's last tokens in this step have queries that the
-            choice wants, which are put aside.
-        seen_tokens: that count as computed when the step is done.
-        held_tokens: of which keys and values are cached then, those read ahead among them.
-        ends: whether the choice is made behind this step; what was put aside is then forgotten.
-        kept_tokens: how many stay.
-        ahead: what the last tokens of the step are, where they are not the next ones.
-        steps_back: how many tokens fewer than have been computed count as computed from then on.
-        noted_tokens: of how many first tokens the attention is noted that the queries pay them.
-        moves: what happens to the blocks of each compressed KV cache group.
-    """
-
-    choice: Choice
+    choice: Choice  # what chooses the tokens that stay
+    # how many of the request's last tokens in this step have queries that the choice wants, which
+    # are put aside
     query_tokens: int
-    seen_tokens: int
-    held_tokens: int
-    ends: bool
-    kept_tokens: int
+    seen_tokens: int  # that count as computed when the step is done
+    held_tokens: int  # of which keys and values are cached then, those read ahead among them
+    ends: bool  # whether the choice is made behind this step; what was put aside is then forgotten
+    kept_tokens: int  # how many stay
+    # what the last tokens of the step are, where they are not the next ones
     ahead: Ahead | None = None
+    # how many tokens fewer than have been computed count as computed from then on
     steps_back: int = 0
+    # of how many first tokens the attention is noted that the queries pay them
     noted_tokens: int = 0
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
 
     @property
     def parts_heads(self) -> bool:
@@ -224,7 +183,6 @@ class Order:
         return self.choice.parts_heads
 
     def room_tokens(self, block_tokens: int) -> int:
-        """See `room_tokens`."""
         return room_tokens(self.choice, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
@@ -246,19 +204,12 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What workers are told of a request that begins with a document.
+    """What workers are told of a request that begins with a document."""
 
-    Attributes:
-        document_tokens: that count as computed.
-        kept_tokens: that are held of those, per KV head.
-        first_block: in the first of the compressed KV cache groups, which tells documents apart.
-        parts_heads: whether the heads of a layer hold different numbers of tokens.
-    """
-
-    document_tokens: int
-    kept_tokens: int
-    first_block: int
-    parts_heads: bool
+    document_tokens: int  # that count as computed
+    kept_tokens: int  # that are held of those, per KV head
+    first_block: int  # in the first of the compressed KV cache groups, which tells documents apart
+    parts_heads: bool  # whether the heads of a layer hold different numbers of tokens
 
     @property
     def dropped_tokens(self) -> int:
@@ -291,11 +242,6 @@ class RequestPlan:
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """How many tokens a step computes, so that none runs past the next compression.
 
-        Args:
-            seen_tokens: computed before the step.
-            held_tokens: how many are held.
-            offered_tokens: how many there is room for.
-
         Returns:
             Those read ahead are among them.
         """
@@ -304,14 +250,7 @@ class RequestPlan:
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """What the workers do in a step; None where there is nothing to do beside it.
-
-        Args:
-            seen_tokens: computed before the step.
-            held_tokens: how many are held.
-            step_tokens: what `step_tokens` allowed.
-            prompt_ids: the ids of the whole prompt.
-        """
+        """What the workers do in a step; None where there is nothing to do beside it."""
         return None
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
@@ -332,51 +271,34 @@ class RequestPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """Holds a prompt to a number of tokens while it is read, as `prefill.chunked` does.
+    """Holds a prompt to a number of tokens while it is read, as `prefill.chunked` does."""
 
-    Attributes:
-        most_tokens: held between two pieces.
-        chunk_tokens: read between two compressions.
-        looks_ahead: whether the prompt's last tokens vote on every piece; else the piece's own do.
-            They cannot where layers of another kind read them too, which cannot forget them.
-    """
-
-    most_tokens: int
-    chunk_tokens: int
+    most_tokens: int  # held between two pieces
+    chunk_tokens: int  # read between two compressions
+    # whether the prompt's last tokens vote on every piece; else the piece's own do. They cannot
+    # where layers of another kind read them too, which cannot forget them.
     looks_ahead: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Holds an answer to a number of tokens while it grows.
+    """Holds an answer to a number of tokens while it grows."""
 
-    Attributes:
-        policy: evicts.
-        most_tokens: of prompt and answer that are held when a token has been generated.
-        evict_every: generated tokens between two evictions; so many are dropped at once.
-        protect_first: first tokens that stay, of the prompt and, where it is shorter, the answer.
-    """
-
-    policy: EvictingPolicy
-    most_tokens: int
-    evict_every: int
+    policy: EvictingPolicy  # evicts
+    most_tokens: int  # of prompt and answer that are held when a token has been generated
+    evict_every: int  # generated tokens between two evictions; so many are dropped at once
+    # first tokens that stay, of the prompt and, where it is shorter, the answer
     protect_first: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """One compression of a request.
+    """One compression of a request."""
 
-    Attributes:
-        at: how many tokens are computed when it happens.
-        kept_tokens: how many stay.
-        choice: what chooses them.
-        ahead_tokens: how many of the prompt's last tokens are read with the step that reaches `at`.
-    """
-
-    at: int
-    kept_tokens: int
-    choice: Choice
+    at: int  # how many tokens are computed when it happens
+    kept_tokens: int  # how many stay
+    choice: Choice  # what chooses them
+    # how many of the prompt's last tokens are read with the step that reaches `at`
     ahead_tokens: int = 0
 
     @property
@@ -387,19 +309,12 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(RequestPlan):
-    """When a request is compressed that has a prompt of its own, and to how much.
+    """When a request is compressed that has a prompt of its own, and to how much."""
 
-    Attributes:
-        prompt_tokens: length of the prompt.
-        policy: compresses the prompt; None leaves it whole.
-        cap: holds it to a number of tokens while it is read; or None.
-        growth: does so with the answer; or None.
-    """
-
-    prompt_tokens: int
-    policy: Policy | None = None
-    cap: Cap | None = None
-    growth: Growth | None = None
+    prompt_tokens: int  # length of the prompt
+    policy: Policy | None = None  # compresses the prompt; None leaves it whole
+    cap: Cap | None = None  # holds it to a number of tokens while it is read; or None
+    growth: Growth | None = None  # does so with the answer; or None
 
     def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
         """The first compression of a request that has seen so many tokens, and holds so many."""
@@ -438,7 +353,6 @@ class Plan(RequestPlan):
         return Compression(at=at, kept_tokens=kept, choice=choice)
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return offered_tokens
@@ -451,7 +365,6 @@ class Plan(RequestPlan):
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return None
@@ -479,7 +392,6 @@ class Plan(RequestPlan):
         )
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
-        """See `RequestPlan`."""
         compression = self.next(seen_tokens, held_tokens)
         if compression is None:
             return 0
@@ -491,18 +403,15 @@ class Plan(RequestPlan):
 
     @property
     def shared_tokens(self) -> int | None:
-        """See `RequestPlan`."""
         first = self.next(0, 0)
         return None if first is None else first.at
 
     @property
     def reusable_tokens(self) -> int | None:
-        """See `RequestPlan`."""
         first = self.next(0, 0)
         return None if first is None else max(0, first.at - first.needed_tokens)
 
     def most_held(self, tokens: int) -> int:
-        """See `RequestPlan`."""
         read = min(tokens, self.prompt_tokens)
         if self.cap is not None and self.policy is not None:
             most = self.cap.most_tokens + self.cap.chunk_tokens + self.policy.query_tokens
@@ -516,6 +425,5 @@ class Plan(RequestPlan):
         return max(read, grown)
 
     def spare_tokens(self, block_tokens: int) -> int:
-        """See `RequestPlan`."""
         apart = self.policy is not None and parts_heads(self.policy)
         return block_tokens - 1 if apart else 0

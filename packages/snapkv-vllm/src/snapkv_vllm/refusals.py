@@ -322,14 +322,6 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
     """Which layers of the model are compressed: all with full attention.
 
     Layers with a sliding window or a recurrent state hold little, and stay as they are.
-
-    Args:
-        layers: vLLM's attention layers by name.
-        specs: what each layer of the model keeps in its cache, by name.
-
-    Raises:
-        UnsupportedModelError: no layer has full attention, or one stores keys and values as this
-            plugin cannot move them; names the layer and what is in the way.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -379,11 +371,7 @@ def require_heads_apart(name: str, layer: Any) -> None:
 
 
 def compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
-    """The managers of the KV cache groups that are compressed, by the group's index.
-
-    Raises:
-        UnsupportedModelError: there is none, since the workers did not ask for one.
-    """
+    """The managers of the KV cache groups that are compressed, by the group's index."""
     from snapkv_vllm.blocks import CompressedManager
 
     found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}

@@ -273,18 +273,7 @@ _BESIDE = ("extra_body", "extra_args")
 
 
 def require_settings(body: object, settings: ServingSettings, path: str = "") -> None:
-    """Refuse a request's JSON body with a wrong setting, or one that would be ignored.
-
-    Args:
-        body: of any endpoint of vLLM.
-        settings: the server's.
-        path: of the endpoint.
-
-    Raises:
-        InvalidArgumentError: a setting outside `vllm_xargs`, under another name, or out of range;
-            or a document where nobody looks for it.
-        InvalidTypeError: a setting of the wrong type.
-    """
+    """Refuse a request's JSON body with a wrong setting, or one that would be ignored."""
     if not isinstance(body, dict):
         return
     sampling = _mapping(body.get("sampling_params"))  # of /inference/v1/generate

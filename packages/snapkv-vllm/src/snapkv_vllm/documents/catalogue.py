@@ -35,31 +35,19 @@ def shown_tenant(tenant: str) -> str:
 
 @dataclass(kw_only=True)
 class SharedDocument:
-    """A document that the engine keeps.
+    """A document that the engine keeps."""
 
-    Attributes:
-        document_id: the engine's name for it, which no client learns.
-        tenant: whose it is.
-        name: what its tenant calls it.
-        token_ids: what prompts that name it begin with.
-        messages: it as a chat, of which `token_ids` are the rendering; None for plain text.
-        kept_tokens: per KV head and layer.
-        bytes: what it takes of the engine's cache.
-        created: seconds since the epoch.
-        last_used: when a request named it last, or `created`.
-        requests: under way.
-    """
-
-    document_id: str
-    tenant: str
-    name: str
-    token_ids: tuple[int, ...]
+    document_id: str  # the engine's name for it, which no client learns
+    tenant: str  # whose it is
+    name: str  # what its tenant calls it
+    token_ids: tuple[int, ...]  # what prompts that name it begin with
+    # it as a chat, of which `token_ids` are the rendering; None for plain text
     messages: list[dict[str, Any]] | None
-    kept_tokens: int
-    bytes: int
-    created: float = field(default_factory=time.time)
-    last_used: float = 0.0
-    requests: int = 0
+    kept_tokens: int  # per KV head and layer
+    bytes: int  # what it takes of the engine's cache
+    created: float = field(default_factory=time.time)  # seconds since the epoch
+    last_used: float = 0.0  # when a request named it last, or `created`
+    requests: int = 0  # under way
 
     def __post_init__(self) -> None:
         self.last_used = self.last_used or self.created
@@ -130,16 +118,8 @@ class Catalogue:
         A tenant's share is an equal part for each who has documents, this one among them. It may
         take what others leave; what is within another's share stays, and so does what is in use.
 
-        Args:
-            tenant: whose the document is that is to come.
-            needed_bytes: of that document.
-            most_bytes: that all may take together, deleted ones in use among them.
-
         Returns:
             What was forgotten, for the engine to drop.
-
-        Raises:
-            RefusedError: even then there is too little room; nothing was forgotten.
         """
         taken = Counter({tenant: needed_bytes})
         for one in (*self._standing.values(), *self._deleted.values()):

@@ -53,10 +53,6 @@ class ServerEngine:
     """Reads documents and keeps their blocks, for requests that bring a document's id.
 
     It sends vLLM's engine requests that do so, see `snapkv_vllm.documents.words`.
-
-    Args:
-        engine_client: vLLM's, in the front end.
-        settings: the server's, which share documents.
     """
 
     def __init__(self, engine_client: Any, settings: ServingSettings) -> None:
@@ -97,14 +93,7 @@ class ServerEngine:
         budget: int | None,
         instruction_ids: Sequence[int],
     ) -> Kept:
-        """Read a document and keep its blocks until it is dropped.
-
-        Args:
-            document_id: a random one; requests bring it as `snapkv_document`.
-            token_ids: of the document, what prompts of such requests begin with.
-            budget: tokens kept per KV head and layer; None for the server's.
-            instruction_ids: what stands before every piece that is read again.
-        """
+        """Read a document and keep its blocks until it is dropped."""
         own: dict[str, Any] = {REGISTER: document_id, INSTRUCTION: list(instruction_ids)}
         own |= {} if budget is None else {BUDGET: budget}
         for _ in range(_TRIES):

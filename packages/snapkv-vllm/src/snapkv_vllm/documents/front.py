@@ -45,12 +45,7 @@ _visit: ContextVar[_Visit | None] = ContextVar("snapkv_visit", default=None)
 
 
 class FrontEnd:
-    """The documents of one server.
-
-    Args:
-        app: vLLM's FastAPI application, its state filled.
-        settings: the server's, which share documents.
-    """
+    """The documents of one server."""
 
     def __init__(self, app: Any, settings: ServingSettings) -> None:
         sharing = settings.sharing

@@ -36,7 +36,6 @@ class FromDocument(RequestPlan):
 
     @property
     def shared_tokens(self) -> int | None:
-        """See `RequestPlan`."""
         return 0 if self.dropped_tokens or self.is_adopted else None
 
     @property
@@ -45,7 +44,6 @@ class FromDocument(RequestPlan):
         return 0
 
     def most_held(self, tokens: int) -> int:
-        """See `RequestPlan`."""
         return tokens - self.dropped_tokens
 
 
@@ -54,20 +52,13 @@ class ReadTwice(RequestPlan):
     """The plan of a request that registers a document, which is its prompt but for one token.
 
     It remembers which piece is due. A request that is preempted begins with the first again.
-
-    Attributes:
-        document_ids: the text's T tokens.
-        instruction_ids: stand before every piece.
-        chunk_tokens: of the text, in one piece; at most T with the instruction.
-        kept_tokens: how many stay, fewer than T.
-        choice: what chooses them.
     """
 
-    document_ids: Sequence[int]
-    instruction_ids: Sequence[int]
-    chunk_tokens: int
-    kept_tokens: int
-    choice: SecondReading
+    document_ids: Sequence[int]  # the text's T tokens
+    instruction_ids: Sequence[int]  # stand before every piece
+    chunk_tokens: int  # of the text, in one piece; at most T with the instruction
+    kept_tokens: int  # how many stay, fewer than T
+    choice: SecondReading  # what chooses them
     _piece: int = field(default=0, init=False)
 
     @property
@@ -82,7 +73,6 @@ class ReadTwice(RequestPlan):
         return (*self.instruction_ids, *text) if text else ()
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """See `RequestPlan`."""
         if held_tokens > seen_tokens:
             rest = len(self.piece(self._piece)) - (held_tokens - self.tokens)
             return min(offered_tokens, STEP_TOKENS, rest)
@@ -93,7 +83,6 @@ class ReadTwice(RequestPlan):
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """See `RequestPlan`."""
         computed = seen_tokens + step_tokens
         if held_tokens <= seen_tokens:
             if computed != self.tokens:
@@ -137,7 +126,6 @@ class ReadTwice(RequestPlan):
 
     @property
     def shared_tokens(self) -> int:
-        """See `RequestPlan`."""
         return self.tokens
 
     @property
@@ -146,7 +134,6 @@ class ReadTwice(RequestPlan):
         return self.tokens - 1
 
     def most_held(self, tokens: int) -> int:
-        """See `RequestPlan`."""
         return max(tokens, self.tokens + len(self.instruction_ids) + self.chunk_tokens)
 
 

@@ -115,14 +115,7 @@ class Prompts:
     async def behind(
         self, document: SharedDocument, request: Any, kind: str, render: Render
     ) -> Any:
-        """What vLLM renders of a request, which names a document, with its tokens in front.
-
-        Args:
-            document: the named one.
-            request: vLLM's; its document has the engine's id from now on.
-            kind: the field that asks, one of `ENDPOINTS`.
-            render: the renderer's own method for such requests.
-        """
+        """What vLLM renders of a request, which names a document, with its tokens in front."""
         if document.kind != kind:
             right = next(path for path, field in ENDPOINTS.items() if field == document.kind)
             remedy = f"send the request to {right}, or register the document as {kind}"

@@ -19,25 +19,16 @@ from snapkv_vllm.settings import ServingSettings
 
 @dataclass(kw_only=True)
 class Held:
-    """One document.
+    """One document."""
 
-    Attributes:
-        token_ids: that requests begin with.
-        kept_tokens: of those, how many are held.
-        parts_heads: whether heads hold different numbers of them.
-        is_adopted: whether workers were given it, and did not read it.
-        blocks: of every compressed KV cache group; None while it is being read.
-        requests: that begin with it and have not ended.
-        is_dropped: whether no other request may name it.
-    """
-
-    token_ids: tuple[int, ...]
-    kept_tokens: int
-    parts_heads: bool = False
-    is_adopted: bool = False
+    token_ids: tuple[int, ...]  # that requests begin with
+    kept_tokens: int  # of those, how many are held
+    parts_heads: bool = False  # whether heads hold different numbers of them
+    is_adopted: bool = False  # whether workers were given it, and did not read it
+    # of every compressed KV cache group; None while it is being read
     blocks: Sequence[list[Any]] | None = None
-    requests: set[str] = field(default_factory=set)
-    is_dropped: bool = False
+    requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
+    is_dropped: bool = False  # whether no other request may name it
 
     @property
     def plan(self) -> FromDocument:
@@ -57,15 +48,7 @@ class Held:
 
 
 class Registry:
-    """Documents by identifier. They share the pool of blocks with requests, up to a number of them.
-
-    Args:
-        managers: of all KV cache groups, which are all compressed.
-        room: what documents may take.
-        chunk_tokens: of a piece that is read again.
-        max_model_len: positions of the model.
-        safeguard: of `AdaKV`, where heads keep different numbers of tokens; None where they do not.
-    """
+    """Documents by identifier. They share the pool of blocks with requests, up to a number of them."""
 
     def __init__(
         self,
@@ -84,11 +67,7 @@ class Registry:
         self._answers: dict[str, dict[str, Any]] = {}
 
     def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
-        """When a request is compressed that has to do with a document.
-
-        Raises:
-            InvalidArgumentError: no such document, another prompt, or no room.
-        """
+        """When a request is compressed that has to do with a document."""
         if request.prompt_token_ids is None or request.mm_features:
             alone = "a prompt of tokens alone"
             raise wrong(errand.verb, alone, "embeddings or images", "leave it out")
@@ -265,11 +244,7 @@ class Registry:
 def registry(
     vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
 ) -> Registry | None:
-    """The documents of an engine with these blocks and compressed groups; None if it shares none.
-
-    Raises:
-        UnsupportedModelError: a model that cannot share documents, or no room for any.
-    """
+    """The documents of an engine with these blocks and compressed groups; None if it shares none."""
     settings = ServingSettings.from_config(vllm_config.additional_config)
     if settings.sharing is None:
         return None

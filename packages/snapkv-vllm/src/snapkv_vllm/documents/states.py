@@ -42,11 +42,6 @@ class DocumentStates:
     """Reads documents out of blocks, and writes them into blocks that nobody reads yet.
 
     Of the document that was compressed last, it remembers which positions stayed.
-
-    Args:
-        runs: all layers that are compressed.
-        block_tokens: tokens in a block of each KV cache group.
-        device: where the caches are.
     """
 
     def __init__(

@@ -5,10 +5,8 @@ import contextlib
 import json
 import sys
 import uuid
-from types import SimpleNamespace
 
 import pytest
-from snapkv_vllm.documents.refused import RefusedError
 
 from snapkv_vllm.documents.sharing import Sharing
 from snapkv_vllm.settings import ServingSettings
@@ -42,16 +40,16 @@ class Site:
         from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
         from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-        from snapkv_vllm.documents import engine
-        from snapkv_vllm.middleware import NAME
+        from snapkv_vllm.documents import front
+        from snapkv_vllm.server import SETTINGS_CHECK
 
         args, vllm_config = config
         self.engine = FakeEngine(most_bytes)
-        monkeypatch.setattr(engine, "ServerEngine", lambda client, settings: self.engine)
+        monkeypatch.setattr(front, "ServerEngine", lambda client, settings: self.engine)
         self.app = FastAPI()
         asyncio.run(init_render_app_state(vllm_config, self.app.state, args))
         settings = ServingSettings(budget=64, sharing=Sharing(**own))
-        own = {"api_key": list(keys), "middleware": [NAME]}
+        own = {"api_key": list(keys), "middleware": [SETTINGS_CHECK]}
         own["additional_config"] = settings.to_config()
         self.app.state.args = type(args)(**{**vars(args), **own})
         self.app.state.engine_client = None
@@ -75,8 +73,10 @@ class Site:
                 yield b"data: {}\n\n"
                 await self.going_on.wait()
 
-        def answered(request, inputs):
-            ids = [one["prompt_token_ids"] for one in inputs]
+        def answered(request, made):
+            if isinstance(made, ErrorResponse):
+                return JSONResponse(made.model_dump(), status_code=made.error.code)
+            ids = [one["prompt_token_ids"] for one in made]
             self.seen.append((request.vllm_xargs, ids))
             return StreamingResponse(streamed()) if request.stream else JSONResponse(ids)
 
@@ -85,10 +85,7 @@ class Site:
 
         async def chat(request: ChatCompletionRequest):
             made = await renderer.render_chat(request)
-            if isinstance(made, ErrorResponse):
-                return JSONResponse(made.model_dump(), status_code=made.error.code)
-            assert not request.kv_transfer_params  # nothing that an engine would warn of
-            return answered(request, made[1])
+            return answered(request, made[1] if isinstance(made, tuple) else made)
 
         async def other(body: dict):
             return body
@@ -289,7 +286,7 @@ def test_what_cannot_be_answered_is_refused(site, client, path, body, status, wo
     [
         ({"messages": [{"role": "system", "content": "b"}]}, "a chat whose first"),
         ({"messages": []}, "messages: expected a question behind the document"),
-        ({"messages": "a"}, "messages: expected a question behind the document"),
+        ({"messages": "a"}, "messages"),
         ({"messages": [{"content": "a"}]}, "role"),
         ({"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted chat template"),
         ({"messages": [QUESTION], "tool_choice": "auto", "tools": [{}]}, "tools"),
@@ -362,16 +359,13 @@ def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, li
         sys.setrecursionlimit(usual)
 
 
-def test_a_question_is_text_alone():
-    from snapkv_vllm.documents.tokens import ServerPrompts
+def test_a_question_is_text_alone(site, client, monkeypatch):
+    async def with_an_image(request, **_):
+        return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
 
-    class Renderer:
-        async def render_chat(self, request, *, skip_mm_cache):
-            return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
-
-    state = SimpleNamespace(online_renderer=Renderer(), openai_serving_models=None)
-    with pytest.raises(RefusedError, match="expected text alone with a document, got multimodal"):
-        asyncio.run(ServerPrompts(state).render({"messages": [QUESTION]}))
+    monkeypatch.setattr(site.app.state.online_renderer, "render_chat", with_an_image)
+    refused = register(client, messages=CHAT)
+    require_refused(refused, 400, "expected text alone with a document, got multimodal")
 
 
 def test_other_bodies_arrive_as_they_came(site, client):
