@@ -169,11 +169,7 @@ class Compressor:
         return keep
 
     def _layer_of(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
-        """A run of layers as policies see them, with its layers as rows.
-
-        Args:
-            keys: (layers, H, held tokens, D).
-        """
+        """A run of layers as policies see them: rows of (layers, H, held tokens, D) keys."""
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
             taken = [

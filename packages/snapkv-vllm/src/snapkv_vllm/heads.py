@@ -39,13 +39,9 @@ class HeadPlaces:
         return torch.where(pages < first, before + pages, grown)
 
     def spread(self, states: Tensor, slots: int) -> Tensor:
-        """Lay out what the heads kept as the blocks that hold it.
+        """What the heads kept, (..., H, K, D), of each the last `kept`, as blocks hold it.
 
-        Args:
-            states: (..., H, K, D), of every head the last `kept` along K.
-
-        Returns:
-            (..., H, slots, D): what lies in the place of every head, zero where nothing does.
+        That is (..., H, slots, D), what lies in the place of every head, zero where nothing does.
         """
         heads, longest, size = states.shape[-3:]
         position = torch.arange(longest, device=states.device)
@@ -134,12 +130,10 @@ def sequences(
     pages: HeadPages,
     most_tokens: int,
 ) -> Sequences:
-    """Lay out the heads of some requests as sequences.
+    """Lay out the heads of some requests as sequences, by (layers, requests, Hkv) places.
 
-    Args:
-        places: of (layers, requests, Hkv) heads.
-        generated: (requests,) tokens behind the prompt, with those of this step.
-        blocks: (requests, most blocks), the requests' own; what stands behind them is not used.
+    `generated` are (requests,) tokens behind the prompt, with those of this step; `blocks` are
+    (requests, most blocks), of which those behind a request's own are not used.
     """
     device, heads, page_tokens = blocks.device, pages.heads, places.page_tokens
     counts = torch.tensor(batch.counts).repeat_interleave(heads)

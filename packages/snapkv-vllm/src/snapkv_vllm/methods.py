@@ -47,7 +47,7 @@ def parameters_of(method: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ProtectingFirst(Policy):
-    """Shows another method the first tokens as protected, as `CompressedCache(protect=...)` does."""
+    """Shows another method the first tokens as protected, like `CompressedCache(protect=...)`."""
 
     name: ClassVar[str] = "protecting-first"
 

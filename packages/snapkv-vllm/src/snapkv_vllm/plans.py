@@ -26,10 +26,9 @@ class Choice:
     """Chooses by what the workers have put aside and by the keys that a request holds."""
 
     stage: ClassVar[str]  # when it does, in a word for the metrics
-    # whether every head then keeps a multiple of a page's tokens
-    fills_pages: ClassVar[bool] = False
+    fills_pages: ClassVar[bool] = False  # whether every head then keeps whole pages
 
-    policy: Policy  # the method
+    policy: Policy
 
     @property
     def parts_heads(self) -> bool:
@@ -48,7 +47,6 @@ class Choice:
             (layers, H or 1, K) int64, ascending, behind a leading run of -1 where heads keep
             different numbers; None where the method keeps everything.
         """
-        del kept_tokens  # the policy knows
         selection = self.policy.select(layer)
         return None if selection is None else selection.keep_indices
 
@@ -90,7 +88,6 @@ class WhileGenerating(Choice):
         return self.queries
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
-        del kept_tokens  # the policy knows
         first = self.protect_first
         step = DecodeStep(
             queries=layer.queries,
@@ -108,21 +105,15 @@ class WhileGenerating(Choice):
 
 @dataclass(frozen=True)
 class SecondReading(Choice):
-    """What stays of a document that has been read twice.
-
-    Attributes:
-        policy: `KVzip`, or `AdaKV` around it, whose heads keep whole pages.
-        document_tokens: how many of the tokens held are the document's, the first ones.
-    """
+    """What stays of a document that has been read twice, by `KVzip`, or `AdaKV` around it."""
 
     stage = "document"
     fills_pages = True
     query_tokens = 0
 
-    document_tokens: int
+    document_tokens: int  # of those held, the first ones
 
     def keep(self, layer: PromptLayer, kept_tokens: int) -> Tensor | None:
-        """See `Choice`; the layer has what the second reading noted."""
         first = slice(self.document_tokens)
         document = replace(layer, keys=layer.keys[:, :, first], values=layer.values[:, :, first])
         return super().keep(document, kept_tokens)
@@ -147,8 +138,8 @@ class Ahead:
     The prompt's last ones behind a piece of it, or a part of a text that is read again.
     """
 
-    first_position: int  # the true position of the first of them
-    token_ids: tuple[int, ...]  # their ids
+    first_position: int
+    token_ids: tuple[int, ...]
 
     @property
     def rows(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -161,20 +152,15 @@ class Ahead:
 class Order:
     """What the workers do with one request in the step that carries the order."""
 
-    choice: Choice  # what chooses the tokens that stay
-    # how many of the request's last tokens in this step have queries that the choice wants, which
-    # are put aside
-    query_tokens: int
+    choice: Choice
+    query_tokens: int  # of the step's last ones, whose queries are put aside for the choice
     seen_tokens: int  # that count as computed when the step is done
     held_tokens: int  # of which keys and values are cached then, those read ahead among them
     ends: bool  # whether the choice is made behind this step; what was put aside is then forgotten
     kept_tokens: int  # how many stay
-    # what the last tokens of the step are, where they are not the next ones
-    ahead: Ahead | None = None
-    # how many tokens fewer than have been computed count as computed from then on
-    steps_back: int = 0
-    # of how many first tokens the attention is noted that the queries pay them
-    noted_tokens: int = 0
+    ahead: Ahead | None = None  # the step's last tokens, where they are not the next ones
+    steps_back: int = 0  # how many tokens that were computed do not count from then on
+    noted_tokens: int = 0  # first ones, of which the attention is noted that the queries pay them
     moves: tuple[Move, ...] = ()  # what happens to the blocks of each compressed KV cache group
 
     @property
@@ -202,48 +188,41 @@ def room_tokens(choice: Choice, kept: int, held: int, block_tokens: int) -> int:
     return kept
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Beginning:
-    """What workers are told of a request that begins with a document."""
+    """What workers are told of a request that begins with a document.
 
-    document_tokens: int  # that count as computed
-    kept_tokens: int  # that are held of those, per KV head
-    first_block: int  # in the first of the compressed KV cache groups, which tells documents apart
-    parts_heads: bool  # whether the heads of a layer hold different numbers of tokens
+    `first_block` tells documents apart whose heads hold different numbers of tokens; None for
+    others.
+    """
 
-    @property
-    def dropped_tokens(self) -> int:
-        """Tokens of the document that are not held."""
-        return self.document_tokens - self.kept_tokens
+    dropped_tokens: int
+    first_block: int | None
 
 
 # Plans.
 
 
 class RequestPlan:
-    """When a request is compressed, as the scheduler asks and the blocks do; here never.
-
-    Attributes:
-        shared_tokens: from the first on, whose keys and values are those of every request's; None:
-            all. Behind them a request may have read ahead, or have dropped what others would see.
-        reusable_tokens: how much of a cached prefix the request may reuse; None: all.
-    """
+    """When a request is compressed, as the scheduler asks and the blocks do; here never."""
 
     @property
     def shared_tokens(self) -> int | None:
-        """See above."""
+        """First tokens whose keys and values are those of every request's; None: all.
+
+        Behind them a request may have read ahead, or have dropped what others would see.
+        """
         return None
 
     @property
     def reusable_tokens(self) -> int | None:
-        """See above."""
+        """How much of a cached prefix the request may reuse; None: all."""
         return None
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """How many tokens a step computes, so that none runs past the next compression.
+        """How many tokens a step computes, those read ahead among them.
 
-        Returns:
-            Those read ahead are among them.
+        So that none runs past the next compression.
         """
         return offered_tokens
 
@@ -287,8 +266,7 @@ class Growth:
     policy: EvictingPolicy  # evicts
     most_tokens: int  # of prompt and answer that are held when a token has been generated
     evict_every: int  # generated tokens between two evictions; so many are dropped at once
-    # first tokens that stay, of the prompt and, where it is shorter, the answer
-    protect_first: int = 0
+    protect_first: int = 0  # tokens that stay, of the prompt and, where it is shorter, the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,10 +274,9 @@ class Compression:
     """One compression of a request."""
 
     at: int  # how many tokens are computed when it happens
-    kept_tokens: int  # how many stay
-    choice: Choice  # what chooses them
-    # how many of the prompt's last tokens are read with the step that reaches `at`
-    ahead_tokens: int = 0
+    kept_tokens: int
+    choice: Choice
+    ahead_tokens: int = 0  # of the prompt's last, read with the step that reaches `at`
 
     @property
     def needed_tokens(self) -> int:
@@ -311,10 +288,10 @@ class Compression:
 class Plan(RequestPlan):
     """When a request is compressed that has a prompt of its own, and to how much."""
 
-    prompt_tokens: int  # length of the prompt
+    prompt_tokens: int
     policy: Policy | None = None  # compresses the prompt; None leaves it whole
-    cap: Cap | None = None  # holds it to a number of tokens while it is read; or None
-    growth: Growth | None = None  # does so with the answer; or None
+    cap: Cap | None = None
+    growth: Growth | None = None
 
     def next(self, seen_tokens: int, held_tokens: int) -> Compression | None:
         """The first compression of a request that has seen so many tokens, and holds so many."""

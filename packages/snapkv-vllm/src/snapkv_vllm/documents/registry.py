@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from vllm.utils.math_utils import cdiv
 
@@ -19,36 +19,31 @@ from snapkv_vllm.settings import ServingSettings
 
 @dataclass(kw_only=True)
 class Held:
-    """One document."""
+    """One document; `plan` is that of requests that begin with it."""
 
-    token_ids: tuple[int, ...]  # that requests begin with
-    kept_tokens: int  # of those, how many are held
-    parts_heads: bool = False  # whether heads hold different numbers of them
-    is_adopted: bool = False  # whether workers were given it, and did not read it
-    # of every compressed KV cache group; None while it is being read
-    blocks: Sequence[list[Any]] | None = None
+    token_ids: tuple[int, ...]
+    plan: FromDocument
+    parts_heads: bool = False  # whether heads hold different numbers of tokens
+    blocks: Sequence[list[Any]] | None = None  # of every group; None while it is being read
     requests: set[str] = field(default_factory=set)  # that begin with it and have not ended
     is_dropped: bool = False  # whether no other request may name it
 
-    @property
-    def plan(self) -> FromDocument:
-        """Of a request that begins with it."""
-        return FromDocument(
-            document_tokens=len(self.token_ids),
-            kept_tokens=self.kept_tokens,
-            is_adopted=self.is_adopted,
-        )
+    @classmethod
+    def of(cls, token_ids: tuple[int, ...], kept_tokens: int, **more: Any) -> Self:
+        """A document of which so many tokens are held, that was read here."""
+        plan = FromDocument(document_tokens=len(token_ids), kept_tokens=kept_tokens)
+        return cls(token_ids=token_ids, plan=plan, **more)
 
     @property
     def described(self) -> dict[str, Any]:
         """What whoever registers or adopts it is told, once it has blocks."""
         blocks = [[block.block_id for block in of_group] for of_group in self.blocks or ()]
-        tokens = len(self.token_ids)
-        return {"tokens": tokens, "kept_tokens": self.kept_tokens, "blocks": blocks}
+        kept = self.plan.kept_tokens
+        return {"tokens": len(self.token_ids), "kept_tokens": kept, "blocks": blocks}
 
 
 class Registry:
-    """Documents by identifier. They share the pool of blocks with requests, up to a number of them."""
+    """Documents by identifier. They share the pool of blocks with requests, up to a number."""
 
     def __init__(
         self,
@@ -110,12 +105,11 @@ class Registry:
         self._require_free(kept)
         plan: RequestPlan
         if kept == whole:  # what its last block lacks is read with every request
-            held = Held(token_ids=ids[:whole], kept_tokens=whole)
+            held = Held.of(ids[:whole], whole)
             plan = Plan(prompt_tokens=len(ids) + 1)
         else:
             plan = self._read_twice(ids, kept, errand.instruction_ids)
-            parted = plan.choice.parts_heads
-            held = Held(token_ids=ids, kept_tokens=kept, parts_heads=parted)
+            held = Held.of(ids, kept, parts_heads=plan.choice.parts_heads)
         self._held[errand.document_id] = held
         self._registering[request.request_id] = errand.document_id
         return plan
@@ -152,7 +146,8 @@ class Registry:
             remedy = "adopt it when fewer requests are under way"
             raise wrong(ADOPT, f"{needed} free blocks", free, remedy)
         blocks = [manager.take_for_others(kept) for manager in self._managers]
-        held = Held(token_ids=errand.token_ids, kept_tokens=kept, is_adopted=True, blocks=blocks)
+        plan = FromDocument(document_tokens=tokens, kept_tokens=kept, is_adopted=True)
+        held = Held(token_ids=errand.token_ids, plan=plan, blocks=blocks)
         self._held[errand.document_id] = held
         self._answers[request.request_id] = held.described
         return Plan(prompt_tokens=request.num_prompt_tokens)
@@ -163,8 +158,8 @@ class Registry:
 
     def _require_free(self, kept_tokens: int) -> None:
         """Refuse more than documents may hold, those that were dropped in use among them."""
-        held = {id(one): one.kept_tokens for one in (*self._held.values(), *self._used_by.values())}
-        taken = sum(held.values())
+        held = {id(one): one for one in (*self._held.values(), *self._used_by.values())}
+        taken = sum(one.plan.kept_tokens for one in held.values())
         if taken + kept_tokens > self._room.most_tokens:
             raise InvalidArgumentError(
                 f"document: expected room for {kept_tokens:,} tokens beside the {taken:,} of other "
@@ -198,12 +193,8 @@ class Registry:
         held = self._used_by.get(request_id)
         if held is None or held.blocks is None:
             return None
-        return Beginning(
-            document_tokens=len(held.token_ids),
-            kept_tokens=held.kept_tokens,
-            first_block=held.blocks[0][0].block_id,
-            parts_heads=held.parts_heads,
-        )
+        first_block = held.blocks[0][0].block_id if held.parts_heads else None
+        return Beginning(held.plan.dropped_tokens, first_block)
 
     def request_ends(self, request_id: str, *, is_complete: bool) -> dict[str, Any] | None:
         """Take over what a request has registered, or give back what it was lent.
@@ -222,7 +213,7 @@ class Registry:
         if document_id is None:
             return self._answers.pop(request_id, None)
         held = self._held[document_id]
-        kept, dropped = held.kept_tokens, held.plan.dropped_tokens
+        kept, dropped = held.plan.kept_tokens, held.plan.dropped_tokens
         # One that was preempted may end with a token sampled before; it holds nothing then.
         if not is_complete or not all(
             manager.holds(request_id, kept, dropped) for manager in self._managers
@@ -244,7 +235,7 @@ class Registry:
 def registry(
     vllm_config: Any, kv_cache_config: Any, managers: Mapping[int, CompressedManager]
 ) -> Registry | None:
-    """The documents of an engine with these blocks and compressed groups; None if it shares none."""
+    """The documents of an engine with these blocks and groups; None if it shares none."""
     settings = ServingSettings.from_config(vllm_config.additional_config)
     if settings.sharing is None:
         return None
@@ -264,14 +255,14 @@ def registry(
 
 def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> Room:
     """What documents may take behind the largest request, which must find room beside them."""
-    groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
-    sizes = [group.kv_cache_spec.block_size for group in groups]
-    of_block = [_block_bytes(group) for group in groups]
-    per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
+    blocks = kv_cache_config.num_blocks
+    of_block = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // blocks
+    sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    per_token = sum(of_block // size for size in sizes)
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-    free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
+    free_bytes = (blocks - 1 - longest) * of_block  # one block is never used
     asked = settings.sharing.most_bytes if settings.sharing else 0
-    most_bytes = asked or min(blocks * max(of_block) // 4, free_bytes)
+    most_bytes = asked or min(blocks * of_block // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
             f"snapkv: cannot share documents: expected {format_bytes(max(most_bytes, 1))} of the "
@@ -284,11 +275,3 @@ def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> 
         most_tokens=most_bytes // per_token,
         budget=settings.budget or DEFAULT_BUDGET,
     )
-
-
-def _block_bytes(group: Any) -> int:
-    """What a block of a KV cache group takes in all its layers."""
-    spec = group.kv_cache_spec
-    if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
-        return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())
-    return len(group.layer_names) * int(spec.page_size_bytes)

