@@ -284,10 +284,10 @@ def require_settings(body: object, settings: ServingSettings, path: str = "") ->
         if (right := meant(name)) is not None:
             remedy = f'write "{XARGS}": {{"{shown(right)}": ...}}'
             raise wrong(shown(name), f"inside {XARGS}", "it outside, where nobody reads it", remedy)
-    inside = _mapping(body.get(XARGS))
-    for given in (inside, _mapping(sampling.get("extra_args"))):
+    beside, found = _mapping(sampling.get("extra_args")), path in ENDPOINTS
+    for given, is_read in ((_mapping(body.get(XARGS)), found), (beside, False)):
         settings.for_request(given)
-        if PREFIX + DOCUMENT in given and (given is not inside or path not in ENDPOINTS):
+        if PREFIX + DOCUMENT in given and not is_read:
             expected = f"inside {XARGS} at {' or '.join(ENDPOINTS)}"
             got, remedy = f"it in a request to {shown(path)}", "send the request there"
             raise wrong(PREFIX + DOCUMENT, expected, got, f"{remedy}, or leave it out")

@@ -255,14 +255,14 @@ def registry(
 
 def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> Room:
     """What documents may take behind the largest request, which must find room beside them."""
-    blocks = kv_cache_config.num_blocks
-    of_block = sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors) // blocks
-    sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    per_token = sum(of_block // size for size in sizes)
+    groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    of_block = [_block_bytes(group) for group in groups]
+    per_token = sum(taken // size for taken, size in zip(of_block, sizes, strict=True))
     longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
-    free_bytes = (blocks - 1 - longest) * of_block  # one block is never used
+    free_bytes = (blocks - 1 - longest) * max(of_block)  # one block is never used
     asked = settings.sharing.most_bytes if settings.sharing else 0
-    most_bytes = asked or min(blocks * of_block // 4, free_bytes)
+    most_bytes = asked or min(blocks * max(of_block) // 4, free_bytes)
     if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
         raise UnsupportedModelError(
             f"snapkv: cannot share documents: expected {format_bytes(max(most_bytes, 1))} of the "
@@ -275,3 +275,11 @@ def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> 
         most_tokens=most_bytes // per_token,
         budget=settings.budget or DEFAULT_BUDGET,
     )
+
+
+def _block_bytes(group: Any) -> int:
+    """What a block of a KV cache group takes in all its layers."""
+    spec = group.kv_cache_spec
+    if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
+        return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())
+    return len(group.layer_names) * int(spec.page_size_bytes)

@@ -57,14 +57,6 @@ def test_a_document_is_found_by_its_own_tenant_alone():
     assert refused.value.status == 404
 
 
-def test_a_name_that_stands_is_not_free():
-    catalogue = catalogue_of(document("contract"))
-    catalogue.require_free("b", "contract")
-    with pytest.raises(RefusedError, match=r"got 'contract'.* delete it first") as refused:
-        catalogue.require_free("a", "contract")
-    assert refused.value.status == 409
-
-
 def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
     one, two, three = document("one", 40), document("two", 30), document("three", 30)
     catalogue = catalogue_of(one, two, three)
@@ -75,17 +67,6 @@ def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
     assert names(catalogue.make_room("a", 60, 100)) == ["three"]
     assert names(catalogue.of("a")) == ["one"]
     assert catalogue.bytes == 40
-
-
-def test_what_is_in_use_stays_and_too_little_room_forgets_nothing():
-    used, idle = document("used", 40), document("idle", 60)
-    catalogue = catalogue_of(used, idle)
-    catalogue.begin(used)
-    with pytest.raises(RefusedError, match=r"at most 60 B.* --share-bytes 100 B.*, got 61 B") as no:
-        catalogue.make_room("a", 61, 100)
-    assert no.value.status == 507
-    assert names(catalogue.of("a")) == ["idle", "used"]
-    assert names(catalogue.make_room("a", 60, 100)) == ["idle"]
 
 
 def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():

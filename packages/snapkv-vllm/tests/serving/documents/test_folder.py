@@ -80,25 +80,6 @@ def test_any_name_is_a_files_name(tmp_path, name):
     asyncio.run(run())
 
 
-def test_names_that_are_cut_stay_apart(tmp_path):
-    folder = DocumentFolder(tmp_path)
-    places = {folder.cache_file("", "é" * 99 + last) for last in "abc"}
-    assert len(places) == 3
-
-
-def test_files_are_seen_by_their_own_tenant_alone(tmp_path):
-    async def run():
-        world = world_in(tmp_path)
-        await world.documents.register("ab12", BODY)
-        for tenant in ("", "cd34"):
-            with pytest.raises(RefusedError) as refused:
-                world.documents.file(tenant, "contract")
-            assert status_of(refused.value) == 404
-        assert world.documents.file("ab12", "contract").is_file()
-
-    asyncio.run(run())
-
-
 def test_what_goes_for_room_stays_in_the_folder_until_it_is_deleted(tmp_path):
     async def run():
         world = world_in(tmp_path, most_bytes=40)
@@ -221,14 +202,6 @@ def test_what_a_file_says_itself_is_refused_beside_it(tmp_path, body, words):
         asyncio.run(world_in(tmp_path).documents.register("", {"name": "a", "file": "b", **body}))
 
 
-def test_files_are_refused_where_there_is_no_folder():
-    documents = World().documents
-    with pytest.raises(RefusedError, match="--share-folder"):
-        asyncio.run(documents.register("", {"name": "a", "file": "b"}))
-    with pytest.raises(RefusedError, match="--share-folder"):
-        documents.file("", "a")
-
-
 def test_a_document_that_cannot_be_written_is_dropped(tmp_path):
     async def run():
         world = world_in(tmp_path)
@@ -271,5 +244,20 @@ def test_requests_wait_until_the_documents_stand(tmp_path):
         async with world.documents.named("", "contract") as found:
             assert found.requests == 1
         assert len(world.engine.held) == 1
+
+    asyncio.run(run())
+
+
+def test_files_are_their_own_tenants_alone_and_of_servers_with_a_folder(tmp_path):
+    async def run():
+        world = world_in(tmp_path)
+        await world.documents.register("ab12", BODY)
+        for documents, tenant in ((world.documents, ""), (World().documents, "ab12")):
+            with pytest.raises(RefusedError, match="--share-folder") as refused:
+                documents.file(tenant, "contract")
+            assert status_of(refused.value) == 404
+        assert world.documents.file("ab12", "contract").is_file()
+        with pytest.raises(RefusedError, match="--share-folder"):
+            await World().documents.register("", {"name": "a", "file": "b"})
 
     asyncio.run(run())

@@ -60,18 +60,6 @@ def test_what_is_no_document_is_refused_before_the_engine_hears_of_it(body, word
     assert world.engine.held == {}
 
 
-def test_a_name_that_stands_is_refused_and_every_tenant_has_names_of_its_own():
-    async def run(world):
-        await world.documents.register("a", BODY)
-        await world.documents.register("b", BODY)
-        with pytest.raises(RefusedError, match="delete it first") as refused:
-            await world.documents.register("a", BODY)
-        assert status_of(refused.value) == 409
-        assert len(world.engine.held) == 2
-
-    asyncio.run(run(World()))
-
-
 def test_of_two_registrations_under_one_name_one_is_made():
     async def run(world):
         both = [world.documents.register("", BODY) for _ in range(2)]
