@@ -337,14 +337,6 @@ def test_what_is_no_document_is_refused(site, client, body, words):
     assert site.engine.held == {}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"7", b""])
-def test_what_is_no_json_object_is_refused_by_vllm(client, content):
-    headers = {**MINE, "Content-Type": "application/json"}
-    answer = client.post(PATH, content=content, headers=headers)
-    assert answer.status_code == 400
-    assert "error" in answer.json()
-
-
 @pytest.mark.parametrize("limit", [1000, 2000])
 def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, limit):
     """A chat of the greatest depth that passes is rendered, or refused by vLLM's own words."""

@@ -38,6 +38,8 @@ def test_kept_sets_and_answers_are_those_of_the_library(engine, small):
             for layer, keep in enumerate(kept.of(prompt)):
                 assert torch.equal(keep, small.kept(cache, layer, BUDGET)), (len(prompt), layer)
     assert kept.prompts == sum(n > BUDGET for n in LENGTHS)
+    assert set(map(tuple, kept.blocks_held)) == {(BUDGET // engine.block_tokens,)}
+    assert engine.free_blocks == engine.all_blocks
 
 
 def test_a_request_has_its_own_budget_window_kernel_and_pooling(engine, small):
@@ -68,31 +70,6 @@ def test_a_budget_of_the_prompt_changes_nothing(engine, stock):
     prompts = [ids_of(length, seed=length) for length in (20, 100, 200, 350, 450)]
     off = [greedy(24, extra_args={"snapkv_budget": own}) for own in (0, 100, 4096, 350, 0)]
     assert engine.answers(prompts, off) == stock.answers(prompts, greedy(24))
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"snapkv_budget": "256"},
-        {"snapkv_budget": 20},
-        {"snapkv_kernel_size": 4},
-        {"snapkv_pool": "max"},
-    ],
-    ids=str,
-)
-def test_wrong_settings_are_refused_before_the_engine_sees_them(engine, own):
-    from vllm.exceptions import VLLMValidationError
-
-    with pytest.raises(VLLMValidationError, match=r"snapkv_|budget|kernel_size"):
-        engine.answers([ids_of(50)], greedy(4, extra_args=own))
-    assert len(engine.answers([ids_of(50)], greedy(4))[0]) == 4
-
-
-def test_blocks_are_really_freed_and_all_come_back(engine):
-    with engine.watching() as kept:
-        engine.answers([ids_of(430)], greedy(4))
-    assert kept.blocks_held == [[BUDGET // engine.block_tokens]]
-    assert engine.free_blocks == engine.all_blocks
 
 
 def test_samples_of_one_prompt_and_log_probabilities(engine, stock):

@@ -124,18 +124,6 @@ def test_no_graph_of_a_whole_step_is_replayed_where_heads_are_sequences(engine, 
     assert decoding[-1] == ([1], [True])
 
 
-def test_aborted_requests_leave_nothing_behind(engine, small):
-    for steps in range(6):
-        engine.start([ids_of(400, seed=1), ids_of(110, seed=2)], greedy(32))
-        for _ in range(steps):
-            engine.step()
-        engine.abort_all()
-        assert engine.free_blocks == engine.all_blocks, steps
-    prompt = ids_of(300, seed=3)
-    assert engine.answers([prompt], greedy(8))[0] == small.answer(prompt, adakv(), 8)
-    assert engine.leftovers() == []
-
-
 def test_protected_beginnings_stay_in_every_head(engine, small):
     prompt = ids_of(250)
     with engine.watching() as kept:
