@@ -19,7 +19,6 @@ class _Compressed(FullAttentionSpec):
     """Tells vLLM how much a request may hold, by what the server's settings promise."""
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """What the largest request may take."""
         settings = ServingSettings.from_config(vllm_config.additional_config)
         tokens = vllm_config.model_config.max_model_len
         most = settings.limits.most_held(tokens, settings.window_tokens)
@@ -121,7 +120,6 @@ class CompressedManager(FullAttentionManager):
         self._rooms[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
     def keep(self, request_id: str, order: Order) -> Move:
-        """Free the blocks that the kept tokens of a request do not need."""
         blocks = self.req_to_blocks[request_id]
         room = order.room_tokens(self.block_size)
         sources = _ids(blocks[: cdiv(order.held_tokens, self.block_size)])
@@ -238,7 +236,6 @@ class CompressedManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Give a request the blocks it lacks."""
         dropped = self.dropped_tokens.get(request_id, 0)
         blocks: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens - dropped, num_tokens_main_model - dropped

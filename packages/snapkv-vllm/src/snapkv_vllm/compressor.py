@@ -49,7 +49,6 @@ class QueryRecorder:
         return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
 
     def forget(self, request_id: str) -> None:
-        """Drop what was put aside for a request."""
         self.recorded.pop(request_id, None)
 
 
@@ -92,7 +91,6 @@ class Compressor:
         self.documents = DocumentStates(self._runs, self._block_tokens, device=self._device)
 
     def forget(self, request: str) -> None:
-        """Drop what was put aside and noted for a request."""
         self._recorder.forget(request)
         self._received.pop(request, None)
 

@@ -88,7 +88,6 @@ class HeadPages:
         return cls(view, of_block, of_head, heads)
 
     def numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
-        """The numbers of pages at some places, each in its block."""
         return blocks * self.of_block + places % self.heads * self.of_head
 
 
@@ -265,7 +264,6 @@ class HeadsAttention:
         return self._kept
 
     def holds_any(self, requests: Iterable[str]) -> bool:
-        """Whether any of these is one of them."""
         return any(request in self._kept for request in requests)
 
     def note(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
@@ -283,7 +281,6 @@ class HeadsAttention:
         self._kept[request] = self._documents[first_block]
 
     def forget(self, request: str) -> None:
-        """The request has ended, or begins anew."""
         if self._kept.pop(request, None) is not None:
             self._places.clear()  # another one may come under its name
 
@@ -405,7 +402,6 @@ class HeadsAttention:
 
 
 def _of_one_head(impl: Any) -> Any:
-    """A backend's implementation, for sequences with a single KV head."""
     alone = copy.copy(impl)
     alone.num_kv_heads, alone.num_heads = 1, impl.num_heads // impl.num_kv_heads
     return alone

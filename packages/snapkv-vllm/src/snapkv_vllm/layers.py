@@ -28,7 +28,6 @@ class VotingLayer:
 
     @property
     def heads(self) -> int:
-        """Query heads, Hq."""
         heads: int = self.wrapped.num_heads
         return heads
 
@@ -98,7 +97,6 @@ class LatentLayer(VotingLayer):
 
 
 def voting_layer(layer: Any) -> VotingLayer:
-    """What votes need of a layer of vLLM."""
     return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else VotingLayer(layer)
 
 
@@ -127,7 +125,6 @@ class LayerRun:
 
     @property
     def votes_impl(self) -> ops.Implementation:
-        """How votes are counted."""
         return "by_head" if self._half_on_cpu else "auto"
 
     def blocks_of(self, blocks: Sequence[int], block_tokens: int) -> Tensor:

@@ -40,7 +40,6 @@ class PlainLayout:
         self._head_size = head_size
 
     def part(self, layers: slice) -> Self:
-        """The same for some of the layers."""
         return type(self)(self._caches[layers], self._head_size)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
@@ -249,7 +248,6 @@ def _factors(number: int) -> list[int]:
 def _packings(
     isa: str, block_tokens: int, head_size: int, dtype: torch.dtype
 ) -> tuple[_Packing, _Packing]:
-    """How keys and values are packed."""
     numbers = torch.arange(block_tokens * head_size)
     found = [torch.zeros_like(numbers), torch.zeros_like(numbers)]
     power = 1

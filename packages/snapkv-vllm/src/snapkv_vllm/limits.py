@@ -137,7 +137,6 @@ class Limits(Entry):
         )
 
     def _evicting(self, kept_tokens: int) -> EvictingPolicy:
-        """The method that keeps so many."""
         kind: Callable[..., Policy] = POLICIES[self.decode_policy]
         options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},

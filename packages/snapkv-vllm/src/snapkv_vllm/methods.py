@@ -55,31 +55,25 @@ class ProtectingFirst(Policy):
     first_tokens: int
 
     def __post_init__(self) -> None:
-        """Check that they fit."""
         require_first_protected(self.policy, self.first_tokens)
 
     @property
     def query_tokens(self) -> int:
-        """What the method wants."""
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Selection | None:
-        """What the method keeps beside them."""
         return self.policy.select(self._protected(layer))
 
     def require_cap(self, cap_tokens: int) -> None:
-        """Raise unless the method can hold to the cap."""
         self.policy.require_cap(cap_tokens)
 
     def select_under_cap(self, layer: PromptLayer, cap_tokens: int) -> Selection:
-        """What the method holds beside them; they are the first that are held."""
         return self.policy.select_under_cap(self._protected(layer), cap_tokens)
 
     def _protected(self, layer: PromptLayer) -> PromptLayer:
         return replace(layer, protected=protected_first(layer, self.first_tokens))
 
     def describe(self) -> dict[str, Any]:
-        """The method's own, and how many tokens are protected."""
         return self.policy.describe() | {"protect_first": self.first_tokens}
 
 

@@ -128,7 +128,6 @@ class PromptMetrics:
 
 @functools.cache
 def _document_series() -> dict[str, Any]:
-    """The time series of a front end that shares documents."""
     from prometheus_client import Counter, Gauge
 
     labels = ("model_name",)
@@ -153,15 +152,12 @@ class DocumentMetrics:
         self._series = _document_series()
 
     def standing(self, documents: int, document_bytes: int) -> None:
-        """Say how many there are now, and what all of them take."""
         self._series["documents"].labels(self._model_name).set(documents)
         self._series["bytes"].labels(self._model_name).set(document_bytes)
 
     def asked(self, tokens_not_read: int) -> None:
-        """Count one request that was answered from a document."""
         self._series["requests"].labels(self._model_name).inc()
         self._series["not_read"].labels(self._model_name).inc(tokens_not_read)
 
     def dropped(self, reason: str) -> None:
-        """Count one document that went: deleted, or least_used."""
         self._series["dropped"].labels(self._model_name, reason).inc()

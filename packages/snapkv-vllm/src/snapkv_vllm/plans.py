@@ -143,7 +143,6 @@ class Ahead:
 
     @property
     def rows(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Ids and true positions."""
         first = self.first_position
         return self.token_ids, range(first, first + len(self.token_ids))
 

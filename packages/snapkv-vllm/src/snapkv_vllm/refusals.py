@@ -45,7 +45,6 @@ def _graphs_of_prompts(vllm_config: Any) -> bool:
 
 
 def _in_parallel(vllm_config: Any) -> bool:
-    """Whether heads are spread over processes."""
     return bool(vllm_config.parallel_config.tensor_parallel_size > 1)
 
 

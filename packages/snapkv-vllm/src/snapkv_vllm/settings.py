@@ -186,7 +186,6 @@ class ServingSettings:
 
     @property
     def window_tokens(self) -> int:
-        """The longest window that votes."""
         return self.costliest(1).query_tokens
 
     def _planned(self, given: Mapping[str, Any], prompt_tokens: int, *, looks_ahead: bool) -> Plan:

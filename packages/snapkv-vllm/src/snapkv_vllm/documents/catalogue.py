@@ -81,7 +81,6 @@ class Catalogue:
 
     @property
     def bytes(self) -> int:
-        """What all documents take."""
         return sum(one.bytes for one in (*self._standing.values(), *self._deleted.values()))
 
     def __len__(self) -> int:
@@ -91,7 +90,6 @@ class Catalogue:
         return whose in self._standing
 
     def of(self, tenant: str) -> list[SharedDocument]:
-        """A tenant's documents by name."""
         own = [one for one in self._standing.values() if one.tenant == tenant]
         return sorted(own, key=lambda one: one.name)
 
@@ -106,7 +104,6 @@ class Catalogue:
         return found
 
     def require_free(self, tenant: str, name: str) -> None:
-        """Refuse a name that stands for a document already."""
         if (tenant, name) in self._standing:
             stands = f"'{shown(name)}', which is a document already"
             remedy = f"delete it first, with DELETE {PATH}/{shown(name)}"
@@ -147,12 +144,10 @@ class Catalogue:
         return leaving
 
     def add(self, document: SharedDocument) -> None:
-        """Put a document under its name, which is free, where there is room for it."""
         assert (document.tenant, document.name) not in self._standing
         self._standing[document.tenant, document.name] = document
 
     def begin(self, document: SharedDocument) -> None:
-        """A request that stands on a document begins."""
         key = document.tenant, document.name
         document.requests += 1
         document.last_used = time.time()

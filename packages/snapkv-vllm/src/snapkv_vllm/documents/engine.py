@@ -104,7 +104,6 @@ class ServerEngine:
         raise wrong("document", blocks, got, remedy, status=NO_ROOM)
 
     async def drop(self, document_id: str) -> None:
-        """Give a document's blocks back, once no request stands on them."""
         await self._send([0], {DROP: document_id})
 
     async def answer(self, prompt: Sequence[int], document_id: str | None, most_tokens: int) -> Any:
@@ -187,7 +186,6 @@ class ServerEngine:
         return None if output is None else output.kv_transfer_params
 
     async def _generated(self, prompt: Sequence[int], own: dict[str, Any], **more: Any) -> Any:
-        """The last output of a greedy request; None where there is none."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, extra_args=own, **more)

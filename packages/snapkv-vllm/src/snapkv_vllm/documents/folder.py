@@ -57,7 +57,6 @@ class DocumentFolder:
         return self._named(tenant, name, _CACHE)
 
     def holds(self, tenant: str, name: str) -> bool:
-        """Whether a document is there."""
         return self._named(tenant, name, _RECORD).is_file()
 
     def given(self, file: object) -> Path:

@@ -124,7 +124,6 @@ class _Route(APIRoute):
 
 
 def _router(documents: SharedDocuments, tenant_of: Callable[[Message], str]) -> APIRouter:
-    """Where documents are registered, listed, compared and deleted."""
 
     async def register(body: dict[str, Any], request: Request) -> dict[str, Any]:
         return (await documents.register(tenant_of(request.scope), body)).described

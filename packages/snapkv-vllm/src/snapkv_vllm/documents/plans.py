@@ -31,7 +31,6 @@ class FromDocument(RequestPlan):
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens of the document that are not held."""
         return self.document_tokens - self.kept_tokens
 
     @property
@@ -63,7 +62,6 @@ class ReadTwice(RequestPlan):
 
     @property
     def tokens(self) -> int:
-        """T."""
         return len(self.document_ids)
 
     def piece(self, number: int) -> tuple[int, ...]:

@@ -59,7 +59,6 @@ class Prompts:
         return list(made["prompt_token_ids"])
 
     async def render(self, messages: Sequence[Any]) -> list[int]:
-        """The tokens of a chat."""
         from pydantic import ValidationError
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -102,7 +101,6 @@ class Prompts:
         return tuple(found)
 
     async def ids_of_question(self, document: SharedDocument, question: str) -> list[int]:
-        """A document's whole text, and a question behind it."""
         if document.messages is None:
             asked = await self.tokenize(question, special_tokens=False)
             return [*document.token_ids, *asked]
@@ -156,7 +154,6 @@ class Prompts:
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """The longest beginning that all of them share."""
     found = []
     for ids in zip(*sequences, strict=False):
         if len(set(ids)) > 1:

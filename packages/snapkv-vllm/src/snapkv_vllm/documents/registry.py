@@ -62,7 +62,6 @@ class Registry:
         self._answers: dict[str, dict[str, Any]] = {}
 
     def plan_of(self, errand: Errand, request: Any) -> RequestPlan:
-        """When a request is compressed that has to do with a document."""
         if request.prompt_token_ids is None or request.mm_features:
             alone = "a prompt of tokens alone"
             raise wrong(errand.verb, alone, "embeddings or images", "leave it out")
@@ -278,7 +277,6 @@ def _room(vllm_config: Any, kv_cache_config: Any, settings: ServingSettings) -> 
 
 
 def _block_bytes(group: Any) -> int:
-    """What a block of a KV cache group takes in all its layers."""
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):  # of layers that differ in size
         return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())

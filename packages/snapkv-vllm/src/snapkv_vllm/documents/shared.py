@@ -124,7 +124,6 @@ class SharedDocuments:
                 await asyncio.shield(self._drop(document))
 
     def answered(self, tokens_not_read: int) -> None:
-        """Count a request whose prompts began with a document."""
         self._counts.asked(tokens_not_read)
 
     async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +158,6 @@ class SharedDocuments:
         }
 
     def file(self, tenant: str, name: str) -> Path:
-        """The file of a tenant's document in the folder."""
         if self._folder is None or not self._folder.holds(tenant, name):
             own = "one of this key's that is in --share-folder"
             got, remedy = f"'{shown(name)}', which is not", "register it with such a server"
@@ -187,7 +185,6 @@ class SharedDocuments:
             return self._stand(document)
 
     async def _text(self, prompt: object, messages: object, budget: int | None) -> _Source:
-        """A document that the engine reads."""
         ids = await self._ids_of(prompt, messages)
         instruction = await self._prompts.tokenize(INSTRUCTION, special_tokens=False)
         needed = await self._engine.bytes_of(
@@ -338,7 +335,6 @@ def _require_fields(body: Mapping[str, Any]) -> None:
 
 
 def _asked(body: Mapping[str, Any]) -> tuple[list[str], int]:
-    """The questions of a report, and the most tokens of an answer."""
     _require_known(body, ("questions", "max_tokens", "model"))
     questions = body.get("questions")
     fits = isinstance(questions, list) and 1 <= len(questions) <= _MOST_QUESTIONS

@@ -42,7 +42,6 @@ class Sharing(Entry):
 
     @property
     def summary(self) -> str:
-        """How much, for whom and where, in words."""
         most = format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"
         across = " across keys" if self.across_keys else ""
         return f"{most}{across}{f' in {self.folder}' if self.folder else ''}"

@@ -91,7 +91,6 @@ class Room:
 
     @property
     def most_bytes(self) -> int:
-        """Of all documents together."""
         return self.most_tokens * self.bytes_per_token
 
     @property

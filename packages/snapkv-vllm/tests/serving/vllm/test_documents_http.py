@@ -261,44 +261,34 @@ def test_a_name_that_stands_is_a_409_and_too_little_room_a_507(config, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "words"),
     [
-        ("/v1/completions", {"prompt": ""}, 400, "prompt"),
-        ("/v1/completions", {"prompt": [10**6]}, 400, "out of vocabulary"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": "x"}, 400, "max_tokens"),
-        ("/v1/completions", {"prompt": "a " * 9000}, 400, "maximum context length"),
-        ("/v1/chat/completions", {"messages": [QUESTION]}, 400, "to /v1/completions, or register"),
-        ("/v1/x", {"prompt": "a"}, 400, "expected inside vllm_xargs at /v1/completions"),
-        ("/v1/completions", {"prompt": "a", "use_beam_search": True}, 400, "use_beam_search"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(site, client, path, body, status, words):
-    register(client)
-    answer = client.post(path, json=naming("contract", **body), headers=MINE)
-    assert answer.status_code == status, answer.text
-    assert words in answer.text
-    assert client.get(f"{PATH}/contract", headers=MINE).json()["requests"] == 0
-    assert site.seen == []
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"messages": [{"role": "system", "content": "b"}]}, "a chat whose first"),
-        ({"messages": []}, "messages: expected a question behind the document"),
-        ({"messages": "a"}, "messages"),
-        ({"messages": [{"content": "a"}]}, "role"),
-        ({"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted chat template"),
-        ({"messages": [QUESTION], "tool_choice": "auto", "tools": [{}]}, "tools"),
-        ({"messages": [QUESTION], "max_tokens": 10**6}, "max_tokens"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": [10**6]}, "out of vocabulary"),
+        ("completions", {"prompt": "a", "max_tokens": "x"}, "max_tokens"),
+        ("completions", {"prompt": "a " * 9000}, "maximum context length"),
+        ("completions", {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ("completions", {"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs: expected none"),
+        ("x", {"prompt": "a"}, "expected inside vllm_xargs at /v1/completions"),
+        ("chat/completions", {"messages": [{"role": "system", "content": "b"}]}, "a chat whose"),
+        ("chat/completions", {"messages": []}, "messages: expected a question behind the document"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "role"),
+        ("chat/completions", {"messages": [QUESTION], "chat_template": "{{ 7 }}"}, "untrusted"),
+        (
+            "chat/completions",
+            {"messages": [QUESTION], "tool_choice": "auto", "tools": [{}]},
+            "tools",
+        ),
     ],
     ids=str,
 )
-def test_chats_that_do_not_begin_with_the_document_are_refused(site, client, body, words):
-    register(client, messages=CHAT)
-    answer = client.post("/v1/chat/completions", json=naming("contract", **body), headers=MINE)
+def test_what_cannot_be_answered_is_refused(site, client, path, body, words):
+    own = {"messages": CHAT} if "chat" in path else {"prompt": TEXT}
+    register(client, **own)
+    answer = client.post(f"/v1/{path}", json=naming("contract", **body), headers=MINE)
     assert answer.status_code == 400, answer.text
     assert words in answer.text
+    assert client.get(f"{PATH}/contract", headers=MINE).json()["requests"] == 0
     assert site.seen == []
 
 
@@ -322,26 +312,20 @@ def test_a_template_of_the_request_is_rendered_and_compared(config, monkeypatch)
     ("body", "words"),
     [
         ({"messages": [{"content": "a"}]}, "messages: expected messages as chats have them"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "of text"),
-        ({"messages": CHAT, "prompt": TEXT}, "prompt and messages: expected one of them, got both"),
         ({"prompt": [10**6]}, "out of vocabulary"),
-        ({"prompt": TEXT, "model": "law"}, "model: expected the model that reads documents"),
         ({"prompt": TEXT, "snapkv_budget": 5}, "snapkv_budget: expected name, prompt, messages"),
     ],
     ids=str,
 )
 def test_what_is_no_document_is_refused(site, client, body, words):
-    answer = register(client, **body)
-    assert answer.status_code == 400, answer.text
-    assert words in answer.text
+    require_refused(register(client, **body), 400, words)
     assert site.engine.held == {}
 
 
-@pytest.mark.parametrize("limit", [1000, 2000])
-def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client, limit):
+def test_lists_in_lists_are_refused_as_deep_as_no_renderer_needs_them(client):
     """A chat of the greatest depth that passes is rendered, or refused by vLLM's own words."""
     usual = sys.getrecursionlimit()
-    sys.setrecursionlimit(limit)
+    sys.setrecursionlimit(1000)
     try:
         for depth, words in ((97, "messages as chats have them"), (98, "at most 100 lists")):
             deep = json.loads("[" * depth + "]" * depth)
