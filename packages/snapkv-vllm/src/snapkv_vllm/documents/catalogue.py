@@ -48,6 +48,7 @@ class SharedDocument:
     created: float = field(default_factory=time.time)  # seconds since the epoch
     last_used: float = 0.0  # when a request named it last, or `created`
     requests: int = 0  # under way
+    is_deleted: bool = False  # no request may name it any more
 
     def __post_init__(self) -> None:
         self.last_used = self.last_used or self.created
@@ -76,35 +77,36 @@ class Catalogue:
     """Documents by tenant and name, within a number of bytes."""
 
     def __init__(self) -> None:
-        self._standing: dict[tuple[str, str], SharedDocument] = {}  # least recently used first
-        self._deleted: dict[str, SharedDocument] = {}
+        self._held: dict[str, SharedDocument] = {}  # least recently used first
 
     @property
     def bytes(self) -> int:
-        return sum(one.bytes for one in (*self._standing.values(), *self._deleted.values()))
+        return sum(one.bytes for one in self._held.values())
+
+    @property
+    def _standing(self) -> list[SharedDocument]:
+        return [one for one in self._held.values() if not one.is_deleted]
 
     def __len__(self) -> int:
         return len(self._standing)
 
     def __contains__(self, whose: tuple[str, str]) -> bool:
-        return whose in self._standing
+        return any((one.tenant, one.name) == whose for one in self._standing)
 
     def of(self, tenant: str) -> list[SharedDocument]:
-        own = [one for one in self._standing.values() if one.tenant == tenant]
+        own = [one for one in self._standing if one.tenant == tenant]
         return sorted(own, key=lambda one: one.name)
 
     def find(self, tenant: str, name: str) -> SharedDocument:
         """A tenant's document; a RefusedError where there is none of that name."""
-        found = self._standing.get((tenant, name))
-        if found is None:
-            asked, remedy = f"'{shown(name)}'", f"register it with POST {PATH}"
-            raise wrong(
-                PREFIX + DOCUMENT, "one of this key's documents", asked, remedy, status=UNKNOWN
-            )
-        return found
+        for one in self._standing:
+            if (one.tenant, one.name) == (tenant, name):
+                return one
+        asked, remedy = f"'{shown(name)}'", f"register it with POST {PATH}"
+        raise wrong(PREFIX + DOCUMENT, "one of this key's documents", asked, remedy, status=UNKNOWN)
 
     def require_free(self, tenant: str, name: str) -> None:
-        if (tenant, name) in self._standing:
+        if (tenant, name) in self:
             stands = f"'{shown(name)}', which is a document already"
             remedy = f"delete it first, with DELETE {PATH}/{shown(name)}"
             raise wrong("name", "one that is free", stands, remedy, status=TAKEN)
@@ -114,15 +116,13 @@ class Catalogue:
 
         A tenant's share is an equal part for each who has documents, this one among them. It may
         take what others leave; what is within another's share stays, and so does what is in use.
-
-        Returns:
-            What was forgotten, for the engine to drop.
+        Where even then there is too little room, nothing is forgotten, and the document refused.
         """
         taken = Counter({tenant: needed_bytes})
-        for one in (*self._standing.values(), *self._deleted.values()):
+        for one in self._held.values():
             taken[one.tenant] += one.bytes
         share, leaving = most_bytes / len(taken), []
-        idle = [one for one in self._standing.values() if not one.requests]
+        idle = [one for one in self._standing if not one.requests]
         while taken.total() > most_bytes:
             going = [one for one in idle if taken[one.tenant] > share]
             if not going:
@@ -140,32 +140,31 @@ class Catalogue:
             idle.remove(leaving[-1])
             taken[leaving[-1].tenant] -= leaving[-1].bytes
         for one in leaving:
-            del self._standing[one.tenant, one.name]
+            del self._held[one.document_id]
         return leaving
 
     def add(self, document: SharedDocument) -> None:
-        assert (document.tenant, document.name) not in self._standing
-        self._standing[document.tenant, document.name] = document
+        assert (document.tenant, document.name) not in self
+        self._held[document.document_id] = document
 
     def begin(self, document: SharedDocument) -> None:
-        key = document.tenant, document.name
+        """A request stands on it from now on, which makes it the most recently used."""
         document.requests += 1
         document.last_used = time.time()
-        self._standing[key] = self._standing.pop(key)  # as the most recently used
+        self._held[document.document_id] = self._held.pop(document.document_id)
 
     def end(self, document: SharedDocument) -> bool:
         """Such a request has ended; whether the document is gone with it, to be dropped."""
         document.requests -= 1
-        if document.requests or document.document_id not in self._deleted:
-            return False
-        del self._deleted[document.document_id]
-        return True
+        return self._is_gone(document)
 
-    def delete(self, tenant: str, name: str) -> SharedDocument | None:
-        """Take a name away: its document, to drop, unless the last of its requests does that."""
-        document = self.find(tenant, name)
-        del self._standing[tenant, name]
-        if not document.requests:
-            return document
-        self._deleted[document.document_id] = document
-        return None
+    def delete(self, document: SharedDocument) -> bool:
+        """Take its name away; whether it is gone with that, or else with its last request."""
+        document.is_deleted = True
+        return self._is_gone(document)
+
+    def _is_gone(self, document: SharedDocument) -> bool:
+        if document.requests or not document.is_deleted:
+            return False
+        del self._held[document.document_id]
+        return True

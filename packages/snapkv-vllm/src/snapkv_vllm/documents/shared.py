@@ -98,18 +98,16 @@ class SharedDocuments:
     async def delete(self, tenant: str, name: str) -> None:
         """Forget a document by its name; the engine does once its requests have ended."""
         await self.restored()
-        is_held = (tenant, name) in self.catalogue
-        if self._folder is not None and self._folder.holds(tenant, name):
+        in_folder = self._folder is not None and self._folder.holds(tenant, name)
+        if self._folder is not None and in_folder:
             self._folder.forget(tenant, name)
-        elif not is_held:
-            self.catalogue.find(tenant, name)  # refuses
-        _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
-        if is_held:  # and has not stayed in the folder alone, for want of room
-            gone = self.catalogue.delete(tenant, name)
+        if not in_folder or (tenant, name) in self.catalogue:  # it may have had no room
+            document = self.catalogue.find(tenant, name)
             self._counts.dropped("deleted")
-            if gone is not None:
-                await self._drop(gone)
+            if self.catalogue.delete(document):
+                await self._drop(document)
             self._count()
+        _logger.info("Document %r of %s is deleted", name, shown_tenant(tenant))
 
     @asynccontextmanager
     async def named(self, tenant: str, name: str) -> AsyncIterator[SharedDocument]:

@@ -84,10 +84,11 @@ def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     catalogue = catalogue_of(old)
     catalogue.begin(old)
     catalogue.begin(old)
-    assert catalogue.delete("a", "contract") is None
+    assert catalogue.delete(old) is False
     with pytest.raises(RefusedError, match="got 'contract'"):
         catalogue.find("a", "contract")
     new = document("contract", 40)
+    new.document_id = "new"
     catalogue.add(new)  # the name is free again
     assert (len(catalogue), catalogue.bytes) == (1, 100)
     with pytest.raises(RefusedError, match="at most 40 B"):
@@ -95,7 +96,7 @@ def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     assert catalogue.end(old) is False
     assert catalogue.end(old) is True
     assert catalogue.bytes == 40
-    assert catalogue.delete("a", "contract") is new
+    assert catalogue.delete(new) is True
 
 
 def test_the_last_use_is_told():
@@ -192,12 +193,12 @@ class Oracle:
     def delete(self, tenant, name):
         if (tenant, name) in self.order:
             self.order.remove((tenant, name))
-            gone = self.catalogue.delete(tenant, name)
-            if gone is not None:
-                del self.engine[gone.document_id]
+            found = self.catalogue.find(tenant, name)
+            if self.catalogue.delete(found):
+                del self.engine[found.document_id]
         else:
             with pytest.raises(RefusedError):
-                self.catalogue.delete(tenant, name)
+                self.catalogue.find(tenant, name)
 
     def check(self):
         assert self.catalogue.bytes == sum(self.engine.values()) <= 20
