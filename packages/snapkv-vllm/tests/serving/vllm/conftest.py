@@ -7,7 +7,6 @@ what no runner has a part in.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-OF_THE_DEMO = {"folder", "text_ids"}
+OF_THE_DEMO = {"folder"}
 OF_NO_RUNNER = {
     "test_accounting.py",
     "test_documents_accounting.py",
@@ -88,12 +87,3 @@ def folder() -> str:
     from snapkv.app.models import place_of
 
     return place_of("demo")
-
-
-@pytest.fixture(scope="session")
-def text_ids() -> list[int]:
-    """Ten thousand tokens of prose."""
-    from snapkv.app.models import load
-
-    text = Path(__file__).parents[5].joinpath("LICENSE").read_text(encoding="utf-8")
-    return load("demo").tokenizer(text * 5)["input_ids"][:10_000]

@@ -17,11 +17,6 @@ def greedy(tokens, **options):
     return SamplingParams(**common | options, max_tokens=tokens)
 
 
-def blocks_bytes(blocks, block_tokens):
-    """Memory of that many blocks of the demo model: 30 layers, 3 KV heads of 64, float32."""
-    return blocks * block_tokens * 30 * 3 * 64 * 2 * 4
-
-
 @dataclass
 class Watched:
     """What was kept while watching: per compression, by how many tokens had been seen."""

@@ -28,6 +28,8 @@ FIRST = "v1.worker.gpu_model_runner.GPUModelRunner"
 SECOND = "v1.worker.gpu.model_runner.GPUModelRunner"
 MANAGER = "v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager"
 BUILDER = "v1.attention.backend.AttentionMetadataBuilder"
+TRITON_BUILDER = "v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder"
+FLASH_BUILDER = "v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder"
 CPU_BUILDER = "v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder"
 SEQUENCES = (
     "num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens block_table slot_mapping"
@@ -127,6 +129,9 @@ IN_ORDER = [
     ),
     (f"{MANAGER}:free", "pop_blocks_for_free"),
     (f"{BUILDER}:build_for_cudagraph_capture", "self.build("),
+    (f"{TRITON_BUILDER}:build_for_cudagraph_capture", "self.build("),
+    (f"{TRITON_BUILDER}:build", "seq_lens = common_attn_metadata.seq_lens\n"),
+    (f"{FLASH_BUILDER}:build", "seq_lens = common_attn_metadata.seq_lens\n"),
     (f"{BUILDER}:build_for_drafting", "self.build("),
     # The first runner prepares slots before it runs the model, by rows and lists of blocks.
     (f"{FIRST}:_prepare_inputs", "self.query_start_loc.np", "compute_slot_mapping("),
