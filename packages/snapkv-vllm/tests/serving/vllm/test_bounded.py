@@ -1,7 +1,6 @@
 """Requests held to a number of tokens while they are read and while they generate."""
 
 import random
-from collections import defaultdict
 
 import pytest
 import torch
@@ -137,35 +136,10 @@ def test_an_answer_is_evicted_from_as_by_the_library(small, name):
     assert answers == [small.answer(ids, library, 60) for ids in prompts]
 
 
-class EveryTen(TOVA):
-    """Evicts ten tokens at once, as a server does."""
-
-    def evict(self, step):
-        return super().evict(step) if step.keys.shape[2] >= 90 else type(super().evict(step))()
-
-
-def test_several_tokens_are_evicted_at_once(small):
-    limits = Limits(decode_budget=90, decode_policy="tova", evict_every=10)
-    ids = ids_of(200)
-    with small_engine(small, budget=64, parameters=WINDOW, limits=limits, **SIZES) as engine:
-        held = []
-        engine.start([ids], greedy(100))
-        while engine.scheduler.requests:
-            engine.step()
-            held += [len(one) for one in blocks_of(engine).values()]
-        (answer,) = engine.answers([ids], greedy(100))
-    library = PromptThenDecode(prompt=SnapKV(64, **WINDOW), decode=EveryTen(80))
-    assert answer == small.answer(ids, library, 100)
-    assert max(held[3:]) == 3  # blocks of 32 for 90 tokens
-
-
 def blocks_of(engine):
     managers = engine.scheduler._blocks._managers.values()
     (manager,) = managers
     return {name: blocks for name, blocks in manager.req_to_blocks.items() if blocks}
-
-
-BOTH = Limits(cap=96, chunk_tokens=64, decode_budget=224, decode_policy="r-kv", evict_every=16)
 
 
 def test_a_prompt_larger_than_the_pool_is_served(small):
@@ -182,41 +156,6 @@ def test_a_prompt_larger_than_the_pool_is_served(small):
         answers = engine.answers([ids, ids[:9000]], greedy(20))
         assert [len(answer) for answer in answers] == [20, 20]
         assert engine.free_blocks == engine.all_blocks
-
-
-@pytest.mark.parametrize(
-    "caching",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["plain", "prefix-caching"],
-)
-def test_preemption_changes_no_token_and_no_request_holds_more_than_promised(small, caching):
-    prompts = [ids_of(200 + 31 * number, seed=number) for number in range(6)]
-    prompts.append(prompts[0])
-    few = {"kv_cache_memory_bytes": small.blocks_bytes(15, 32)}
-    answers = {}
-    for name, sizes in {"ample": {}, "tight": few}.items():
-        options = SIZES | {"enable_prefix_caching": caching} | sizes
-        with small_engine(small, budget=64, parameters=WINDOW, limits=BOTH, **options) as engine:
-            names = engine.start(prompts, greedy(180))
-            found = defaultdict(list)
-            while engine.scheduler.requests:
-                require_promise(engine)
-                for output in engine.step():
-                    found[output.request_id] = list(output.outputs[0].token_ids)
-            answers[name] = [found[request] for request in names]
-            assert (engine.preempted > 0) == (name == "tight")
-            assert not engine.leftovers()
-            assert engine.free_blocks == engine.all_blocks
-    assert answers["tight"] == answers["ample"]
-
-
-def test_samples_of_one_prompt_do_not_meet(small):
-    ids = ids_of(300)
-    options = SIZES | {"enable_prefix_caching": True}
-    with small_engine(small, budget=64, parameters=WINDOW, limits=BOTH, **options) as engine:
-        (alone,) = engine.answers([ids], greedy(50))
-        (several,) = engine.outputs([ids], greedy(50, n=3, temperature=1e-6))
-        assert [list(one.token_ids) for one in several.outputs] == [alone] * 3
 
 
 def test_an_eviction_that_finds_no_room_waits(small):

@@ -89,19 +89,6 @@ def test_samples_of_one_prompt_and_log_probabilities(engine, stock):
             assert mine[token].logprob == pytest.approx(stocks[token].logprob, abs=1e-3)
 
 
-def test_aborted_requests_leave_nothing_behind(engine, small):
-    """Before, during and after the prompt."""
-    for steps in range(6):
-        engine.start([ids_of(400, seed=1), ids_of(110, seed=2)], greedy(32))
-        for _ in range(steps):
-            engine.step()
-        engine.abort_all()
-        assert engine.free_blocks == engine.all_blocks, steps
-    prompt = ids_of(300, seed=3)
-    assert engine.answers([prompt], greedy(8))[0] == small.answer(prompt, SnapKV(BUDGET), 8)
-    assert engine.leftovers() == []
-
-
 def test_another_method_keeps_what_the_library_keeps(small):
     prompt = ids_of(300)
     with small_engine(small, budget=50, policy="tova", max_num_batched_tokens=CHUNK) as engine:

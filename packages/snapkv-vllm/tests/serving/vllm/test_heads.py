@@ -75,30 +75,6 @@ def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(en
     assert [blocks for blocks, _ in itertools.groupby(held)] == [5, 10, 3, 4, 5, 0]
 
 
-def test_requests_of_all_kinds_share_a_batch(engine, small):
-    """Whole ones, other budgets, windows and shares, some with protected beginnings."""
-    prompt = ids_of(300)
-    settings = [
-        {"snapkv_budget": 0},
-        {"snapkv_budget": 40},
-        {"snapkv_safeguard": 1},
-        {"snapkv_safeguard": 0.5, "snapkv_window_size": 8},
-        {"snapkv_budget": 0},
-        {"snapkv_pooling": "fading", "snapkv_budget": 100},
-    ]
-    expected = [
-        small.answer(prompt, SnapKV(512), 30),
-        small.answer(prompt, adakv(40), 30),
-        small.answer(prompt, SnapKV(BUDGET), 30),
-        small.answer(prompt, adakv(safeguard=0.5, window_size=8), 30),
-        small.answer(prompt, SnapKV(512), 30),
-        small.answer(prompt, adakv(100, pooling="fading"), 30),
-    ]
-    sampling = [greedy(30, extra_args=own) for own in settings]
-    assert engine.answers([prompt] * len(settings), sampling) == expected
-    assert engine.free_blocks == engine.all_blocks
-
-
 def test_equal_heads_answer_as_the_plain_path_does(engine, plain):
     """Token by token and probability by probability, since the kernels add in the same order."""
     prompts = [ids_of(length, seed=length) for length in (200, 310, 90, 64)]

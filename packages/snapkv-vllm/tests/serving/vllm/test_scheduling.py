@@ -55,25 +55,6 @@ def test_shared_prefixes_are_reused_and_stay_intact(small):
         assert engine.free_blocks == engine.all_blocks
 
 
-def test_requests_that_come_while_others_generate(small, alone):
-    """Chunks of prompts and generated tokens share batches; every second request is whole."""
-    with small_engine(small, budget=BUDGET, max_num_batched_tokens=100) as engine:
-        answers, names = {}, []
-
-        def step():
-            for output in engine.step():
-                answers[output.request_id] = list(output.outputs[0].token_ids)
-
-        for ids in PROMPTS:
-            names += engine.start([ids], greedy(TOKENS))
-            engine.start([ids], greedy(TOKENS, extra_args={"snapkv_budget": 0}))
-            for _ in range(3):
-                step()
-        while engine.scheduler.requests:
-            step()
-        assert [answers[name] for name in names] == alone
-
-
 def test_compiled_models_give_the_same_answers(small, alone, second_runner):
     """Traced only where Triton's interpreter stands in: inductor would ask it for a compiler."""
     options = {"enforce_eager": False, "max_num_batched_tokens": 512}
