@@ -31,9 +31,9 @@ def nothing_is_left(engine):
     assert engine.free_blocks == before
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "prefix-caching"])
-def engine(small, request):
-    options = SIZES | {"enable_prefix_caching": request.param}
+@pytest.fixture(scope="module")
+def engine(small):
+    options = SIZES | {"enable_prefix_caching": True}
     with small_engine(small, budget=64, sharing=SHARING, **options) as running:
         yield running
 

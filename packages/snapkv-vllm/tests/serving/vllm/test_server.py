@@ -347,6 +347,30 @@ def test_many_ask_about_one_document(server, served):
         assert same in (None, json.loads(said)["same"])
 
 
+def test_a_chat_behind_a_document_is_the_whole_chat(server):
+    """What is kept whole answers as if it had been read with the question, streamed or not."""
+    rules = [{"role": "system", "content": "The tenant pays the rent on the third day. " * 20}]
+    question = [{"role": "user", "content": "Who pays?"}]
+    body = {"name": "rules", "messages": rules, "budget": 1500}
+    status, said = server.post("/v1/snapkv/documents", body)
+    assert status == 201, said
+    tokens, common = json.loads(said)["kept_tokens"], {"max_tokens": 12, "temperature": 0}
+
+    def ask(messages, **more):
+        status, said = server.post("/v1/chat/completions", {"messages": messages} | common | more)
+        assert status == 200, said
+        return said
+
+    whole = json.loads(ask(rules + question, **own(budget=0)))
+    behind = json.loads(ask(question, **own(document="rules")))
+    assert behind["choices"][0]["message"] == whole["choices"][0]["message"]
+    assert behind["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert behind["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens
+    streamed = ask(question, stream=True, **own(document="rules")).split("data: ")[1:-1]
+    parts = [json.loads(one)["choices"][0]["delta"].get("content") or "" for one in streamed]
+    assert "".join(parts) == whole["choices"][0]["message"]["content"]
+
+
 # The dashboard.
 
 FUNCTIONS = {"histogram_quantile", "sum", "by", "rate"}
