@@ -141,16 +141,3 @@ class World:
         held = sum(self.engine.held.values())
         assert self.documents.catalogue.bytes == held <= self.engine.most_bytes
         assert self.now == (len(self.documents.catalogue), held)
-
-
-def in_a_world(**own):
-    """Run a test in an event loop, with a world of its own."""
-
-    def decorated(test):
-        def run():
-            asyncio.run(test(World(**own)))
-
-        run.__name__, run.__doc__ = test.__name__, test.__doc__
-        return run
-
-    return decorated

@@ -9,14 +9,14 @@ import pytest
 from snapkv.errors import OutOfMemoryError, PromptTooLongError, SnapKVError
 from snapkv_vllm.documents.catalogue import tenant_of
 from snapkv_vllm.names import RefusedError, status_of
-from tests.serving.documents.fakes import World, in_a_world
+from tests.serving.documents.fakes import World
 
 BODY = {"name": "contract", "prompt": "abc"}
 MESSAGES = [{"role": "system", "content": "abc"}]
 
 
-@in_a_world()
-async def test_a_document_is_read_kept_and_deleted(world):
+async def test_a_document_is_read_kept_and_deleted():
+    world = World()
     found = await world.documents.register("a", BODY)
     told = found.kind, len(found.token_ids), found.kept_tokens, found.bytes
     assert told == ("prompt", 4, 4, 40)
@@ -50,24 +50,24 @@ async def test_a_document_is_read_kept_and_deleted(world):
     ],
     ids=str,
 )
-def test_what_is_no_document_is_refused_before_the_engine_hears_of_it(body, words):
+async def test_what_is_no_document_is_refused_before_the_engine_hears_of_it(body, words):
     world = World()
     with pytest.raises(SnapKVError, match=words) as refused:
-        asyncio.run(world.documents.register("", body))
+        await world.documents.register("", body)
     assert status_of(refused.value) == 400
     assert world.engine.held == {}
 
 
-@in_a_world()
-async def test_of_two_registrations_under_one_name_one_is_made(world):
+async def test_of_two_registrations_under_one_name_one_is_made():
+    world = World()
     both = [world.documents.register("", BODY) for _ in range(2)]
     found = await asyncio.gather(*both, return_exceptions=True)
     assert [isinstance(one, RefusedError) for one in found] == [False, True]
     world.require_in_step()
 
 
-@in_a_world(most_bytes=80)
-async def test_the_least_recently_used_makes_room_but_none_that_is_in_use(world):
+async def test_the_least_recently_used_makes_room_but_none_that_is_in_use():
+    world = World(most_bytes=80)
     for name in "xy":
         await world.documents.register("", {**BODY, "name": name})
     async with world.documents.named("", "x"):
@@ -84,8 +84,8 @@ async def test_the_least_recently_used_makes_room_but_none_that_is_in_use(world)
     world.require_in_step()
 
 
-@in_a_world()
-async def test_a_deleted_document_is_dropped_when_its_last_request_has_ended(world):
+async def test_a_deleted_document_is_dropped_when_its_last_request_has_ended():
+    world = World()
     document = await world.documents.register("", BODY)
     async with world.documents.named("", "contract"):
         with suppress(ZeroDivisionError):
@@ -100,8 +100,8 @@ async def test_a_deleted_document_is_dropped_when_its_last_request_has_ended(wor
     world.require_in_step()
 
 
-@in_a_world()
-async def test_a_client_that_goes_away_leaves_its_document_whole(world):
+async def test_a_client_that_goes_away_leaves_its_document_whole():
+    world = World()
     world.engine.reading.clear()
     client = asyncio.create_task(world.documents.register("", BODY))
     await asyncio.sleep(0)
@@ -121,22 +121,20 @@ async def test_a_client_that_goes_away_leaves_its_document_whole(world):
     ("error", "status"),
     [(OutOfMemoryError("no blocks"), 507), (PromptTooLongError("too long"), 400)],
 )
-def test_what_the_engine_refuses_leaves_nothing_behind(error, status):
-    async def run(world):
-        world.engine.refusal = error
-        with pytest.raises(SnapKVError, match=str(error)) as refused:
-            await world.documents.register("", BODY)
-        assert status_of(refused.value) == status
-        assert world.names() == []
-        world.engine.refusal = None
+async def test_what_the_engine_refuses_leaves_nothing_behind(error, status):
+    world = World()
+    world.engine.refusal = error
+    with pytest.raises(SnapKVError, match=str(error)) as refused:
         await world.documents.register("", BODY)
-        world.require_in_step()
+    assert status_of(refused.value) == status
+    assert world.names() == []
+    world.engine.refusal = None
+    await world.documents.register("", BODY)
+    world.require_in_step()
 
-    asyncio.run(run(World()))
 
-
-@in_a_world(most_bytes=80)
-async def test_a_document_that_cannot_be_read_makes_no_other_one_go(world):
+async def test_a_document_that_cannot_be_read_makes_no_other_one_go():
+    world = World(most_bytes=80)
     await world.documents.register("", BODY)
     world.engine.longest = 20
     with pytest.raises(SnapKVError, match="expected a shorter one"):
@@ -145,8 +143,8 @@ async def test_a_document_that_cannot_be_read_makes_no_other_one_go(world):
     world.require_in_step()
 
 
-@in_a_world(most_bytes=100_000)
-async def test_registrations_wait_in_a_line_that_ends(world):
+async def test_registrations_wait_in_a_line_that_ends():
+    world = World(most_bytes=100_000)
     world.engine.reading.clear()
     bodies = [{**BODY, "name": f"n{number}"} for number in range(66)]
     line = [asyncio.create_task(world.documents.register("", body)) for body in bodies]
@@ -163,8 +161,8 @@ async def test_registrations_wait_in_a_line_that_ends(world):
     await world.documents.register("", {**BODY, "name": "late"})
 
 
-@in_a_world(most_bytes=100_000)
-async def test_every_key_has_a_line_of_its_own_and_the_lines_take_turns(world):
+async def test_every_key_has_a_line_of_its_own_and_the_lines_take_turns():
+    world = World(most_bytes=100_000)
     world.engine.reading.clear()
     line = [
         asyncio.create_task(world.documents.register(tenant, {**BODY, "name": f"n{number}"}))

@@ -23,8 +23,10 @@ OF_NO_RUNNER = {
     "test_documents_accounting.py",
     "test_documents_engine.py",
     "test_documents_http.py",
+    "test_documents_kept.py",
     "test_documents_restart.py",
     "test_middleware.py",
+    "test_seams.py",
     "test_server.py",
 }
 SLOW_ON_SECOND = [pytest.mark.slow] if SECOND_RUNNER else []
