@@ -51,10 +51,11 @@ class FrontEnd:
         sharing = settings.sharing
         assert sharing is not None
         self._prompts = Prompts(app.state)
+        self._counts = DocumentMetrics(app.state.openai_serving_models.model_name())
         self._documents = SharedDocuments(
             ServerEngine(app.state.engine_client, settings),
             self._prompts,
-            DocumentMetrics(app.state.openai_serving_models.model_name()),
+            self._counts,
             DocumentFolder(Path(sharing.folder)) if sharing.folder else None,
         )
         self._apart = _has_keys(app.state.args) and not sharing.across_keys
@@ -74,7 +75,7 @@ class FrontEnd:
         async def send_and_count(message: Message) -> None:
             answers = message["type"] == "http.response.start" and message["status"] == 200
             if answers and visit.tokens_not_read:
-                self._documents.answered(visit.tokens_not_read)
+                self._counts.asked(visit.tokens_not_read)
             await send(message)
 
         async with AsyncExitStack() as until_answered:

@@ -6,6 +6,7 @@ vLLM is given token ids, which begin with the document's own; nothing else of a 
 import copy
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, TypeGuard
 
 from snapkv.errors import InvalidArgumentError
@@ -95,7 +96,8 @@ class Prompts:
             raise _unfit("messages", "a list of messages of text", messages)
         questions = [{"role": "user", "content": beginning} for beginning in _BEGINNINGS]
         renderings = [await self.render([*messages, question]) for question in questions]
-        found = common_prefix(renderings)
+        at_once = zip(*renderings, strict=False)
+        found = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, at_once)]
         if not found:
             raise _unfit("messages", "a chat template that puts them first", messages)
         return tuple(found)
@@ -151,15 +153,6 @@ class Prompts:
         if isinstance(made, tuple):  # and no error of vLLM's
             _require_begins(_ids_of_chat(made), document)
         return made
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
-    found = []
-    for ids in zip(*sequences, strict=False):
-        if len(set(ids)) > 1:
-            break
-        found.append(ids[0])
-    return found
 
 
 @contextmanager

@@ -121,9 +121,6 @@ class SharedDocuments:
             if self.catalogue.end(document):
                 await asyncio.shield(self._drop(document))
 
-    def answered(self, tokens_not_read: int) -> None:
-        self._counts.asked(tokens_not_read)
-
     async def report(self, tenant: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask a document and its whole text the same `questions`, one after the other.
 

@@ -7,7 +7,6 @@ import pytest
 
 from snapkv_vllm.documents import prompts as room
 from snapkv_vllm.documents.catalogue import SharedDocument
-from snapkv_vllm.documents.prompts import common_prefix
 from snapkv_vllm.names import RefusedError
 from tests.serving.documents.fakes import BEGIN, DOUBLE, END, ROLES, CharacterPrompts
 
@@ -92,11 +91,6 @@ def test_a_template_that_puts_questions_first_is_refused():
 
     with pytest.raises(RefusedError, match="a chat template that puts them first"):
         ids_of(messages=[SYSTEM], prompts=Backwards())
-
-
-def test_the_common_prefix_is_the_longest_one():
-    assert common_prefix([[1, 2], [1, 2, 3], [1, 2, 4]]) == [1, 2]
-    assert common_prefix([[1], [2]]) == common_prefix([[], [1]]) == []
 
 
 @pytest.mark.parametrize(
