@@ -57,18 +57,6 @@ def test_a_document_is_found_by_its_own_tenant_alone():
     assert refused.value.status == 404
 
 
-def test_the_least_recently_used_go_first_and_no_more_of_them_than_it_takes():
-    one, two, three = document("one", 40), document("two", 30), document("three", 30)
-    catalogue = catalogue_of(one, two, three)
-    catalogue.begin(one)
-    catalogue.end(one)  # so that two is the oldest
-    assert names(catalogue.make_room("a", 0, 100)) == []
-    assert names(catalogue.make_room("a", 25, 100)) == ["two"]
-    assert names(catalogue.make_room("a", 60, 100)) == ["three"]
-    assert names(catalogue.of("a")) == ["one"]
-    assert catalogue.bytes == 40
-
-
 def test_nobody_makes_another_tenants_documents_go_that_are_within_its_share():
     catalogue = catalogue_of(document("law", 50, "b"), *(document(name, 25) for name in "xy"))
     assert names(catalogue.make_room("a", 25, 100)) == ["x"]
@@ -97,14 +85,6 @@ def test_a_deleted_document_takes_its_bytes_until_its_last_request_has_ended():
     assert catalogue.end(old) is True
     assert catalogue.bytes == 40
     assert catalogue.delete(new) is True
-
-
-def test_the_last_use_is_told():
-    one = document("one")
-    assert one.last_used == one.created
-    catalogue_of(one).begin(one)
-    assert one.last_used >= one.created
-    assert one.requests == 1
 
 
 TENANTS, NAMES = "ab", "xyz"

@@ -26,6 +26,9 @@ async def test_a_document_is_read_kept_and_deleted():
     found = await world.documents.register("a", chat)
     assert (found.kind, found.kept_tokens, found.messages) == ("messages", 5, MESSAGES)
     world.require_in_step()
+    assert found.last_used == found.created
+    async with world.documents.named("a", "rules") as used:
+        assert (used.requests, used.last_used > used.created) == (1, True)
     await world.documents.delete("a", "contract")
     assert world.names("a") == ["rules"]
     world.require_in_step()
