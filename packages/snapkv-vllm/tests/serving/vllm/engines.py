@@ -150,6 +150,11 @@ class Engine:
         ]
         return [request for one in held for request in one]
 
+    def require_empty(self) -> None:
+        """All blocks have come back, and nothing is remembered of any request."""
+        assert self.free_blocks == self.all_blocks
+        assert not self.leftovers()
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watched]:
         """Note what every prompt keeps, and how many blocks it holds right afterwards."""

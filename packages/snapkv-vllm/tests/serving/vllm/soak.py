@@ -155,8 +155,7 @@ def soak(
         if server == "documents":
             for name in DOCUMENTS:
                 engine.outputs([[1]], greedy(1, extra_args={DROP: name}))
-        assert engine.leftovers() == []
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
     return found
 
 

@@ -10,7 +10,7 @@ from snapkv.prefill import chunked
 from snapkv_vllm import Limits
 from tests.serving.vllm.engines import greedy, small_engine
 from tests.serving.vllm.families import FamilyModel
-from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.models import SmallModel, generated, ids_of
 
 WINDOW = {"window_size": 8}
 SIZES = {"max_model_len": 4096, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 50 << 20}
@@ -43,18 +43,10 @@ def kept_of(watched, seen, layers):
 def read_in_pieces(small, ids, policy, tokens, limits=CAP):
     """The library's answer, and what it kept of the prompt in every layer."""
     cache = CompressedCache(small.model, policy)
-    prompt = torch.tensor([ids])
     with chunked(small.model, cap_tokens=limits.cap, chunk_tokens=limits.chunk_tokens):
-        output = small.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=False,
-        )
+        answer = generated(small.model, ids, cache, tokens)
     kept = [cache.kept_positions(layer)[..., : policy.budget] for layer in small.compressed_layers]
-    return output[0, len(ids) :].tolist(), kept
+    return answer, kept
 
 
 @pytest.mark.parametrize(("caching", "batched"), [(False, 512), (True, 80)], ids=str)
@@ -73,8 +65,7 @@ def test_a_prompt_under_a_cap_is_read_as_by_the_library(small, caching, batched)
             require_same(kept_of(watched, len(ids), 4), kept)
         together = engine.answers(prompts, greedy(6))
         assert together == [read_in_pieces(small, ids, policy, 6)[0] for ids in prompts]
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
 
 
 def require_same(found, kept):
@@ -110,8 +101,7 @@ def test_heads_part_behind_a_prompt_under_a_cap(small):
     sizes = SIZES | {"enable_prefix_caching": True, "policy": "adakv"}
     with small_engine(small, budget=64, parameters=WINDOW, limits=CAP, **sizes) as engine:
         answers = engine.answers(prompts, greedy(40))
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
     for ids, answer in zip(prompts, answers, strict=True):
         with chunked(small.model, cap_tokens=CAP.cap, chunk_tokens=CAP.chunk_tokens):
             assert answer == small.answer(ids, policy, 40)
@@ -169,8 +159,7 @@ def test_an_eviction_that_finds_no_room_waits(small):
         (several,) = engine.outputs([ids_of(256)], greedy(100, n=5, temperature=1.0, min_p=1.0))
         assert [list(one.token_ids) for one in several.outputs] == [alone] * 5
         assert engine.waits > before
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()
 
 
 def test_what_a_cap_cannot_serve_is_refused(small):
@@ -239,5 +228,4 @@ def test_mixed_requests_aborted_and_preempted_leave_nothing(small, seed):
             engine.step()
             require_promise(engine)
         assert engine.preempted
-        assert not engine.leftovers()
-        assert engine.free_blocks == engine.all_blocks
+        engine.require_empty()

@@ -9,7 +9,7 @@ from snapkv.document_files import model_identity
 from snapkv.hf.identity import identity_of
 from snapkv_vllm.documents.words import ADOPT, KEPT, ROOM, TOKENS
 from tests.serving.vllm.engines import greedy, small_engine
-from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.models import SmallModel, generated, ids_of
 from tests.serving.vllm.test_documents import SHARING, SIZES, Library, ask, drop, register
 
 QUESTIONS = [ids_of(length, seed=length) for length in (1, 7, 32)]
@@ -58,18 +58,9 @@ def save(engine, small, path, blocks, ids):
     return said
 
 
-def answer(small, cache, ids, question, tokens=6):
+def answer(small, cache, ids, question):
     """What the library answers from a cache of the document."""
-    prompt = torch.tensor([ids + question])
-    output = small.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-    )
-    return output[0, prompt.shape[1] :].tolist()
+    return generated(small.model, ids + question, cache, 6)
 
 
 def read_once(small, ids, policy):

@@ -58,8 +58,7 @@ def test_thirty_prompts_keep_and_answer_what_the_library_does(engine, small):
             lengths |= {len(head) for head in mine}
     assert len(lengths) > 30
     assert kept.prompts == sum(length > BUDGET for length in LENGTHS)
-    assert engine.free_blocks == engine.all_blocks
-    assert engine.leftovers() == []
+    engine.require_empty()
 
 
 def test_blocks_are_freed_but_for_one_that_heads_of_different_length_may_need(engine):

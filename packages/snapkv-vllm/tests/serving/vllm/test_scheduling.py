@@ -34,8 +34,7 @@ def test_preempted_requests_give_the_answers_of_undisturbed_ones(small, alone, c
             assert engine.answers(PROMPTS, greedy(TOKENS)) == alone
         assert engine.preempted > 0
         assert len(kept.blocks_held) > 4  # resumed requests are compressed again
-        assert engine.free_blocks == engine.all_blocks
-        assert engine.leftovers() == []
+        engine.require_empty()
 
 
 def test_shared_prefixes_are_reused_and_stay_intact(small):
