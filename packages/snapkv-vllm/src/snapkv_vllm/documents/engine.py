@@ -8,19 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.document_files import model_identity, read_document
+from snapkv_vllm.documents import words
 from snapkv_vllm.documents.plans import piece_tokens
-from snapkv_vllm.documents.words import (
-    ADOPT,
-    BUDGET,
-    DOCUMENT,
-    DROP,
-    INSTRUCTION,
-    KEPT,
-    REGISTER,
-    ROOM,
-    TOKENS,
-    Room,
-)
+from snapkv_vllm.documents.words import Room
 from snapkv_vllm.names import NO_ROOM, RefusedError, wrong
 from snapkv_vllm.settings import ServingSettings
 
@@ -64,7 +54,7 @@ class ServerEngine:
     async def room(self) -> Room:
         """What documents may take; asked once."""
         if self._room is None:
-            said = await self._send([0], {ROOM: "all"})
+            said = await self._send([0], {words.ROOM: "all"})
             if said is None:
                 expected = "an engine that says how much room there is"
                 raise wrong("document", expected, "none", "try again", status=NO_ROOM)
@@ -94,8 +84,11 @@ class ServerEngine:
         instruction_ids: Sequence[int],
     ) -> Kept:
         """Read a document and keep its blocks until it is dropped."""
-        own: dict[str, Any] = {REGISTER: document_id, INSTRUCTION: list(instruction_ids)}
-        own |= {} if budget is None else {BUDGET: budget}
+        own: dict[str, Any] = {
+            words.REGISTER: document_id,
+            words.INSTRUCTION: list(instruction_ids),
+        }
+        own |= {} if budget is None else {words.BUDGET: budget}
         for _ in range(_TRIES):
             if said := await self._send([*token_ids, token_ids[-1]], own):
                 return _kept(said)
@@ -104,11 +97,13 @@ class ServerEngine:
         raise wrong("document", blocks, got, remedy, status=NO_ROOM)
 
     async def drop(self, document_id: str) -> None:
-        await self._send([0], {DROP: document_id})
+        await self._send([0], {words.DROP: document_id})
 
     async def answer(self, prompt: Sequence[int], document_id: str | None, most_tokens: int) -> Any:
         """vLLM's greedy output: `token_ids`, `text`; behind a document or, with None, the text."""
-        own: dict[str, Any] = {BUDGET: 0} if document_id is None else {DOCUMENT: document_id}
+        own: dict[str, Any] = (
+            {words.BUDGET: 0} if document_id is None else {words.DOCUMENT: document_id}
+        )
         output = await self._generated(prompt, own, max_tokens=most_tokens)
         if output is None or output.outputs[0].finish_reason == "error":
             remedy = "try again, or register it again"
@@ -133,7 +128,11 @@ class ServerEngine:
     async def adopt(self, document_id: str, saved: Saved) -> Kept:
         """Hold a document that is in a file until it is dropped, without reading its text."""
         model, room = await self._identity(), await self.room()
-        own = {ADOPT: document_id, TOKENS: list(saved.token_ids), KEPT: saved.kept_tokens}
+        own = {
+            words.ADOPT: document_id,
+            words.TOKENS: list(saved.token_ids),
+            words.KEPT: saved.kept_tokens,
+        }
         try:
             said = await self._send([0], own)
             if said is None:
