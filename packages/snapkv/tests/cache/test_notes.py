@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapkv import CompressedCache, KeyDiff, SnapKV
+from snapkv import CompressedCache, SnapKV
 from snapkv.cache.paging import PageTable
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.cache.slots import DecodeNotes, SlotMap
@@ -126,24 +126,3 @@ def test_every_tensor_of_a_record_declares_its_axes(record):
         follows = any(issubclass(kind, Tensor | RowRecord) for kind in classes)
         assert ("per_row" in field.metadata) is follows, field.name
     assert issubclass(record, RowRecord)
-
-
-@torch.no_grad()
-def test_a_token_of_which_nothing_is_noted_makes_none_anew():
-    model = tiny_model("llama")
-    made = CompressedCache(model, KeyDiff(BUDGET, window_size=8), recall="host")
-    model(random_ids(2, PROMPT), past_key_values=made)
-    before = [layer.notes for layer in made.layers]
-    model(random_ids(2, 1, seed=1), past_key_values=made)
-    assert all(layer.notes is noted for layer, noted in zip(made.layers, before, strict=True))
-
-
-@torch.no_grad()
-def test_a_crop_looks_up_once_in_each_layer_where_its_tokens_stand(monkeypatch):
-    model, looked_up, columns = tiny_model("llama"), [], SlotMap.columns
-    made = CompressedCache(model, SnapKV(BUDGET, window_size=8))
-    model(random_ids(2, PROMPT), past_key_values=made)
-    model(random_ids(2, ANSWER, seed=1), past_key_values=made)
-    monkeypatch.setattr(SlotMap, "columns", lambda *of: looked_up.append(1) or columns(*of))
-    made.crop(-2)
-    assert len(looked_up) == len(made.layers)

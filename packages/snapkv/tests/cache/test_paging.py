@@ -1,6 +1,5 @@
 """Every step attends to what is stored and to the evicted pages that its query chooses."""
 
-import copy
 import sys
 
 import pytest
@@ -21,7 +20,7 @@ from snapkv import (
     UnsupportedModelError,
 )
 from snapkv.decoding import CandidateTree, Medusa
-from snapkv.prefill import chunked, layer_by_layer
+from snapkv.prefill import chunked
 from tests.decoding.heads import random_heads
 from tests.families import CLOSE, ONCE, call, random_ids, tiny_model
 from tests.oracle import unwrapped
@@ -177,25 +176,6 @@ def test_pages_of_any_number_and_size(policy, padded, page_tokens, pages):
     torch.testing.assert_close(got, expected, **CLOSE)
 
 
-def test_quantised_storage_attends_to_exact_pages():
-    """Only what is kept is in few bits, so with all pages it is nearly the full cache."""
-    model = tiny_model("llama")
-    full = unwrapped(model, "sdpa")
-    expected = step_logits(full, copy.deepcopy(_full(full)), continuation())
-    errors = [
-        (step_logits(model, paged(model, rule, prompt(), quantize="int8"), continuation()))
-        - expected
-        for rule in (ALL, "host")
-    ]
-    assert errors[0].abs().max() < 0.1 < errors[1].abs().max()
-
-
-def _full(model):
-    cache = DynamicCache(config=model.config)
-    call(model, cache, prompt())
-    return cache
-
-
 # What goes on.
 
 
@@ -213,19 +193,6 @@ def generated(model, cache, ids, **options):
 RULE = PageRecall(2, page_tokens=5)
 
 
-def test_a_later_turn_votes_on_everything_and_cuts_its_own_pages():
-    model = tiny_model("llama")
-    turn, whole = random_ids(1, 20, seed=1), torch.cat([prompt(), random_ids(1, 20, seed=1)], 1)
-    cache = paged(model, RULE, prompt())
-    cache.expect_prompt(PROMPT + 20)
-    call(model, cache, turn)
-    fresh = paged(model, RULE, whole)
-    for layer in range(4):
-        assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
-    got = step_logits(model, cache, continuation())
-    torch.testing.assert_close(got, step_logits(model, fresh, continuation()), **CLOSE)
-
-
 @pytest.mark.parametrize("drafts", ["lookup", "tree"])
 def test_drafts_are_verified_as_plain_decoding_says(drafts):
     model = tiny_model("llama")
@@ -238,51 +205,10 @@ def test_drafts_are_verified_as_plain_decoding_says(drafts):
     assert torch.equal(generated(model, cache, prompt(), **options), plain)
 
 
-def test_beams_rows_and_copies_keep_their_pages():
+def test_beams_keep_their_pages():
     model = tiny_model("llama")
-    cache = paged(model, RULE, prompt(3))
-    expected = step_logits(model, copy.copy(cache), continuation(3))
-    rows = [2, 2, 0, 0, 1, 1]
-    cache.reorder_cache(torch.tensor([2, 0, 1]))
-    cache.batch_repeat_interleave(2)
-    got = step_logits(model, cache, continuation(3)[rows])
-    torch.testing.assert_close(got, expected[rows], **CLOSE)
     beams = CompressedCache(model, POLICY, recall=RULE)
     assert generated(model, beams, prompt(), num_beams=3).shape == (1, PROMPT + 6)
-
-
-def test_crops_and_resets_leave_nothing_behind():
-    model = tiny_model("llama")
-    cache = paged(model, RULE, prompt())
-    expected = step_logits(model, copy.copy(cache), continuation())
-    step_logits(model, cache, random_ids(1, 3, seed=8))
-    cache.crop(-3)
-    torch.testing.assert_close(step_logits(model, cache, continuation()), expected, **CLOSE)
-    cache.crop(-STEPS - 60)  # into what was evicted: all of it is back
-    assert cache.layers[0].notes.pages is None
-    full = _full(unwrapped(model, "sdpa"))
-    full.crop(-60)
-    expected = step_logits(unwrapped(model, "sdpa"), full, continuation())
-    cache.expect_prompt(PROMPT)
-    torch.testing.assert_close(step_logits(model, cache, continuation()), expected, **CLOSE)
-    cache.reset()
-    assert cache.layers[0].notes.pages is None
-
-
-def test_a_prompt_read_in_pieces_has_the_same_pages():
-    model = tiny_model("llama")
-    expected = step_logits(model, paged(model, RULE, prompt()), continuation())
-    cache = CompressedCache(model, POLICY, recall=RULE)
-    cache.expect_prompt(PROMPT)
-    for piece in prompt().split(40, dim=1):
-        call(model, cache, piece)
-    torch.testing.assert_close(step_logits(model, cache, continuation()), expected, **CLOSE)
-    cache = CompressedCache(model, POLICY, recall=RULE)
-    with layer_by_layer(model, chunk_tokens=30):
-        said = generated(model, cache, prompt())
-    assert torch.equal(
-        said, generated(model, CompressedCache(model, POLICY, recall=RULE), prompt())
-    )
 
 
 def test_a_prompt_read_in_inference_mode_goes_on_with_gradients():

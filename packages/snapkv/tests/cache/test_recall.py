@@ -89,13 +89,6 @@ def test_every_kind_of_choice_is_made_again(policy, tmp_path):
     assert not list(place.glob("*"))
 
 
-def test_a_question_shorter_than_the_window_votes_with_the_end_of_the_turn_before():
-    model = tiny_model("llama")
-    cache, _ = read(model, document(), question(tokens=3))
-    fresh, _ = read(model, torch.cat([document(), question(tokens=3)], 1), recall=None)
-    assert_same_choice(cache, fresh)
-
-
 def test_a_second_question_finds_what_the_first_one_dropped():
     model = tiny_model("llama")
     turns = [document(), question(), question(seed=2)]
@@ -179,16 +172,6 @@ def test_beams_and_repeated_rows_recall_the_row_they_come_from():
     assert_same_choice(cache, read(model, text, recall=None)[0])
     beams = CompressedCache(model, POLICY, recall="host")
     assert generated(model, beams, document(), num_beams=3).shape == (1, DOCUMENT + 6)
-
-
-def test_tokens_can_be_taken_back_as_far_as_anyone_likes():
-    model = tiny_model("llama")
-    cache, _ = read(model, document(), question())
-    cache.crop(-QUESTION - 30)
-    assert cache.get_seq_length() == DOCUMENT - 30
-    call(model, cache, question(seed=7))
-    text = torch.cat([document()[:, :60], question(seed=7)], 1)
-    assert_same_choice(cache, read(model, text, recall=None)[0])
 
 
 def test_a_turn_that_was_announced_and_not_read_is_taken_back():

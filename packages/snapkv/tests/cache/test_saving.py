@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from snapkv import (
-    H2O,
-    RKV,
     AdaKV,
     CacheFileError,
     CacheMismatchError,
@@ -26,46 +24,40 @@ from snapkv import (
     DuoAttention,
     ExpectedAttention,
     FastGen,
-    FullCache,
     KeyDiff,
     KVzip,
     PageRecall,
-    PromptThenDecode,
-    Scissorhands,
-    ScoreThreshold,
     SnapKV,
-    StreamingLLM,
 )
 from snapkv.cache.saving.files import _seal, read_sealed, write_sealed
 from snapkv.kvzip import read_twice
+from tests.cache.methods import METHODS
 from tests.cache.saver import filled
 from tests.families import IMPLEMENTATIONS, random_ids, tiny_config, tiny_model
 
 PROMPT = 90
 POLICY = SnapKV(40, window_size=8)
-FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
 ROOT = Path(__file__).parents[4]
 HERE = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
+TOKENS = FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7))
+FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
+OF_NOTES = "full", "h2o", "streaming-llm moved", "scissorhands", "r-kv", "snapkv, then h2o"
 KINDS = {
     "dynamic": (POLICY, {}),
     "static": (POLICY, {"storage": "static", "room_tokens": 32}),
     "fading, per query head": (replace(FADING, group_reduce="none"), {}),
     "ragged": (AdaKV(POLICY), {}),
-    "threshold": (ScoreThreshold(POLICY, at_least=0.016), {}),
-    "whole": (FullCache(), {}),
     "recall": (POLICY, {"recall": "host"}),
     "recall, static": (POLICY, {"recall": "host", "storage": "static", "room_tokens": 64}),
     "recall, refreshed": (POLICY, {"recall": "host", "refresh_every": 3}),
-    "turns": (POLICY, {"turns": "compress"}),
-    "h2o": (H2O(40), {}),
-    "sinks": (StreamingLLM(40), {}),
-    "counts": (Scissorhands(40), {}),
-    "last queries": (RKV(40, evict_every=4), {}),
+    "turns, int4": (POLICY, {"turns": "compress", "quantize": "int4"}),
     "heads": (DuoAttention([[0.3, 0.1], [0, 0], [1, 0.4], [0.2, 0.9]], recent_tokens=20), {}),
-    "token ids": (FastGen(0.8, special_ids=(3, (4, 5)), punctuation_ids=(6, 7)), {}),
-    "two methods": (PromptThenDecode(prompt=POLICY, decode=H2O(48)), {}),
+    "token ids": (TOKENS, {}),
+    **{name: (METHODS[name], {}) for name in OF_NOTES},
 }
+SINKS = {"budget": 11, "sink_tokens": 4}  # more than the budget had room for
+FAMILIES = ("cohere2", "gemma2", "gpt_oss", "deepseek_v3")
 
 
 def generated(model, cache, ids, new_tokens=6):
@@ -85,9 +77,12 @@ def halfway(model, kind, batch=2):
     return cache, generated(model, cache, random_ids(batch, PROMPT))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loaded_cache_goes_on_as_the_saved_one_does(kind, tmp_path):
-    model = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in KINDS), *((family, "recall") for family in FAMILIES)],
+)
+def test_a_loaded_cache_goes_on_as_the_saved_one_does(family, kind, tmp_path):
+    model = tiny_model(family, IMPLEMENTATIONS[family][0])
     cache, ids = halfway(model, kind)
     cache.save(tmp_path / "one")
     loaded = CompressedCache.load(tmp_path / "one", model)
@@ -98,16 +93,6 @@ def test_a_loaded_cache_goes_on_as_the_saved_one_does(kind, tmp_path):
     longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
     assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
     assert os.listdir(tmp_path) == ["one"]
-
-
-@pytest.mark.parametrize("family", ["cohere2", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_layers_of_every_kind_come_back(family, tmp_path):
-    model = tiny_model(family, IMPLEMENTATIONS[family][0])
-    cache, ids = halfway(model, "recall")
-    cache.save(tmp_path / "one")
-    loaded = CompressedCache.load(tmp_path / "one", model)
-    longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
-    assert torch.equal(generated(model, loaded, longer), generated(model, cache, longer))
 
 
 def test_a_cache_in_the_middle_of_a_prompt_or_empty_can_be_saved(tmp_path):
@@ -228,20 +213,18 @@ def test_other_files_and_no_files_are_refused(tmp_path):
         filled(model, 60).save(tmp_path / "no" / "folder")
 
 
-def headed(change):
-    """The header of a file with no metadata but a digest's place, or with notes of some kind."""
+HEADERS = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]", "no metadata": None}
+
+
+@pytest.mark.parametrize("notes", HEADERS.values(), ids=HEADERS)
+def test_sealed_headers_of_another_kind_are_refused(notes, tmp_path):
     unsealed = {"sha256": "0" * 64}
-    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    if change == "no metadata":
-        return {"x": tensor | unsealed}
-    notes = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]"}[change]
-    return {"x": tensor, "__metadata__": {"format": "snapkv cache 2", "notes": notes, **unsealed}}
-
-
-@pytest.mark.parametrize("change", ["no metadata", "deep", "no JSON", "a list"])
-def test_sealed_headers_of_another_kind_are_refused(change, tmp_path):
-    header = json.dumps(headed(change), separators=(",", ":")).encode()
-    path = tmp_path / "one"
+    whole = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    if notes is None:
+        whole["x"] |= unsealed
+    else:
+        whole["__metadata__"] = {"format": "snapkv cache 2", "notes": notes, **unsealed}
+    header, path = json.dumps(whole, separators=(",", ":")).encode(), tmp_path / "one"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     _seal(path)
     with pytest.raises(CacheFileError, match="path: expected a cache that cache"):
@@ -291,20 +274,12 @@ def test_sealed_nonsense_is_refused(tmp_path, change):
             CompressedCache.load(tmp_path / "forged", model, **options)
 
 
-EXPECTED = ExpectedAttention(40, window_size=8)
-
-
 @pytest.mark.parametrize(
     ("policy", "missing", "before", "meant"),
     [
         (KVzip(40, window_size=8), "sink_tokens", {}, {"sink_tokens": 0}),
         (KeyDiff(40, window_size=8), "sink_tokens", {}, {}),
-        (
-            EXPECTED,
-            "sink_tokens",
-            {"budget": 11, "sink_tokens": 4},
-            {"budget": 11, "sink_tokens": 3},
-        ),
+        (ExpectedAttention(40, window_size=8), "", SINKS, SINKS | {"sink_tokens": 3}),
         (SnapKV(40, window_size=8, kernel_size=(0, 6)), "decay", {}, {}),
     ],
     ids=["kvzip", "keydiff", "expected-attention", "decay"],
@@ -323,7 +298,7 @@ def test_a_file_from_before_there_were_sinks_or_decay_is_read_as_it_was_meant(
     cache.save(tmp_path / "now")
     tensors, notes, _ = read_sealed(tmp_path / "now")
     described = notes["policy"].get("policy", notes["policy"])
-    del described[missing]
+    described.pop(missing, None)
     described |= before
     write_sealed(tmp_path / "then", tensors, notes)
     then = wrap(replace(policy, **meant))
@@ -335,10 +310,9 @@ def test_a_file_from_before_there_were_sinks_or_decay_is_read_as_it_was_meant(
 
 def test_another_policy_than_the_saved_one_is_refused(tmp_path):
     model = tiny_model("llama")
-    tokens = KINDS["token ids"][0]
     for policy, other in (
-        (tokens, replace(tokens, special_ids=(3, (4, 6)))),
-        (tokens, POLICY),
+        (TOKENS, replace(TOKENS, special_ids=(3, (4, 6)))),
+        (TOKENS, POLICY),
         (AdaKV(FADING), AdaKV(replace(FADING, decay=0.7))),
     ):
         cache = CompressedCache(model, policy)
@@ -408,7 +382,7 @@ def _full_disk(path):
 @pytest.mark.parametrize("unfinished", [2, pytest.param(25, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
     """A process of its own each time, until so many were killed while they wrote a file."""
-    model, path, draw = tiny_model("llama"), tmp_path / "one", random.Random(3)
+    path, draw = tmp_path / "one", random.Random(3)
     found, kills = set(), 0
     with subprocess.Popen(
         [sys.executable, "-m", "tests.cache.saver", str(path)],
@@ -426,7 +400,7 @@ def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
             time.sleep(draw.random() * 3 * save_seconds)
             os.kill(child, signal.SIGKILL)
             assert saver.stdout.readline() == "gone\n"
-            found.add(CompressedCache.load(path, model).get_seq_length())
+            found.add(read_sealed(path).notes["seen_tokens"])
             kills += 1
         saver.stdin.close()
     assert found <= {300, 400}

@@ -79,33 +79,6 @@ def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
     assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
 
 
-def test_a_short_first_prompt_is_compressed_when_a_later_one_exceeds_the_budget():
-    model = tiny_model("llama")
-    ids, asked = random_ids(1, 30), random_ids(1, 40, 1)
-    cache, fresh = CompressedCache(model, POLICY, turns="compress"), CompressedCache(model, POLICY)
-    call(model, cache, ids)
-    assert cache.report().kept_tokens == 30
-    turn(model, cache, asked)
-    call(model, fresh, torch.cat([ids, asked], 1))
-    for layer in range(4):
-        assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
-    turn(model, fresh, random_ids(1, QUESTION))  # without turns it is stored whole
-    assert fresh.report().kept_tokens == BUDGET + QUESTION
-
-
-def test_twelve_turns_stay_within_the_budget_and_what_a_turn_adds():
-    model = tiny_model("llama")
-    cache, most = CompressedCache(model, POLICY, turns="compress"), 0
-    ids = random_ids(1, 9)
-    options = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False}
-    for number in range(12):
-        ids = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        most = max(most, cache.report().kept_tokens)
-        ids = torch.cat([ids, random_ids(1, 5, seed=number)], dim=1)
-    assert most == BUDGET + 3
-    assert cache.get_seq_length() == ids.shape[1] - 6
-
-
 def test_tokens_behind_an_announced_turn_neither_vote_nor_see_what_was_dropped():
     model = tiny_model("llama")
     asked, behind = random_ids(1, QUESTION, 1), random_ids(1, 4, 2)

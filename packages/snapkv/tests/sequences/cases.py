@@ -185,4 +185,46 @@ CASES = {
     ),
     # The judge compared the logits of no token.
     "a row of which nothing has come yet": llama(FITS, (do.Begin(1, of=2, pads=(1,)),)),
+    # What follows a crop under recall, however the cache went on in between.
+    **{
+        f"crop into a prompt, then {name}": llama(
+            kv.SnapKV(keep_ratio=0.2, window_size=12),
+            (do.Turn(80, pads=(0, 0)), do.Crop(2), operation, do.Turn(20)),
+            options,
+        )
+        for options in (HOST, PAGES)
+        for name, operation in (
+            ("a copy", do.Copy()),
+            ("a deep copy", do.Copy(deep=True)),
+            ("a file", do.Save()),
+            ("rows", do.Rows("reorder_cache", (1, 0))),
+        )
+    },
+    **{
+        f"crop of {tokens} where some layers' tails are longer": llama(
+            kv.PyramidKV(22, window_size=2), (do.Turn(60), do.Crop(tokens), do.Turn(20)), HOST
+        )
+        for tokens in (1, 4, 7)
+    },
+    "crop into a prompt, static": llama(
+        kv.SnapKV(25, window_size=12),
+        (do.Turn(80), do.Crop(30), do.Turn(20)),
+        {**HOST, "storage": "static", "room_tokens": 40},
+    ),
+    "crop within a prompt that comes in pieces": llama(
+        FITS, (do.Begin(40, of=80), do.Crop(10), do.Step(20, together=True), do.Turn(1)), HOST
+    ),
+    "crop behind a turn that has begun": llama(
+        FITS, (do.Turn(60), do.Begin(2, of=18), do.Crop(4), do.Turn(9, how="pieces", piece=4)), HOST
+    ),
+    "crop into the pads of a row": llama(
+        kv.SnapKV(60, window_size=12), (do.Turn(25, pads=(15, 0)), do.Crop(9), do.Turn(60)), HOST
+    ),
+    "rows of ragged heads": llama(
+        kv.AdaKV(kv.SnapKV(20, window_size=4)),
+        (do.Turn(40, pads=(0, 0)), do.Rows("reorder_cache", (1, 0)), do.Step(2)),
+    ),
+    "many turns": llama(
+        FITS, tuple(do.Turn(5, how="generate", answer=4) for _ in range(9)), {"turns": "compress"}
+    ),
 }

@@ -7,8 +7,8 @@ from typing import Any
 import snapkv as kv
 from snapkv.policies import EvictingPolicy, Policy, PrefixPolicy
 from snapkv.storage.coded import KVCodes
+from tests.families import KINDS
 from tests.sequences import operations as do
-from tests.sequences.models import COMPRESSED, KINDS, KV_HEADS
 
 Draw = random.Random
 
@@ -65,8 +65,8 @@ def _scoring(draw: Draw) -> PrefixPolicy:
 
 
 def _duo(draw: Draw, model: str) -> kv.DuoAttention:
-    layers = COMPRESSED[model]
-    heads = 1 if model == "latent" else KV_HEADS
+    layers = 2 if model == "latent" or "layer_types" in KINDS[model][2] else 3
+    heads = 1 if model == "latent" else 2
     pattern = tuple(tuple(draw.choice([0, 1]) for _ in range(heads)) for _ in range(layers))
     return kv.DuoAttention(
         pattern, sink_tokens=draw.choice([0, 2]), recent_tokens=draw.choice([4, 12])

@@ -7,6 +7,7 @@ transformers' own cache, whose attention is masked to what the cache keeps.
 
 import contextlib
 import copy
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +28,8 @@ from snapkv.policies import EvictingPolicy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv.storage.coded import KVCodes
-from tests.oracle import hidden_columns, masked_pass
-from tests.sequences.models import judge_of, small_model
+from tests.families import small_model
+from tests.oracle import hidden_columns, masked_pass, unwrapped
 from tests.sequences.operations import Sequence
 
 CLOSE = 2e-3
@@ -37,6 +38,14 @@ CLOSE_IN_BITS = {"int8": 0.15, "fp8": 0.7, "int4": 0.7}
 """Where a row and the same one alone are grouped with other neighbours."""
 CLOSE_IN_GROUPS = {"int8": CLOSE, "fp8": 1e-2, "int4": 1e-2}
 """Where they are grouped alike; a number between two codes goes to either by such a sum, 3e-3."""
+
+
+@functools.cache
+def judge_of(kind: str) -> PreTrainedModel:
+    """A copy of that model that has nothing to do with the library, and hides what it is told."""
+    reference = unwrapped(small_model(kind), "eager")
+    reference.set_attn_implementation("masked_oracle")
+    return reference
 
 
 class WrongError(Exception):

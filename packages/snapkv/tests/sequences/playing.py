@@ -15,8 +15,15 @@ from transformers import DynamicCache, StoppingCriteria
 
 from snapkv import CompressedCache, PageRecall, SnapKVError
 from tests.sequences import operations as do
-from tests.sequences.judging import Judge, Part, State, WrongError, kind_of, reading
-from tests.sequences.models import VOCABULARY, judge_of
+from tests.sequences.judging import (
+    Judge,
+    Part,
+    State,
+    WrongError,
+    judge_of,
+    kind_of,
+    reading,
+)
 
 MOST_ROWS = 4
 
@@ -254,7 +261,7 @@ class Game:
     def _draw(self, tokens: int) -> Tensor:
         self.drawn += 1
         generator = torch.Generator().manual_seed(self.drawn)
-        return torch.randint(3, VOCABULARY, (self.state.rows, tokens), generator=generator)
+        return torch.randint(3, 64, (self.state.rows, tokens), generator=generator)
 
     # What changes the cache in other ways.
 

@@ -67,7 +67,7 @@ def give_what_codes_stand_for(store, coded):
         for plane, states in zip(store.planes, (keys, values), strict=True):
             plane.states = states
     else:
-        store.states = RaggedStates.gather(keys, values, store.states.slots())
+        store.ragged = RaggedStates.gather(keys, values, store.ragged.slots())
 
 
 def test_first_and_last_tokens_stay_as_they_came():
@@ -98,7 +98,7 @@ def test_what_is_generated_is_encoded_in_blocks_and_can_be_taken_back(policy):
     for wanted, got in zip(*outputs, strict=True):
         assert (got - wanted).abs().max() <= 0.1 * wanted.abs().max()
     exact, packed = caches
-    states = packed.layers[0].store.states
+    states = packed.layers[0].store.ragged
     assert isinstance(states, CodedStates)
     assert states.grown_tokens == 64
     for layer in range(4):
@@ -114,10 +114,10 @@ def test_what_is_generated_is_encoded_in_blocks_and_can_be_taken_back(policy):
 def test_codes_stay_the_same_while_generating():
     model = tiny_model("llama")
     cache = read(model, quantize=FINE)
-    before = cache.layers[3].store.states.codes[0].packed.clone()
+    before = cache.layers[3].store.ragged.codes[0].packed.clone()
     for token in random_ids(2, 40, 1).split(1, dim=1):
         call(model, cache, token)
-    assert torch.equal(cache.layers[3].store.states.codes[0].packed[: len(before)], before)
+    assert torch.equal(cache.layers[3].store.ragged.codes[0].packed[: len(before)], before)
 
 
 def after_a_turn(model, lengths, options):
@@ -152,7 +152,7 @@ def test_a_row_that_fitted_the_budget_beside_a_longer_one_chooses_as_alone(optio
             for found, own in zip(kept[layer][row], own_kept[layer][0], strict=True):
                 assert found[found >= 0].tolist() == own[own >= 0].tolist()
         assert (logits[row] - own_logits[0]).abs().max() <= 0.02 * own_logits.abs().max()
-    assert isinstance(cache.layers[0].store.states, CodedStates)
+    assert isinstance(cache.layers[0].store.ragged, CodedStates)
 
 
 def test_recall_brings_back_what_was_read_and_not_its_codes():

@@ -28,13 +28,10 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerIdentity:
-    """Which layer of the model it is, and the parts of that layer that the policy needs.
+    """Which layer of the model it is, its place among the compressed ones, and its parts.
 
-    Attributes:
-        layer_idx: index of the layer in the model.
-        depth: how many compressed layers come before it, of `num_layers`.
-        rotation: turns keys on by positions; None where the policy does not need it.
-        output_projection: the module behind attention; None where the policy does not need it.
+    `rotation`, which turns keys on, and `output_projection`, the module behind attention, are None
+    where the policy does not need them.
     """
 
     layer_idx: int
@@ -46,12 +43,7 @@ class LayerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRule:
-    """Every later prompt brings the layer back to its budget.
-
-    Attributes:
-        refresh_every: choose again after as many tokens behind the prompt; None for never.
-        pages: what of the evicted tokens each step attends to; None for nothing.
-    """
+    """Every later prompt brings the layer back to its budget, see `TurnOptions`."""
 
     refresh_every: int | None = None
     pages: PageRecall | None = None
@@ -73,15 +65,12 @@ class CompressedLayer(DynamicLayer):
     business, when to ask it is `snapkv.hf.attention`'s.
 
     Attributes:
-        policy: what to keep.
-        identity: which layer of the model this is.
         storage: what `store` is made by, and what it becomes behind a prompt.
         store: keys and values of the stored tokens.
         slots: which token stands in which slot of the store.
         notes: what else is known of the tokens.
         offloaded: all tokens of the turns so far, off the device; None where dropped is dropped.
         turns: how later prompts choose again; None where they are stored whole.
-        spans: what must stay whatever the scores, and what shares the budget.
     """
 
     supports_early_init = False
@@ -99,31 +88,26 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def keys(self) -> Any:
-        """(B, H, S, D), what attention is handed; None while empty."""
         return self.store.keys
 
     @property
     def values(self) -> Any:
-        """(B, H, S, Dv), what attention is handed; None while empty."""
         return self.store.values
 
     @property
     def is_initialized(self) -> bool:
-        """Whether any token was ever appended."""
         return self.store.is_filled
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers may compile the decoding step."""
         return self.storage.is_compileable
 
     @property
     def is_croppable(self) -> bool:
-        """Whether the last tokens can be taken back without a trace."""
         return not isinstance(self.policy, EvictingPolicy)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the store is made with the first tokens."""
+        """The store is made with the first tokens."""
 
     def update(
         self,
@@ -161,31 +145,19 @@ class CompressedLayer(DynamicLayer):
         return columns, self.slots.dropped + self.store.unmasked_slots
 
     def reset(self) -> None:
-        """Empty the layer; the object stays usable for another prompt of any batch size."""
         self.store, self.slots, self.notes = self.storage.empty(), SlotMap(), type(self.notes)()
         if self.offloaded is not None:
             self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put the rows in the order of `beam_idx`."""
-        self._map_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self._map_rows(lambda rows: rows.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows in `indices`."""
-        self._map_rows(lambda rows: rows[indices.to(rows.device), ...])
-
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Hold the rows in that order; some may go, some come twice."""
         if not self.store.is_filled:
             return
         before = self.store.slots
-        self.store = self.store.map_rows(change)
-        self.slots, self.notes = self.slots.map_rows(change), self.notes.map_rows(change)
+        self.store = self.store.select_rows(beam_idx)
+        self.slots, self.notes = self.slots.select_rows(beam_idx), self.notes.select_rows(beam_idx)
         if self.offloaded is not None:
-            self.offloaded.map_rows(change)
+            self.offloaded.select_rows(beam_idx)
         unused = before - self.store.slots  # where the row of the longest head is gone
         if unused:
             self.slots = self.slots.without_first(unused)
@@ -248,7 +220,6 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens seen since the last reset."""
         return self.slots.seen(self.store.slots)
 
     @property
@@ -332,9 +303,7 @@ class CompressedLayer(DynamicLayer):
     def protected_slots(self, slots: int, pads: Tensor | None) -> Tensor | None:
         """(B, 1 or H, slots) bool: which of the first slots must stay; None where none must.
 
-        Args:
-            slots: how many.
-            pads: (B,) leading pads of a first prompt, or None; the layer knows those of later ones.
+        `pads` are (B,) leading ones of a first prompt, or None; it knows those of later ones.
         """
         spans = self.spans.protect
         if spans is None:
@@ -358,7 +327,7 @@ class CompressedLayer(DynamicLayer):
     def note_columns(
         self, columns: Tensor, tokens: int, pads: Tensor | None, fillers: Tensor | None
     ) -> None:
-        """Of a prompt of so many tokens those at (B, 1, K) columns have reached the layer."""
+        """Of a prompt of so many tokens, those at (B, 1, K) columns have reached the layer."""
         columns = columns.expand(-1, self.keys.shape[1], -1)
         self.slots = self.slots.chosen(columns, tokens, is_partial=True, pads=pads, fillers=fillers)
 
@@ -457,7 +426,7 @@ class CompressedLayer(DynamicLayer):
     def absorb_tail(self) -> None:
         """Give every head of different length its part of the tokens behind the prompt."""
         tail = self.store.tail_tokens
-        if not tail:
+        if self.store.ragged is None or not tail:
             return
         columns, seen = self.slots.columns(self.store), self.seen_tokens
         self._note(slot_scores=self.notes.scores_with(tail))
@@ -486,6 +455,12 @@ class CompressedLayer(DynamicLayer):
             if self.slots.kept is not None and bool(empty.any()):
                 self.slots = replace(self.slots, fillers=empty)
 
+    def encode(self, tokens: int) -> None:
+        """Hold the first tokens as codes again, where the end of a turn has dropped nothing."""
+        if not self.storage.holds_as_it_came:
+            self._finalize(tokens)
+        self.store.finalize_step()
+
     # What was dropped and comes back.
 
     @property
@@ -505,13 +480,7 @@ class CompressedLayer(DynamicLayer):
             self.offloaded.append(whole.keys[:, :, done:tokens], whole.values[:, :, done:tokens])
 
     def cut_pages(self, kept: Tensor, keys: Tensor, tokens: int) -> None:
-        """Note the pages of what is not kept, if steps are to choose among them.
-
-        Args:
-            kept: (B, H, K), the columns that are kept of the first tokens; negative ones are none.
-            keys: (B, Hkv, T, D), of those tokens at least.
-            tokens: how many there are.
-        """
+        """Note the pages of what is not kept, if steps choose among them, see `PageRecall.cut`."""
         if self.turns is not None and self.turns.pages is not None:
             self._note(pages=self.turns.pages.cut(kept, self.slots.pads, keys, tokens))
 

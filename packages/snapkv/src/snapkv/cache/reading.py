@@ -26,8 +26,7 @@ class Narrowing:
     Attributes:
         first_layer: index of the first layer of the model that only some of the tokens reach.
         prompt_tokens: T, how many tokens the prompt has, pads counted.
-        choose: picks them by the states of the layer before; None lets all of them go on. Not asked
-            where `chosen` is given.
+        choose: picks them by the states of the layer before, unless they are given; None for all.
         chosen: the tokens that go on, the same for all heads; None until they are chosen.
         pads: (B,) leading pads of every row of the prompt, or None.
     """
@@ -75,10 +74,7 @@ class PaddingWatch:
 
     Pads stand in front of a row, and nowhere else. Those in front of a prompt are read where it
     ends. A batch whose turns or answers differ in length is refused before anything is read.
-
-    Attributes:
-        layers: the compressed ones.
-        masked_to: tokens seen by the end of the pass that the last mask was made for.
+    The last mask was made for a pass by whose end `masked_to` tokens have been seen.
     """
 
     def __init__(self, layers: Sequence[CompressedLayer], masked_to: int | None = None) -> None:
@@ -87,12 +83,7 @@ class PaddingWatch:
     def expect(self, visible: Tensor | None, new_tokens: int) -> Tensor | None:
         """(B, tokens seen + new) bool, which are no pads, to make masks of; None for all.
 
-        Args:
-            visible: the same, as the model was given it.
-            new_tokens: how many the pass will read.
-
-        Raises:
-            UnsupportedModelError: pads behind a row's first token.
+        Of the same as the model was given it; pads behind a row's first token are refused.
         """
         layer = self.layers[0]
         if not layer.storage.is_compileable:
@@ -123,7 +114,6 @@ class PaddingWatch:
         return self.masked_to != layer.seen_tokens
 
     def of(self, layers: Sequence[CompressedLayer]) -> "PaddingWatch":
-        """The same for copies of the layers."""
         return PaddingWatch(layers, self.masked_to)
 
 
@@ -176,12 +166,10 @@ class Reading:
 
     @property
     def policy(self) -> Policy:
-        """What the layers keep."""
         return self.layers[0].policy
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens that the first layer has seen."""
         return self.layers[0].seen_tokens
 
     @property
@@ -195,7 +183,6 @@ class Reading:
         return not self.layers[0].store.is_static and (self.prompt_end is None or self.is_announced)
 
     def of(self, layers: Sequence[CompressedLayer]) -> Self:
-        """The same for copies of the layers."""
         return replace(self, layers=layers)
 
     def forget(self) -> None:
@@ -204,11 +191,7 @@ class Reading:
         self.turn_start, self.verifies_drafts, self.is_broken = 0, False, False
 
     def crop(self, count: int) -> None:
-        """Take the last tokens back from all layers.
-
-        Raises:
-            InvalidArgumentError: a layer refuses; then none has changed.
-        """
+        """Take the last tokens back from all layers; where one refuses, none has changed."""
         seen = self.seen_tokens
         for layer in self.layers:
             layer.require_croppable(count)
@@ -233,11 +216,7 @@ class Reading:
     # Where the prompt ends.
 
     def end_by(self, seen_tokens: int) -> int:
-        """Where the prompt ends; without an announcement, with the pass that has seen so many.
-
-        Raises:
-            CacheMismatchError: no announcement, and the pass may hold drafts.
-        """
+        """Where the prompt ends; without an announcement, with the pass that has seen so many."""
         if self.prompt_end is None:
             if self.verifies_drafts:
                 raise CacheMismatchError(
@@ -399,13 +378,7 @@ class Reading:
     def held_to(self, cap_tokens: int, coming_tokens: int) -> Iterator[None]:
         """Within this block every layer drops what is over the cap after every forward pass.
 
-        Args:
-            cap_tokens: the most that a layer holds of a prompt that is still coming in.
-            coming_tokens: how many tokens the block reads; the prompt ends with them unless it was
-                announced to end elsewhere.
-
-        Raises:
-            InvalidArgumentError: the policy cannot hold to the cap, or what it drops is recalled.
+        The prompt ends with the tokens that the block reads, unless it was announced otherwise.
         """
         self.policy.require_cap(cap_tokens)
         layer = self.layers[0]

@@ -59,27 +59,22 @@ class CacheReport(dict[str, Any]):
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens per row the cache has seen."""
         return int(self["seen_tokens"])
 
     @property
     def kept_tokens(self) -> float:
-        """Tokens per row, head and compressed layer that are stored, the mean."""
         return float(self["kept_tokens"])
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the stored keys and values."""
         return int(self["held_bytes"])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the keys and values that are off the device."""
         return int(self["host_bytes"])
 
     @property
     def full_bytes(self) -> int:
-        """Bytes transformers' own cache would hold."""
         return int(self["full_bytes"])
 
     def __str__(self) -> str:

@@ -39,9 +39,9 @@ _PLAIN = {"saved": True, "measured": False}
 class RowRecord:
     """An immutable record; fields made by `per_row` follow the rows, the others stay."""
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def select_rows(self, rows: Tensor) -> Self:
         """The rows in another order."""
-        return self._each(lambda tensor, _: change(tensor))
+        return self._each(lambda tensor, _: tensor.index_select(0, rows.to(tensor.device)))
 
     def without_first(self, slots: int) -> Self:
         """Without the first slots, of which nobody has any."""

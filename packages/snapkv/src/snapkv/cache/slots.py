@@ -46,7 +46,6 @@ class SlotMap(RowRecord):
 
     @property
     def chosen_slots(self) -> int:
-        """K."""
         return 0 if self.kept is None else self.kept.shape[-1]
 
     @property
@@ -61,20 +60,17 @@ class SlotMap(RowRecord):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was dropped so far."""
         return self.kept is None and not self.is_partial
 
     def seen(self, slots: int) -> int:
-        """Tokens seen, where the store has that many slots."""
         return self.start + slots - self.chosen_slots
 
     @functools.cached_property
     def needs_own_mask(self) -> bool:
         """Whether the padding mask, shifted to the stored slots, hides too few of them.
 
-        The stored slots stand for the last columns seen. Where every row keeps the same budget,
-        exactly its fillers fall on pads. Rows with budgets of their own, or that evict at times of
-        their own, can hold more fillers than that.
+        Where every row keeps the same budget, exactly its fillers fall on pads. Rows with budgets
+        of their own, or that evict at times of their own, can hold more fillers than that.
         """
         if self.fillers is None or self.kept is None:
             return False
@@ -142,10 +138,7 @@ class SlotMap(RowRecord):
         return rows
 
     def choosing_tokens(self, store: TokenStore, prompt_tokens: int) -> int:
-        """Tokens of a prompt up to there that the longest row chooses of that has not chosen yet.
-
-        Pads count where every row has them; 0 where all rows have chosen.
-        """
+        """Tokens of a prompt up to there that the longest row that has not chosen chooses of."""
         if self.kept is None:
             return prompt_tokens
         whole = self.whole_rows(store)
@@ -187,7 +180,6 @@ class SlotMap(RowRecord):
         return made
 
     def whole(self) -> Self:
-        """Nothing is dropped."""
         return replace(self, kept=None, start=0, fillers=None)
 
     def cropped(self, tokens: int, slots: int) -> Self:

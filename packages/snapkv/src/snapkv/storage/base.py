@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from snapkv.storage.dense import DenseStore
     from snapkv.storage.ragged import RaggedStates
 
-RowChange = Callable[[Tensor], Tensor]
-"""Puts the rows of a tensor, its first axis, in another order; some may go, some come twice."""
-
 
 class Plane:
     """The keys of a layer, or its values, (B, H, S, D).
@@ -54,11 +51,13 @@ class TokenStore(ABC):
         kind: name of the layout, as saved files have it.
         is_static: whether it is buffers of fixed size and place, whose attention leaves snapkv out.
         is_exact: whether keys and values are held as they were appended, none as codes.
+        ragged: what heads of different length hold; None where all hold as many.
     """
 
     kind: ClassVar[str]
     is_static: ClassVar[bool] = False
     is_exact: ClassVar[bool] = True
+    ragged: "RaggedStates | CodedStates | None" = None
 
     def __init__(self, num_kv_heads: int = 0, *planes: Plane) -> None:
         self.num_kv_heads, self.planes = num_kv_heads, planes
@@ -75,7 +74,6 @@ class TokenStore(ABC):
 
     @property
     def is_filled(self) -> bool:
-        """Whether any token was ever appended."""
         return bool(self.planes)
 
     @property
@@ -90,35 +88,30 @@ class TokenStore(ABC):
 
     @property
     def unmasked_slots(self) -> int:
-        """How many of the slots are no columns of the model's mask."""
-        return 0
+        """How many of the slots are no columns of the model's mask: those of ragged heads."""
+        return 0 if self.ragged is None else self.ragged.longest_tokens
 
-    def mask_columns(self, new_tokens: int) -> int:
-        """Columns of the mask of a forward pass that appends that many tokens."""
-        return self.slots - self.unmasked_slots + new_tokens
+    @property
+    def tail_tokens(self) -> int:
+        """Tokens behind ragged heads, as many of each; all where none are ragged."""
+        return self.slots - self.unmasked_slots
 
     @property
     def croppable_tokens(self) -> int:
-        """How many of the last tokens could be taken back at most, once others are gone."""
-        return self.slots
+        """How many of the last tokens can be taken back at most."""
+        return self.tail_tokens
 
     @property
     def mean_tokens(self) -> float:
         """Tokens per row and head, on average where they differ."""
-        return self.slots
+        return self.tail_tokens + (0 if self.ragged is None else self.ragged.mean_tokens)
 
-    @property
-    def ragged(self) -> "RaggedStates | CodedStates | None":
-        """What heads of different length hold, each its own number; None where all hold as many."""
-        return None
-
-    @property
-    def tail_tokens(self) -> int:
-        """Tokens that stand behind heads of different length, apart from them."""
-        return 0
+    def mask_columns(self, new_tokens: int) -> int:
+        """Columns of the mask of a forward pass that appends that many tokens."""
+        return self.tail_tokens + new_tokens
 
     def absorb_tail(self) -> None:
-        """Give every head of different length its part of the tail, which is empty then."""
+        """Give every ragged head its part of the tail, which is empty then."""
         return
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,15 +133,13 @@ class TokenStore(ABC):
         """
 
     def crop(self, tokens: int) -> "TokenStore":
-        """Forget the last tokens."""
         for plane in self.planes:
             plane.states = plane.states[..., :-tokens, :]
         return self
 
-    def map_rows(self, change: RowChange) -> "TokenStore":
-        """Put the rows in another order."""
+    def select_rows(self, rows: Tensor) -> "TokenStore":
         for plane in self.planes:
-            plane.states = change(plane.states)
+            plane.states = plane.states.index_select(0, rows.to(plane.states.device))
         return self
 
     def finalize_step(self) -> None:
@@ -164,14 +155,8 @@ class TokenStore(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Turn the first keys, in place, as if their tokens stood right before those behind them.
 
-        They always turn from their original keys, so that rounding does not add up. All other keys
-        stay as they are, bit for bit.
-
-        Args:
-            sink_tokens: how many of the first keys.
-            gap: (B,) int64, how many tokens of each row have been dropped behind them.
-            rotation: turns keys on by a number of positions.
-            before: what this returned the last time, or twice None.
+        They always turn from their original keys, so that rounding does not add up. (B,) `gap`
+        tokens of each row have been dropped behind them; `before` is the last result, or None's.
 
         Returns:
             (B, H, sinks, D) the keys as they were first, and (B, 1, 1, 1) bool, whether a row's
@@ -250,15 +235,12 @@ class Storage(Protocol):
 
 
 def keep_tokens(states: Tensor, indices: Tensor, tokens: int) -> Tensor:
-    """Some of the first tokens of keys or values, and whatever stands behind them.
+    """(B, H or H', K + N, D): some of the first tokens of keys or values, and all behind them.
 
     Args:
         states: (B, H, tokens + N, D).
         indices: (B, H', K) int64, H' is H, a multiple of it, or 1.
         tokens: how many slots `indices` points into.
-
-    Returns:
-        (B, H or H', K + N, D), contiguous.
     """
     kept = ops.gather_tokens(states, indices)
     if tokens == states.shape[-2]:

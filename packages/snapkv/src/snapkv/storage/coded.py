@@ -155,10 +155,8 @@ class CodedStates:
     @property
     def nbytes(self) -> int:
         """Of codes, scales, and the first tokens."""
-        keys, values = both(
-            lambda first, codes: first.nbytes + codes.nbytes, self.first, self.codes
-        )
-        return keys + values
+        first: int = self.first[0].nbytes + self.first[1].nbytes
+        return first + self.codes[0].nbytes + self.codes[1].nbytes
 
     @property
     def index_bytes(self) -> int:
@@ -289,7 +287,7 @@ class CodedStore(RaggedStore):
     def of(cls, store: RaggedStore, how: KVCodes) -> "CodedStore":
         """Encode what heads keep, and what behind it is not recent."""
         made = cls(
-            states=store.states,
+            states=store.ragged,
             keys=store.keys,
             values=store.values,
             num_kv_heads=store.num_kv_heads,
@@ -304,13 +302,13 @@ class CodedStore(RaggedStore):
 
     def finalize_step(self) -> None:
         """Encode whole blocks of tokens that are no longer recent."""
-        if isinstance(self.states, RaggedStates):
-            self._encode(self.states)
+        if isinstance(self.ragged, RaggedStates):
+            self._encode(self.ragged)
         G = self.how.group_size
         old = max(0, self.tail_tokens - self.how.recent_tokens) // G * G
         if old:
-            assert isinstance(self.states, CodedStates)
-            self.states = self.states.grown(self.keys[:, :, :old], self.values[:, :, :old])
+            assert isinstance(self.ragged, CodedStates)
+            self.ragged = self.ragged.grown(self.keys[:, :, :old], self.values[:, :, :old])
             self._hold(self.keys[:, :, old:].clone(), self.values[:, :, old:].clone())
 
     def _encode(self, states: RaggedStates) -> None:
@@ -323,7 +321,7 @@ class CodedStore(RaggedStore):
         recent = both(lambda part: part[:, :, longest - last :], padded)
         older = states.keep(states.slots()[..., : longest - last])
         older = replace(older, least_slots=longest - last)
-        self.states = CodedStates.of(older, first, self.how)
+        self.ragged = CodedStates.of(older, first, self.how)
         self._hold(*both(_behind, recent, (self.keys, self.values)))
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
@@ -333,7 +331,7 @@ class CodedStore(RaggedStore):
     @property
     def croppable_tokens(self) -> int:
         """The tail, and what of the tokens behind the prompt is codes by now."""
-        grown = self.states.grown_tokens if isinstance(self.states, CodedStates) else 0
+        grown = self.ragged.grown_tokens if isinstance(self.ragged, CodedStates) else 0
         return self.tail_tokens + grown
 
     def crop(self, tokens: int) -> TokenStore:
@@ -341,16 +339,16 @@ class CodedStore(RaggedStore):
         if tokens > self.croppable_tokens:
             return self.dense()[0].crop(tokens)
         while tokens > self.tail_tokens:
-            assert isinstance(self.states, CodedStates)
-            self.states, (keys, values) = self.states.without_last_section()
+            assert isinstance(self.ragged, CodedStates)
+            self.ragged, (keys, values) = self.ragged.without_last_section()
             self._hold(torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2))
         return super().crop(tokens)
 
     def dense(self) -> tuple[DenseStore, Tensor]:
         """What all of it stands for with as many slots in every head, and each row's empty ones."""
         store = DenseStore(in_place=False).fill(*self.padded(), self.num_kv_heads)
-        counts = torch.tensor([row[0] for row in self.states.head_tokens], device=self.keys.device)
-        return store, self.states.longest_tokens - counts
+        counts = torch.tensor([row[0] for row in self.ragged.head_tokens], device=self.keys.device)
+        return store, self.ragged.longest_tokens - counts
 
     def state(self) -> dict[str, Any]:
         """The heads' codes and the tail."""

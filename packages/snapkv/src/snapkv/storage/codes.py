@@ -13,7 +13,6 @@ a 1024th of the scale where that is more.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -70,10 +69,12 @@ class Codes:
         """Bytes of codes, scales and least values."""
         return sum(part.nbytes for part in self.tensors.values())
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "Codes":
+    def select_rows(self, rows: Tensor) -> "Codes":
         """The rows in another order."""
-        changed: dict[str, Any] = {name: change(part) for name, part in self.tensors.items()}
-        return replace(self, **changed, shape=(len(changed["codes"]), *self.shape[1:]))
+        parts: dict[str, Any] = {
+            name: part.index_select(0, rows.to(part.device)) for name, part in self.tensors.items()
+        }
+        return replace(self, **parts, shape=(len(rows), *self.shape[1:]))
 
     def states(self) -> Tensor:
         """What they stand for, (B, H, N, D) in the dtype of the original.

@@ -44,7 +44,6 @@ class DenseStore(TokenStore):
         return keys, values
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = False) -> TokenStore:
-        """Keep some of the first tokens, and all behind them."""
         if ragged:
             return RaggedStore.gather(self, indices, tokens)
         for plane in self.planes:
@@ -58,5 +57,5 @@ class DenseStore(TokenStore):
         if empty is not None:
             slots = slots.masked_fill(slots < empty[:, None, None], -1)
         store = RaggedStore.gather(self, slots, tokens)
-        store.states = replace(store.states, least_slots=tokens)
+        store.ragged = replace(store.ragged, least_slots=tokens)
         return store

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, OutOfMemoryError
-from snapkv.storage.base import RowChange
 from snapkv.storage.ragged import RaggedStates
 from snapkv.validation import format_bytes, require_int
 
@@ -23,16 +22,33 @@ from snapkv.validation import format_bytes, require_int
 class OffloadPool:
     """Room off the device, within a limit that all layers of a cache share.
 
-    Attributes:
+    Args:
         limit_bytes: how many bytes may be taken at most; None for no limit.
-        where: as a user names it.
+        folder: where room is in files, mapped into memory, which have no name and leave no trace;
+            None for the memory of the host.
+
+    Raises:
+        InvalidArgumentError: the folder cannot be made or written to.
     """
 
-    where = "host"
-
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes, self.taken_bytes = limit_bytes, 0
+    def __init__(self, limit_bytes: int | None = None, folder: Path | None = None) -> None:
+        self.limit_bytes, self.folder, self.taken_bytes = limit_bytes, folder, 0
         self._lock = threading.Lock()
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except (OSError, ValueError) as error:  # of a NUL byte in the name
+            raise InvalidArgumentError(
+                f"recall: expected 'host' or a folder that can be written to, got "
+                f"{str(folder)!r}: {getattr(error, 'strerror', error)}; choose another folder"
+            ) from error
+
+    @property
+    def where(self) -> str:
+        """As a user names it."""
+        return "host" if self.folder is None else str(self.folder)
 
     def room_for(self, *states: Tensor, device: torch.device) -> "Room":
         """Room for a copy of each of these (B, H, N, D) states, to be recalled to that device.
@@ -40,7 +56,7 @@ class OffloadPool:
         Raises:
             OutOfMemoryError: the limit is reached, or the system has no room.
         """
-        wanted = sum(part.numel() * part.element_size() for part in states)
+        wanted = sum(part.nbytes for part in states)
         with self._lock:
             if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
                 raise OutOfMemoryError(
@@ -50,25 +66,49 @@ class OffloadPool:
                     "the text"
                 )
             self.taken_bytes += wanted
+        pinned = device.type == "cuda"  # so that copies need not wait
         try:
-            return Room(self, [self._make(part, device) for part in states], wanted)
+            if self.folder is not None:
+                made = [_mapped(self.folder, part) for part in states]
+            else:
+                made = [
+                    torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in states
+                ]
+            return Room(self, made, wanted)
         except BaseException:
             self.give_back(wanted)
             raise
 
     def give_back(self, freed_bytes: int) -> None:
-        """Note that this much is not needed any more."""
         with self._lock:
             self.taken_bytes -= freed_bytes
-
-    def _make(self, states: Tensor, device: torch.device) -> Tensor:
-        """In memory; pinned where they are recalled to a GPU, so that copies need not wait."""
-        pinned = device.type == "cuda"
-        return torch.empty(states.shape, dtype=states.dtype, pin_memory=pinned)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadPool":
         """Itself: copies of a cache share the limit."""
         return self
+
+
+def _mapped(folder: Path, states: Tensor) -> Tensor:
+    """Room in a file of its own; all is reserved first, since a full disk kills who writes."""
+    if not states.nbytes:
+        return torch.empty(states.shape, dtype=states.dtype)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix="snapkv-")
+        try:
+            if hasattr(os, "posix_fallocate"):  # where the system can promise it
+                os.posix_fallocate(descriptor, 0, states.nbytes)
+            else:
+                os.ftruncate(descriptor, states.nbytes)
+            room = torch.from_file(name, shared=True, size=states.nbytes, dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+            os.unlink(name)
+    except OSError as error:
+        raise OutOfMemoryError(
+            f"recall: expected room for {format_bytes(states.nbytes)} more in {str(folder)!r}, "
+            f"got: {error.strerror}; choose another folder, or set recall_bytes"
+        ) from error
+    return room.view(states.dtype).view(states.shape)
 
 
 class Room:
@@ -79,58 +119,8 @@ class Room:
         weakref.finalize(self, pool.give_back, taken_bytes)
 
 
-class MappedFolder(OffloadPool):
-    """Room in files of a folder, mapped into memory; the files have no name and leave no trace.
-
-    Raises:
-        InvalidArgumentError: the folder cannot be made or written to.
-    """
-
-    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
-        super().__init__(limit_bytes)
-        self.folder, self.where = folder, str(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except (OSError, ValueError) as error:  # of a NUL byte in the name
-            raise InvalidArgumentError(
-                f"recall: expected 'host' or a folder that can be written to, got "
-                f"{str(folder)!r}: {getattr(error, 'strerror', error)}; choose another folder"
-            ) from error
-
-    def _make(self, states: Tensor, device: torch.device) -> Tensor:
-        """In a file of its own; all of it is reserved first, since a full disk kills who writes."""
-        size = states.numel() * states.element_size()
-        if not size:
-            return torch.empty(states.shape, dtype=states.dtype)
-        try:
-            descriptor, name = tempfile.mkstemp(dir=self.folder, prefix="snapkv-")
-            try:
-                getattr(os, "posix_fallocate", _truncate)(descriptor, 0, size)
-                room = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-                os.unlink(name)
-        except OSError as error:
-            raise OutOfMemoryError(
-                f"recall: expected room for {format_bytes(size)} more in {str(self.folder)!r}, "
-                f"got: {error.strerror}; choose another folder, or set recall_bytes"
-            ) from error
-        return room.view(states.dtype).view(states.shape)
-
-
-def _truncate(descriptor: int, offset: int, size: int) -> None:
-    """Where the system cannot promise room on the disk."""
-    os.ftruncate(descriptor, offset + size)
-
-
 def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
-    """The pool that a user names: "host", or a folder.
-
-    Raises:
-        InvalidArgumentError: a folder that cannot be written to, or a limit that is not positive.
-        InvalidTypeError: neither "host" nor a path.
-    """
+    """The pool that a user names: "host", or a folder."""
     if limit_bytes is not None:
         require_int("recall_bytes", limit_bytes, minimum=1)
     if recall == "host":
@@ -140,7 +130,7 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
             f"recall: expected 'host' or the path of a folder, got {recall!r}; leave it out to "
             "drop for good what is evicted"
         )
-    return MappedFolder(Path(recall), limit_bytes)
+    return OffloadPool(limit_bytes, Path(recall))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +180,6 @@ class OffloadedTokens:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the keys and values."""
         return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
 
     def append(self, keys: Tensor, values: Tensor, *, on: torch.device | None = None) -> None:
@@ -278,14 +267,13 @@ class OffloadedTokens:
         ]
 
     def clear(self) -> None:
-        """Forget everything."""
         self.pieces, self.is_due = [], False
 
-    def map_rows(self, change: RowChange) -> None:
+    def select_rows(self, rows: Tensor) -> None:
         """Put rows in another order; nothing is copied."""
+        rows = rows.cpu()
         self.pieces = [
-            replace(piece, rows=change(piece.rows), shift=change(piece.shift))
-            for piece in self.pieces
+            replace(piece, rows=piece.rows[rows], shift=piece.shift[rows]) for piece in self.pieces
         ]
 
     def shift(self, columns: Tensor, tokens: int) -> None:
@@ -302,26 +290,22 @@ class OffloadedTokens:
         return copy.copy(self)
 
 
+_streams: dict[torch.device, Any] = {}
+"""For copies from and to each device."""
+
+
 @contextlib.contextmanager
 def _copying(device: torch.device) -> Iterator[Any]:
     """Within this block copies run in the device's own stream for them, if it has streams."""
     if device.type != "cuda":
         yield None
         return
-    stream = _stream(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own
+    stream = _streams[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield stream
-
-
-_streams: dict[torch.device, Any] = {}
-
-
-def _stream(device: torch.device) -> Any:
-    """The stream for copies of a device, made once."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's own
-    return _streams[device]
 
 
 def wait_for_copies() -> None:

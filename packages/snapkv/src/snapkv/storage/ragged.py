@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv.storage.base import Plane, RowChange, TokenStore
+from snapkv.storage.base import Plane, TokenStore
 
 if TYPE_CHECKING:
     from snapkv.storage.coded import CodedStates
@@ -104,7 +104,6 @@ class RaggedStates:
         return self._padded(self.keys)
 
     def padded_values(self) -> Tensor:
-        """(B, H, S, Dv), as `padded_keys`."""
         return self._padded(self.values)
 
     def _padded(self, states: Tensor) -> Tensor:
@@ -127,7 +126,6 @@ class RaggedStates:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens per row and head, on average."""
         return self.keys.shape[0] / (len(self.head_tokens) * len(self.head_tokens[0]))
 
     @property
@@ -172,12 +170,10 @@ class RaggedStore(TokenStore):
     """What the heads keep of a prompt, and apart from it the tokens behind it, the tail.
 
     `keys` and `values` are the tail, (B, H, N, D), as many tokens for every head.
-
-    Attributes:
-        states: what the heads keep.
     """
 
     kind = "ragged"
+    ragged: "RaggedStates | CodedStates"
 
     def __init__(
         self,
@@ -189,7 +185,7 @@ class RaggedStore(TokenStore):
     ) -> None:
         tail = (Plane(part, in_place=False) for part in (keys, values))
         super().__init__(num_kv_heads, *tail)
-        self.states: RaggedStates | CodedStates = states
+        self.ragged = states
 
     @classmethod
     def gather(cls, store: TokenStore, indices: Tensor, tokens: int) -> "RaggedStore":
@@ -200,82 +196,53 @@ class RaggedStore(TokenStore):
             indices: (B, H, K) int64, slots, ascending after a leading run of -1.
             tokens: how many slots `indices` points into.
         """
-        repeats = indices.shape[1] // store.keys.shape[1]
+        whole_keys, whole_values = store.keys, store.values
+        repeats = indices.shape[1] // whole_keys.shape[1]
         keys, values = (
             states[..., tokens:, :].repeat_interleave(repeats, dim=1)  # a copy, no view
-            for states in (store.keys, store.values)
+            for states in (whole_keys, whole_values)
         )
-        states = RaggedStates.gather(store.keys, store.values, indices)
+        states = RaggedStates.gather(whole_keys, whole_values, indices)
         return cls(states=states, keys=keys, values=values, num_kv_heads=store.num_kv_heads)
-
-    @property
-    def ragged(self) -> "RaggedStates | CodedStates":
-        """What the heads keep."""
-        return self.states
-
-    @property
-    def tail_tokens(self) -> int:
-        """N, tokens of the tail."""
-        return super().slots
 
     @property
     def slots(self) -> int:
         """Slots of the padded layout, and behind them those of the tail."""
-        return self.unmasked_slots + self.tail_tokens
-
-    @property
-    def unmasked_slots(self) -> int:
-        """The slots of what the heads keep; ragged attention needs no mask for them."""
-        return self.states.longest_tokens
-
-    @property
-    def croppable_tokens(self) -> int:
-        """The tail."""
-        return self.tail_tokens
-
-    @property
-    def mean_tokens(self) -> float:
-        """Tokens per row and head, on average."""
-        return self.tail_tokens + self.states.mean_tokens
+        return self.ragged.longest_tokens + super().slots
 
     def absorb_tail(self) -> None:
         """Give every head its part of the tail, which is empty then."""
         B, H, N, _ = self.keys.shape
-        flat = (states.flatten(0, 2) for states in (self.keys, self.values))
-        keys, values = flat
+        keys, values = (states.flatten(0, 2) for states in (self.keys, self.values))
         tail = RaggedStates(keys=keys, values=values, head_tokens=((N,) * H,) * B)
-        self.states = self.states.joined(tail)
+        self.ragged = self.ragged.joined(tail)
         for plane in self.planes:
             plane.states = plane.states[..., :0, :].clone()
 
     def keep(self, indices: Tensor, tokens: int, *, ragged: bool = True) -> TokenStore:
         """Keep some of what the heads keep; the tail stands behind those slots, or is absorbed."""
-        assert tokens == self.states.longest_tokens
-        self.states = self.states.keep(indices)
+        assert tokens == self.ragged.longest_tokens
+        self.ragged = self.ragged.keep(indices)
         return self
 
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots, those of the tail last."""
-        keys, values = self.states.padded_keys(), self.states.padded_values()
+        keys, values = self.ragged.padded_keys(), self.ragged.padded_values()
         if not self.tail_tokens:
             return keys, values
         return torch.cat([keys, self.keys], dim=2), torch.cat([values, self.values], dim=2)
 
-    def map_rows(self, change: RowChange) -> TokenStore:
+    def select_rows(self, rows: Tensor) -> TokenStore:
         """Put the rows in another order; the longest head may be gone with its row."""
-        self.states = self.states.select_rows(change(torch.arange(self.keys.shape[0])))
-        return super().map_rows(change)
+        self.ragged = self.ragged.select_rows(rows)
+        return super().select_rows(rows)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the keys and values, the tail included."""
-        return self.states.nbytes + super().held_bytes
+        return self.ragged.nbytes + super().held_bytes
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of what attention needs to know of the layout."""
-        return self.states.index_bytes
+        return self.ragged.index_bytes
 
     def state(self) -> dict[str, Any]:
-        """The heads' tokens and the tail."""
-        return {"states": self.states, **super().state()}
+        return {"states": self.ragged, **super().state()}

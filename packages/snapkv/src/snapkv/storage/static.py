@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
-from snapkv.storage.base import Plane, RowChange, TokenStore
+from snapkv.storage.base import Plane, TokenStore
 from snapkv.storage.dense import DenseStore
 
 
@@ -33,12 +33,10 @@ class StaticStore(TokenStore):
 
     @property
     def slots(self) -> int:
-        """Slots that are filled; reads the device."""
         return int(self.filled)
 
     @property
     def slot_count(self) -> int | Tensor:
-        """Slots that are filled, on the device."""
         return self.filled
 
     def mask_columns(self, new_tokens: int) -> int:
@@ -47,7 +45,6 @@ class StaticStore(TokenStore):
         return self.storage.slots
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill the next slots; returns the whole buffers."""
         new_tokens = keys.shape[-2]
         slots = torch.arange(new_tokens, device=keys.device) + self.filled
         self.filled.add_(new_tokens)
@@ -60,26 +57,22 @@ class StaticStore(TokenStore):
         raise NotImplementedError("a static store keeps all it holds")
 
     def crop(self, tokens: int) -> TokenStore:
-        """Count the last slots as empty."""
         self.filled.sub_(tokens)
         return self
 
-    def map_rows(self, change: RowChange) -> TokenStore:
-        """Put rows in another order in place; another number of rows gets new buffers."""
-        self._move_in(change(self.keys), change(self.values), self.slots)
+    def select_rows(self, rows: Tensor) -> TokenStore:
+        rows = rows.to(self.keys.device)
+        self._move_in(self.keys[rows], self.values[rows], self.slots)
         return self
 
     def room_for(self, tokens: int) -> None:
-        """Raise unless that many slots are empty."""
         self.storage.require_room(self.slots + tokens)
 
     def tail(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The last tokens that are stored."""
         end = self.slots
         return self.keys[:, :, end - tokens : end], self.values[:, :, end - tokens : end]
 
     def state(self) -> dict[str, Any]:
-        """The slots that are filled."""
         keys, values = self.padded()
         return {"keys": keys, "values": values, "num_kv_heads": self.num_kv_heads}
 
@@ -111,7 +104,6 @@ class Static:
         self._buffers: tuple[Tensor, Tensor, Tensor] | None = None
 
     def empty(self) -> DenseStore:
-        """A store that grows."""
         return DenseStore()
 
     def finalize(
@@ -134,14 +126,12 @@ class Static:
         return StaticStore(self, store)
 
     def restored(self, kind: str, state: dict[str, Any]) -> TokenStore:
-        """A static store, or a dense one whose prompt was still coming in."""
         if kind not in (StaticStore.kind, DenseStore.kind):
             raise ValueError(f"a {kind} store in static storage")
         store = self.empty().fill(**state)
         return self.finalize(store, 0, "", None) if kind == StaticStore.kind else store
 
     def require_room(self, stored_tokens: int) -> None:
-        """Refuse more tokens than the buffers have slots."""
         if stored_tokens > self.slots:
             raise InvalidArgumentError(
                 f"room_tokens: expected room for {stored_tokens:,} tokens, got a buffer of "
