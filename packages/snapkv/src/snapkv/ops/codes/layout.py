@@ -57,7 +57,7 @@ class BlockLayout:
             begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
             return self.heads.argsort(stable=True), begins, (~self.hidden).sum(dim=(1, 2))
 
-    @functools.cached_property
+    @property
     def flat(self) -> Tensor:
         """(N,) int64: where each token stands in M * G slots, in the order of flat states."""
         with torch.inference_mode(False):
@@ -105,5 +105,6 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors that have been made so far."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
+        """Of what attention needs, and of the table where a kernel has asked for it."""
+        tensors = [self.heads, self.hidden, *(self.table if "table" in vars(self) else ())]
+        return sum(tensor.nbytes for tensor in tensors)
