@@ -14,7 +14,6 @@ from snapkv.policies import DuoAttention, EvictingPolicy, Policy
 from snapkv.storage.base import Storage
 from snapkv.storage.codes import Bits
 from snapkv.storage.dense import Dynamic
-from snapkv.storage.quantized import Quantized
 from snapkv.storage.static import Static
 from snapkv.validation import require_choice, require_int
 
@@ -103,7 +102,7 @@ def storage_for(
                 f"tokens in every head, and storage='dynamic', got {policy.name} with "
                 f"storage={storage!r}; leave quantize out"
             )
-        return functools.partial(Quantized, bits=quantize)
+        return functools.partial(Dynamic, bits=quantize)
     if storage == "static":
         assert policy.most_tokens is not None
         slots = policy.most_tokens + room_tokens

@@ -20,9 +20,8 @@ from snapkv.cache.options import (
     described,
     span_rule,
 )
-from snapkv.cache.padding import PaddingWatch
 from snapkv.cache.paging import Recall
-from snapkv.cache.reading import Reading
+from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.cache.report import CacheReport
 from snapkv.cache.slots import require_removable
 from snapkv.errors import CacheMismatchError, InvalidArgumentError, InvalidTypeError

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.options import Turns
-from snapkv.cache.padding import PaddingWatch
-from snapkv.cache.reading import Reading
+from snapkv.cache.reading import PaddingWatch, Reading
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer
 
