@@ -31,13 +31,8 @@ Answer = dict[str, Any]
 class Worker:
     """A model and a cache, compressed by kvpress or full.
 
-    Args:
-        model: a folder with its configuration; without weights in it they are random.
-        dtype: of the weights.
-        device: where to work.
-        attn_implementation: as transformers names it.
-        threads: of torch.
-        press: window_size and kernel_size; None for a full cache.
+    The model is a folder with its configuration; without weights in it they are random. The press
+    is its window_size and kernel_size; None for a full cache.
     """
 
     def __init__(

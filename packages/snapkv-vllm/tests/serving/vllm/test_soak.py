@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from snapkv_lab.evaluate.haystack import python_topics
-from snapkv_lab.experiments.magic_number import make_documents
+from snapkv_lab.experiments.prompts import make_documents
 from tests.serving.vllm import soak
 from tests.serving.vllm.conftest import SECOND_RUNNER
 from tests.serving.vllm.engines import Engine, blocks_bytes, greedy
