@@ -39,7 +39,7 @@ def test_a_later_row_takes_the_place_of_one_of_the_same_check_and_releases():
 
 def test_a_row_says_what_was_run_with_what_and_on_which_commit():
     changed = row()["environment"] | {"vllm": "0.32.0", "changed_files": 2}
-    page = compatibility.EXPERIMENT.render([row(), row(environment=changed)])
+    page = compatibility.COMPATIBILITY.render([row(), row(environment=changed)])
     cells = "| `make release-check` | 3.11.7 | 2.13.0+cpu | 5.23.0 | {} | passed | everything | abc"
     assert cells.format("") + " |\n" in page
     assert cells.format("0.32.0") + " and changes |\n" in page
@@ -50,7 +50,7 @@ def test_every_python_that_the_package_names_has_passed_a_release_check():
     named = re.findall(r"Python :: (3\.\d+)\b", "\n".join(project["classifiers"]))
     rows = [
         each
-        for each in read_rows(compatibility.EXPERIMENT.rows)
+        for each in read_rows(compatibility.COMPATIBILITY.rows)
         if each["check"] == "release-check"
     ]
     passed = [each["environment"]["python"] for each in rows if each["outcome"] == "passed"]
