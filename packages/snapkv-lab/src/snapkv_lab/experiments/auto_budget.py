@@ -19,7 +19,7 @@ from snapkv.cli.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 from snapkv.policies import FullCache, Policy, PromptLayer
 from snapkv.prefill.selective import tokens_that_go_on
 from snapkv.validation import SMALL_WINDOW
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.held_out import HeldOut, held_out
 from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.prompts import encode
@@ -216,8 +216,7 @@ AUTO_BUDGET = Experiment(
     takes="hours",
     measure=_measure,
     cases=_texts,
-    options={"tokens": 1024, "rounds": 12},
-    small={"tokens": 512, "rounds": 1},
+    options={"tokens": Sized(1024, 512), "rounds": Sized(12, 1)},
     measured=_last_run,
     tables=_tables,
 )
@@ -405,8 +404,7 @@ HELD_OUT = Experiment(
     takes="a day",
     measure=_measure_held_out,
     cases=lambda given, _: held_out(given.loaded.tokenizer, range(given.first, given.rounds)),
-    options={"first": 0, "rounds": 8},
-    small={"first": 0, "rounds": 1},
+    options={"first": Sized(0, 0), "rounds": Sized(8, 1)},
     measured=_last_run,
     tables=_held_out_tables,
 )

@@ -56,7 +56,7 @@ from snapkv_lab.evaluate.tasks import (
 from snapkv_lab.evaluate.tasks import Turns as SeveralTurns
 from snapkv_lab.evaluate.workers.base import Equipment
 from snapkv_lab.evaluate.workers.processes import Processes
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.records import RESULTS, Row, grouped, of, read_rows, write_rows
@@ -440,8 +440,7 @@ SHARING = Experiment(
     title="Ten methods for little more than one",
     takes="ten minutes",
     measure=_sharing,
-    options={"lengths": (1024, 2048, 4096), "rounds": 3},
-    small={"lengths": (320,), "rounds": 2},
+    options={"lengths": Sized((1024, 2048, 4096), (320,)), "rounds": Sized(3, 2)},
     tables=[
         Table(
             {
@@ -507,8 +506,12 @@ WORKERS = Experiment(
     name="workers",
     title="Two workers beside one",
     measure=_workers,
-    options={"lengths": (1024, 2048), "depths": 6, "budget": 256, "rounds": 3},
-    small={"lengths": (300, 320), "depths": 2, "budget": 64, "rounds": 2},
+    options={
+        "lengths": Sized((1024, 2048), (300, 320)),
+        "depths": Sized(6, 2),
+        "budget": Sized(256, 64),
+        "rounds": Sized(3, 2),
+    },
     tables=[
         Table(
             {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,13 @@ from snapkv_lab.experiments.records import (
     read_rows,
     write_rows,
 )
+
+
+class Sized(NamedTuple):
+    """A parameter of two sizes: as it is stored, and for a look."""
+
+    full: Any
+    small: Any
 
 
 class Given(SimpleNamespace):
@@ -87,8 +94,8 @@ class Experiment:
             behind them. `measure` then takes a case beside what is given.
         part_key: a row's key with its part.
         options: parameters with their defaults; numbers, texts and tuples of them are options of
-            the command.
-        small: parameters of a small form, which is printed and not stored.
+            the command. Where some have two sizes there is a small form, which is printed and not
+            stored.
         fields: what every row has.
         described: what rows say of what they were measured on.
         appends: rows are added one by one to the file that the option "output" names; without
@@ -107,7 +114,6 @@ class Experiment:
     cases: Callable[[Given, str], Iterable[Any]] | None = None
     part_key: str = "part"
     options: Mapping[str, Any] = field(default_factory=dict)
-    small: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     described: Callable[[Given], Row] = described
     appends: bool = False
@@ -150,8 +156,12 @@ class Experiment:
 
     def given(self, **parameters: Any) -> Given:
         """What a run asks for, where it says nothing else."""
-        small = self.small if parameters.get("small") else {}
-        return Given(**{"parts": self.parts, **self.options, **small, **parameters})
+        small = parameters.get("small", False)
+        own = {
+            name: each[small] if isinstance(each, Sized) else each
+            for name, each in self.options.items()
+        }
+        return Given(**{"parts": self.parts, **own, **parameters})
 
     def measured_rows(self, given: Given) -> Iterator[Row]:
         """The rows of what is asked for, each shown as it comes."""
@@ -252,13 +262,15 @@ class Experiment:
             parser.add_argument("--model", help="another than demo's: print, store nothing")
         if self.tables is not None:
             parser.add_argument("--render", action="store_true", help="only make the page")
-        if self.small:
+        if any(isinstance(each, Sized) for each in self.options.values()):
             parser.add_argument("--small", action="store_true", help="measure little, only print")
         if self.parts:
             parser.add_argument(
                 "--part", action="append", dest="parts", choices=self.parts, help="all by default"
             )
-        for name, default in self.options.items():
+        given = self.given()
+        for name in self.options:
+            default = getattr(given, name)
             kinds = {type(each) for each in (default if isinstance(default, tuple) else (default,))}
             if len(kinds) == 1 and kinds <= {int, float, str}:
                 several = "+" if isinstance(default, tuple) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snapkv.cli.app import run
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.records import Row
 
@@ -182,8 +182,7 @@ FIRST_DAY = Experiment(
     name="first_day",
     title="First day: ten files and questions, without any option",
     measure=_measure,
-    options={"pairs": 10},
-    small={"pairs": 1},
+    options={"pairs": Sized(10, 1)},
     tables=[
         Table(
             {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from snapkv import FullCache, SnapKV
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress_process import Kvpress
 from snapkv_lab.experiments.measuring import FREED_MEMORY_HANDED_BACK, Turns
 from snapkv_lab.experiments.pages import Table
@@ -99,12 +99,11 @@ KVPRESS = Experiment(
     measure=_measure,
     options={
         "python": str(PYTHON),
-        "budget": 512,
-        "lengths": (1024, 4096),
-        "prefill_rounds": 8,
-        "decode_rounds": 48,
+        "budget": Sized(512, 64),
+        "lengths": Sized((1024, 4096), (200,)),
+        "prefill_rounds": Sized(8, 2),
+        "decode_rounds": Sized(48, 3),
     },
-    small={"budget": 64, "lengths": (200,), "prefill_rounds": 2, "decode_rounds": 3},
     fields={"seed": SEED},
     measured=_line,
     tables=[

@@ -29,7 +29,7 @@ from snapkv.library import Part, blend
 from snapkv.policies import Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.corpora import load_corpus
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.records import Row, grouped, read_rows
@@ -288,7 +288,6 @@ LIBRARY = Experiment(
     title="Documents that were read once",
     takes="an hour",
     measure=_measure,
-    options={"questions": 30},
-    small={"questions": 1},
+    options={"questions": Sized(30, 1)},
     tables=_tables,
 )

@@ -27,7 +27,7 @@ from snapkv.decoding import CandidateTree, Medusa, MedusaHeads
 from snapkv.decoding.speculation import begin_verifying, fast_few_rows
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import encode
@@ -233,22 +233,16 @@ DRAFTS = Experiment(
     part_key="dtype",
     options={
         "heads": "demo",
-        "budget": 512,
-        "tokens": 48,
-        "rounds": 3,
-        "lengths": {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)},
-        "pass_tokens": (1, 2, 4, 7, 10),
-        "pass_prompt_tokens": 4096,
-        "pass_rounds": 15,
-    },
-    small={
-        "budget": 48,
-        "tokens": 6,
-        "rounds": 2,
-        "lengths": {"float32": (96,), "bfloat16": (96,)},
-        "pass_tokens": (1, 3),
-        "pass_prompt_tokens": 96,
-        "pass_rounds": 2,
+        "budget": Sized(512, 48),
+        "tokens": Sized(48, 6),
+        "rounds": Sized(3, 2),
+        "lengths": Sized(
+            {"float32": (1024, 4096), "bfloat16": (1024, 4096, 7936)},
+            {"float32": (96,), "bfloat16": (96,)},
+        ),
+        "pass_tokens": Sized((1, 2, 4, 7, 10), (1, 3)),
+        "pass_prompt_tokens": Sized(4096, 96),
+        "pass_rounds": Sized(15, 2),
     },
     tables=_tables,
 )

@@ -36,7 +36,7 @@ from snapkv.policies import (
     StreamingLLM,
 )
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table, cell, markdown_table
 from snapkv_lab.experiments.prompts import (
@@ -363,16 +363,10 @@ METHODS = Experiment(
         "timing": _timing,
     },
     options={
-        "count": 8,
-        "budgets": {768: (64, 192, 384), 2048: (128, 512, 1024)},
-        "followed": (768, 256, (64, 192, 384)),
-        "timed": (2048, 512, 48),
-    },
-    small={
-        "count": 1,
-        "budgets": {192: (64,)},
-        "followed": (128, 8, (64,)),
-        "timed": (192, 64, 2),
+        "count": Sized(8, 1),
+        "budgets": Sized({768: (64, 192, 384), 2048: (128, 512, 1024)}, {192: (64,)}),
+        "followed": Sized((768, 256, (64, 192, 384)), (128, 8, (64,))),
+        "timed": Sized((2048, 512, 48), (192, 64, 2)),
     },
     fields={"seed": SEED},
     tables=_tables,

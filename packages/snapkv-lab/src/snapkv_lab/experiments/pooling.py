@@ -17,7 +17,7 @@ from torch import Tensor
 from snapkv import SnapKV
 from snapkv.app.recorded import RecordedPrompt
 from snapkv_lab.evaluate.tasks.ruler import GENERATORS
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import markdown_table
 from snapkv_lab.experiments.records import Row, grouped, of
 from snapkv_lab.experiments.texts import (
@@ -291,7 +291,6 @@ POOLING = Experiment(
     takes="a day",
     measure={part: partial(_measure, settings) for part, settings in SETTINGS.items()},
     cases=_texts,
-    options={"tokens": 1024, "rounds": 24},
-    small={"tokens": 1024, "rounds": 1},
+    options={"tokens": Sized(1024, 1024), "rounds": Sized(24, 1)},
     tables=_tables,
 )

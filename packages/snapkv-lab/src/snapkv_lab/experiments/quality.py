@@ -18,7 +18,7 @@ from snapkv import CompressedCache, FullCache, Random, SnapKV
 from snapkv.policies import Policy, PrefixPolicy, PromptLayer
 from snapkv.prefill import chunked, layer_by_layer
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table, cell
 from snapkv_lab.experiments.prompts import (
@@ -130,8 +130,10 @@ QUALITY = Experiment(
     name="quality",
     title="One magic number in a long text",
     measure=_quality,
-    options={"budgets": (96, 128, 256, 512), "documents_of": {768: 24, 2048: 12, 4096: 8}},
-    small={"budgets": (48,), "documents_of": {128: 1}},
+    options={
+        "budgets": Sized((96, 128, 256, 512), (48,)),
+        "documents_of": Sized({768: 24, 2048: 12, 4096: 8}, {128: 1}),
+    },
     fields={"seed": SEED},
     tables=_quality_tables,
 )
@@ -183,8 +185,12 @@ FEW_BITS = Experiment(
     title="Few bits for what is kept",
     takes="three minutes",
     measure=_bits,
-    options={"tokens": 2048, "count": 8, "budget": 512, "new_tokens": 48},
-    small={"tokens": 128, "count": 1, "budget": 48, "new_tokens": 2},
+    options={
+        "tokens": Sized(2048, 128),
+        "count": Sized(8, 1),
+        "budget": Sized(512, 48),
+        "new_tokens": Sized(48, 2),
+    },
     fields={"seed": SEED},
     tables=[
         Table(
@@ -275,13 +281,12 @@ CHUNKED = Experiment(
     title="Reading under a cap",
     takes="two minutes",
     measure=_chunked,
-    options={"tokens": 1024, "count": 8, "chunk_tokens": 128, "policy": CAPPED, "caps": CAPS},
-    small={
-        "tokens": 150,
-        "count": 1,
-        "chunk_tokens": 30,
-        "policy": SnapKV(40, window_size=8),
-        "caps": (None, 150, 48),
+    options={
+        "tokens": Sized(1024, 150),
+        "count": Sized(8, 1),
+        "chunk_tokens": Sized(128, 30),
+        "policy": Sized(CAPPED, SnapKV(40, window_size=8)),
+        "caps": Sized(CAPS, (None, 150, 48)),
     },
     fields={"seed": SEED},
     tables=[

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from snapkv import AdaKV, SnapKV
 from snapkv.ops import RaggedLayout, ScoreOptions, ragged_attention
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
@@ -153,13 +153,12 @@ RAGGED = Experiment(
     title="Heads that keep different numbers of tokens",
     measure=_measure,
     options={
-        "tokens": 4096,
-        "budgets": (512, 2048),
-        "new_tokens": 64,
-        "rounds": 60,
+        "tokens": Sized(4096, 160),
+        "budgets": Sized((512, 2048), (64,)),
+        "new_tokens": Sized(64, 2),
+        "rounds": Sized(60, 2),
         "tail_tokens": 64,
     },
-    small={"tokens": 160, "budgets": (64,), "new_tokens": 2, "rounds": 2},
     fields={"seed": SEED},
     tables=[
         _table("Decoding with the whole model", "decode", ("budget",), 1),

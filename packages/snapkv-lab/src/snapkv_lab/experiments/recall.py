@@ -13,7 +13,7 @@ from snapkv.kvzip import read_context
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import QuotedDocument, generate, quoted_document
 from snapkv_lab.experiments.records import Row, grouped, of
@@ -233,20 +233,12 @@ MANY_QUESTIONS = Experiment(
     title="Many questions, many turns",
     measure=_measure,
     options={
-        "count": 4,
-        "tokens": 2048,
-        "questions": 10,
-        "turns": 50,
-        "budgets": (128, 256),
-        "turned": (128, 8, 512),
-    },
-    small={
-        "count": 1,
-        "tokens": 512,
-        "questions": 2,
-        "turns": 2,
-        "budgets": (96,),
-        "turned": (64, 2, 256),
+        "count": Sized(4, 1),
+        "tokens": Sized(2048, 512),
+        "questions": Sized(10, 2),
+        "turns": Sized(50, 2),
+        "budgets": Sized((128, 256), (96,)),
+        "turned": Sized((128, 8, 512), (64, 2, 256)),
     },
     tables=lambda rows: [*_QUESTIONS.parts(rows), *_turns_table(of(rows, task="turns"))],
 )

@@ -21,7 +21,7 @@ from snapkv.app.prefills import Exact, GemFilter, Prefill, Selective
 from snapkv.policies import Policy, default_policy
 from snapkv_lab.evaluate.task import Task
 from snapkv_lab.evaluate.tasks import Lines, Needle
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import SEED
@@ -207,27 +207,16 @@ SELECTIVE = Experiment(
     title="Reading fewer tokens in the upper half of the model",
     measure={"time": _time, "shape": _shape, "quality": _quality},
     options={
-        "layers": (18, 16, 19),
-        "budget": 256,
-        "tokens": 4096,
-        "rounds": 4,
-        "shape_tokens": 16384,
+        "layers": Sized((18, 16, 19), (1,)),
+        "budget": Sized(256, 48),
+        "tokens": Sized(4096, 160),
+        "rounds": Sized(4, 2),
+        "shape_tokens": Sized(16384, 128),
         "shape_rounds": 2,
-        "count": 10,
-        "length": 1024,
-        "depths": 5,
-        "each": 2,
-    },
-    small={
-        "layers": (1,),
-        "budget": 48,
-        "tokens": 160,
-        "rounds": 2,
-        "shape_tokens": 128,
-        "count": 2,
-        "length": 512,
-        "depths": 1,
-        "each": 1,
+        "count": Sized(10, 2),
+        "length": Sized(1024, 512),
+        "depths": Sized(5, 1),
+        "each": Sized(2, 1),
     },
     tables=[
         Table(_TIMED, "Time on the demo model", {"part": "time"}),

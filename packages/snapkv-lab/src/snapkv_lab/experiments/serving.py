@@ -31,7 +31,7 @@ from snapkv.app.models import place_of
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv.prefill import chunked
 from snapkv_lab.evaluate.haystack import load_haystack
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table, cell, markdown_table
 from snapkv_lab.experiments.prompts import Document, encode, generate
@@ -430,35 +430,20 @@ SERVING = Experiment(
         HEADS: _heads,
     },
     options={
-        "equal_prompts": 64,
-        "equal_tokens": 1000,
-        "library_prompts": 16,
-        "library_tokens": 1500,
-        "requests": 16,
-        "prompt_tokens": 4000,
-        "new_tokens": 256,
-        "blocks": 112,
-        "heads_tokens": 2000,
-        "rounds": 2,
-        "budget": 512,
-        "pairs": 16,
+        "equal_prompts": Sized(64, 3),
+        "equal_tokens": Sized(1000, 200),
+        "library_prompts": Sized(16, 2),
+        "library_tokens": Sized(1500, 300),
+        "requests": Sized(16, 3),
+        "prompt_tokens": Sized(4000, 600),
+        "new_tokens": Sized(256, 16),
+        "blocks": Sized(112, 12),
+        "heads_tokens": Sized(2000, 600),
+        "rounds": Sized(2, 1),
+        "budget": Sized(512, 128),
+        "pairs": Sized(16, 2),
         "alone": 1,
-        "at_once": 8,
-    },
-    small={
-        "equal_prompts": 3,
-        "equal_tokens": 200,
-        "library_prompts": 2,
-        "library_tokens": 300,
-        "requests": 3,
-        "prompt_tokens": 600,
-        "new_tokens": 16,
-        "blocks": 12,
-        "heads_tokens": 600,
-        "rounds": 1,
-        "budget": 128,
-        "pairs": 2,
-        "at_once": 2,
+        "at_once": Sized(8, 2),
     },
     fields={"votes": VOTES},
     described=lambda given: _on(given, "bfloat16"),
@@ -509,8 +494,7 @@ SERVING_CAPS = Experiment(
     name="serving_caps",
     title="Needles under a cap, in vLLM",
     measure=_caps,
-    options={"tokens": 1024, "count": 8, "chunk_tokens": 128},
-    small={"tokens": 300, "count": 1, "chunk_tokens": 64},
+    options={"tokens": Sized(1024, 300), "count": Sized(8, 1), "chunk_tokens": Sized(128, 64)},
     described=lambda given: _on(given, "float32"),
     tables=[
         Table(
@@ -682,8 +666,12 @@ SHARED_DOCUMENTS = Experiment(
     name="shared_documents",
     title="One document, 64 questions, in vLLM",
     measure=_shared,
-    options={"tokens": 4000, "budgets": (1024, 2048), "questions": 64, "read_whole": 8},
-    small={"tokens": 400, "budgets": (128,), "questions": 2, "read_whole": 1},
+    options={
+        "tokens": Sized(4000, 400),
+        "budgets": Sized((1024, 2048), (128,)),
+        "questions": Sized(64, 2),
+        "read_whole": Sized(8, 1),
+    },
     described=lambda given: _on(given, "bfloat16"),
     tables=_shared_tables,
 )

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from snapkv import FullCache, SnapKV
 from snapkv.policies import Policy, PromptLayer
 from snapkv.storage.base import keep_tokens
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns, in_own_process
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
@@ -199,13 +199,12 @@ SPEED = Experiment(
     title="Speed and memory",
     measure=_speed,
     options={
-        "tokens": 4096,
-        "rounds": 11,
-        "budget": 512,
-        "decode_behind": (1024, 6144),
-        "new_tokens": 64,
+        "tokens": Sized(4096, 160),
+        "rounds": Sized(11, 2),
+        "budget": Sized(512, 64),
+        "decode_behind": Sized((1024, 6144), (96, 160)),
+        "new_tokens": Sized(64, 2),
     },
-    small={"tokens": 160, "rounds": 2, "budget": 64, "decode_behind": (96, 160), "new_tokens": 2},
     fields={"seed": SEED},
     tables=[
         Table(
@@ -303,28 +302,16 @@ FLAT = Experiment(
     measure=_flat,
     threads=2,
     options={
-        "budget": 512,
-        "lengths": (1024, 2048, 4096, 8192),
-        "flat_tokens": 64,
-        "batch": 4,
-        "batch_length": 8192,
-        "batch_tokens": 8,
-        "batch_rounds": 7,
-        "overhead_lengths": (4096, 8192),
-        "overhead_rounds": 5,
-        "peak_length": 8192,
-    },
-    small={
-        "budget": 64,
-        "lengths": (128, 160),
-        "flat_tokens": 2,
-        "batch": 2,
-        "batch_length": 160,
-        "batch_tokens": 1,
-        "batch_rounds": 2,
-        "overhead_lengths": (160,),
-        "overhead_rounds": 2,
-        "peak_length": 160,
+        "budget": Sized(512, 64),
+        "lengths": Sized((1024, 2048, 4096, 8192), (128, 160)),
+        "flat_tokens": Sized(64, 2),
+        "batch": Sized(4, 2),
+        "batch_length": Sized(8192, 160),
+        "batch_tokens": Sized(8, 1),
+        "batch_rounds": Sized(7, 2),
+        "overhead_lengths": Sized((4096, 8192), (160,)),
+        "overhead_rounds": Sized(5, 2),
+        "peak_length": Sized(8192, 160),
     },
     fields={"seed": SEED},
     tables=[
@@ -418,11 +405,13 @@ APPENDING = Experiment(
         tokens=given.new_tokens,
     ),
     options={
-        "cells": ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024)),
-        "prompt_tokens": 4096,
-        "new_tokens": 96,
+        "cells": Sized(
+            ((1, 512), (1, 1024), (1, 2048), (4, 512), (4, 1024), (4, 2048), (8, 1024)),
+            ((1, 40), (2, 80)),
+        ),
+        "prompt_tokens": Sized(4096, 120),
+        "new_tokens": Sized(96, 3),
     },
-    small={"cells": ((1, 40), (2, 80)), "prompt_tokens": 120, "new_tokens": 3},
     tables=[
         Table(
             {

@@ -12,7 +12,7 @@ import torch
 from snapkv import CompressedCache, FullCache, StreamingLLM
 from snapkv.policies import Policy
 from snapkv_lab.evaluate.haystack import python_topics
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import Pivot, Table
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.records import Row, grouped, of
@@ -107,13 +107,12 @@ STREAMING = Experiment(
     title="Streaming",
     measure=_measure,
     options={
-        "tokens": 8192,
+        "tokens": Sized(8192, 128),
         "true_position_tokens": 8192,
-        "budget": 256,
-        "chunk_tokens": 64,
-        "bucket_tokens": 1024,
+        "budget": Sized(256, 32),
+        "chunk_tokens": Sized(64, 16),
+        "bucket_tokens": Sized(1024, 32),
     },
-    small={"tokens": 128, "budget": 32, "chunk_tokens": 16, "bucket_tokens": 32},
     tables=[
         Table(
             Pivot("tokens", "{tokens}", "{method}", "{perplexity}"),

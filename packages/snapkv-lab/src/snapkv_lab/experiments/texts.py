@@ -118,15 +118,15 @@ class Maker:
                     parts=whole,
                 )
             )
-            before = [*first.answer_ids, *self._encode(".")]
+            before = [*second.answer_ids, *self._encode(".")]
             cases.append(
                 replace(
-                    second,
+                    first,
                     group="needles, second question",
                     setting="second",
-                    question_ids=first.question_ids,
-                    between_ids=[*before, *second.question_ids],
-                    parts=[range(len(second.answer_ids))],
+                    question_ids=second.question_ids,
+                    between_ids=[*before, *first.question_ids],
+                    parts=whole,
                 )
             )
         return Text(name=name, ids=ids, cases=cases)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from snapkv_lab.experiments.experiment import Experiment, Given
+from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Peer, Turns
 from snapkv_lab.experiments.records import ROOT, Row
 
@@ -65,6 +65,10 @@ VERSIONS = Experiment(
     title="Two checkouts of this project beside each other",
     measure=_measure,
     appends=True,
-    options={"against": "../before", "tokens": 4096, "rounds": 9, "output": ""},
-    small={"tokens": 640, "rounds": 2},
+    options={
+        "against": "../before",
+        "tokens": Sized(4096, 640),
+        "rounds": Sized(9, 2),
+        "output": "",
+    },
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from snapkv_lab.experiments import experiment
-from snapkv_lab.experiments.experiment import Experiment, declared
+from snapkv_lab.experiments.experiment import Experiment, Sized, declared
 from snapkv_lab.experiments.pages import Pivot, Table, table
 from snapkv_lab.experiments.records import read_rows
 
@@ -32,8 +32,7 @@ def toy(tmp_path, monkeypatch):
         name="toy",
         title="A toy",
         measure={name: measured(name) for name in ("one", "two")},
-        options={"tokens": 5, "budgets": (1, 2)},
-        small={"tokens": 3},
+        options={"tokens": Sized(5, 3), "budgets": (1, 2)},
         fields={"seed": 1},
         described=lambda given: ABOUT,
         tables=[Table({"part": "{part}", "value": "{value:.1f}"})],
@@ -125,10 +124,20 @@ def test_every_experiment_says_what_it_takes(name, capsys):
 
 
 CHEAP = [
-    "appending", "auto_budget", "auto_budget_held_out", "bits", "chunked", "quality", "ragged",
+    "appending", "auto_budget", "bits", "chunked", "quality", "ragged",
     "recall", "streaming",
 ]  # fmt: skip
-SLOW = ["flat", "library", "methods", "pooling", "selective", "sharing", "speed", "workers"]
+SLOW = [
+    "auto_budget_held_out",
+    "flat",
+    "library",
+    "methods",
+    "pooling",
+    "selective",
+    "sharing",
+    "speed",
+    "workers",
+]
 
 
 @pytest.mark.parametrize(

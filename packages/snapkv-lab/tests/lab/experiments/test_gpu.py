@@ -7,6 +7,8 @@ import pytest
 from snapkv.storage.append_buffer import ROOM_TOKENS
 from snapkv_lab.experiments import gpu
 
+SMALL = gpu.GPU.given(small=True)
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers on static caches
 
 
@@ -23,7 +25,7 @@ def test_every_part_measures_something(tmp_path):
     assert all(row.get("status", "ok") == "ok" for row in rows)
     decode = [row for row in rows if row["part"] == "decode"]
     assert {(row["batch"], row["length"]) for row in decode} == {
-        (batch, length) for batch in gpu.GPU.small["batches"] for length in gpu.GPU.small["lengths"]
+        (batch, length) for batch in SMALL.batches for length in SMALL.lengths
     }
     assert {row["cache"] for row in decode} == {
         "transformers",
@@ -35,7 +37,7 @@ def test_every_part_measures_something(tmp_path):
     drafts = [row for row in rows if row["part"] == "medusa"]
     assert {row["acceptance"] for row in drafts} == {"set, not measured"}
     held = {row["cache"]: row["held_bytes"] for row in decode if row["length"] == 512}
-    generated = 1 + 3 * gpu.GPU.small["tokens"]  # room is made at the first of them
+    generated = 1 + 3 * SMALL.tokens  # room is made at the first of them
     stored = (96 + 1 + ROOM_TOKENS) / (512 + generated)
     assert held["snapkv@96 dynamic"] == pytest.approx(stored * held["transformers"], rel=0.02)
 

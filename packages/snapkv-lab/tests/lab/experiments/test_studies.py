@@ -83,6 +83,7 @@ def test_chunks_do_not_matter_where_nothing_is_dropped():
     assert roomy == pytest.approx(small)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_drafts_measures_every_contender(tiny, tmp_path):
     save_heads(MedusaHeads.untrained(tiny.model, 2), tmp_path, base_model="tiny")
     own = medusa.DRAFTS
