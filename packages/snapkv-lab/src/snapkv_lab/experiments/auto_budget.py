@@ -3,6 +3,7 @@
 `auto_budget`: texts of about a thousand tokens, of the kinds that the pooling was chosen by, the
 right answer fed. `auto_budget_held_out`: texts of 1k to 7k tokens of kinds that chose neither;
 every policy generates an answer, which is right if it has the expected words. A row is a question.
+The rows of the first also have budgets by the sum of the lost votes, "mass", which lost.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,20 +44,7 @@ def _policies() -> dict[str, Policy]:
     bounds = {b: default_policy(AutoBudget(lost_vote=b)) for b in (0.01, 0.005, 0.0025, 0.001)}
     auto = {f"auto {bound}": policy for bound, policy in bounds.items()}
     shared = {f"auto {bound}, by head": AdaKV(bounds[bound]) for bound in (0.005, 0.0025)}
-    masses = {
-        f"mass {most}": default_policy(_MassBudget(lost_vote=most)) for most in (0.5, 0.4, 0.3)
-    }
-    return {**fixed, **papers, **auto, **shared, **masses}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _MassBudget(AutoBudget):
-    """Bounds the sum of the lost votes instead of the highest: `lost_vote` is their share."""
-
-    def voted(self, shares: Tensor) -> Tensor:
-        held = shares.sort(dim=-1, descending=True).values.cumsum(dim=-1)
-        short = held < (1 - self.lost_vote) * held[..., -1:]
-        return short.sum(dim=-1) + 1
+    return {**fixed, **papers, **auto, **shared}
 
 
 def _texts(given: Given, part: str) -> Iterator[Text]:

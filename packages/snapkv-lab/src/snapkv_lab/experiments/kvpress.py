@@ -1,11 +1,9 @@
 """Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
 
-kvpress runs in processes of their own, which wait while another works. `kvpress_bench` has it
-among the contenders of `snapkv bench`, on random weights, and prints its rows.
+kvpress runs in processes of their own, which wait while another works.
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,17 +13,11 @@ import torch
 from snapkv import FullCache, SnapKV
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.kvpress_process import Kvpress
-from snapkv_lab.experiments.measuring import FREED_MEMORY_HANDED_BACK, Turns
+from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, Row, environment_line
-from snapkv_lab.experiments.speed import reader
-from snapkv_lab.measure.bandwidth import copy_bandwidth
 from snapkv_lab.measure.contenders import compressed, full
-from snapkv_lab.measure.decode import DecodeBench
-from snapkv_lab.measure.prefill import PrefillBench
-from snapkv_lab.measure.random_models import random_model
-from snapkv_lab.measure.throughput import ThroughputBench
 
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
 
@@ -37,6 +29,10 @@ _NAMES = {
 }
 _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 """What a method is a part of: the full cache on the same transformers."""
+
+
+def _at_once(model: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 @torch.inference_mode()
@@ -57,8 +53,8 @@ def _measure(given: Given) -> Iterator[Row]:
             read = {
                 "kvpress": partial(theirs.read, prompt),
                 "kvpress full": partial(theirs_full.read, prompt),
-                "snapkv": reader(model, prompt, compressed("snapkv", policy)),
-                "transformers": reader(model, prompt, full("transformers")),
+                "snapkv": compressed("snapkv", policy).reader(model, prompt, _at_once),
+                "transformers": full("transformers").reader(model, prompt, _at_once),
             }
             yield from _rows("prefill", read, given.prefill_rounds, named)
             whole = read_prompt(model, ids)
@@ -118,68 +114,4 @@ KVPRESS = Experiment(
             }
         )
     ],
-)
-
-
-def _benches(given: Given) -> Iterator[Row]:
-    """Rows of a bench: transformers' cache, kvpress and snapkv, by budget.
-
-    The weights of every kvpress must fit beside the model's, and do not count as `--memory-gb`. It
-    decodes in the loop of its pipeline, which does less around a token than `model.generate`.
-    """
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model = random_model(given.shape, device=device, dtype=dtype, layers=given.layers or None)
-    policies = {f"snapkv@{budget}": SnapKV(budget) for budget in given.budgets}
-    with contextlib.ExitStack() as running:
-        theirs = {
-            f"kvpress {label}": running.enter_context(
-                Kvpress(f"kvpress {label}", given.python, model, policy)
-            )
-            for label, policy in policies.items()
-        }
-        ours = [compressed(f"{label} dynamic", policy) for label, policy in policies.items()]
-        contenders = [full("transformers"), *theirs.values(), *ours]
-        if given.bench == "memory" and not cuda:
-            os.environ.update(FREED_MEMORY_HANDED_BACK)  # before its processes start
-            contenders = list(theirs.values())  # the others need processes of their own as well
-        for row in _bench_rows(given, {"model": model, "contenders": contenders}):
-            peer = theirs.get(row["cache"])
-            yield row | ({} if peer is None else {"kvpress": peer.versions})
-
-
-def _bench_rows(given: Given, common: dict[str, Any]) -> Iterator[Row]:
-    common |= {"lengths": given.lengths, "rounds": given.rounds}
-    match given.bench:
-        case "decode":
-            bandwidth = copy_bandwidth(common["model"].device)
-            return DecodeBench(**common, batches=given.batch, bytes_per_second=bandwidth).rows()
-        case "prefill":
-            return PrefillBench(**common, batches=given.batch).times()
-        case "memory":
-            return PrefillBench(**common, batches=given.batch).peaks()
-        case "throughput":
-            return ThroughputBench(**common, memory_bytes=int(given.memory_gb * 1e9)).rows()
-    raise ValueError(f"expected decode, prefill, memory or throughput, got {given.bench}")
-
-
-BENCHES = Experiment(
-    name="kvpress_bench",
-    title="kvpress among the contenders of `snapkv bench`, on random weights",
-    measure=_benches,
-    described=lambda given: {},
-    appends=True,
-    options={
-        "bench": "decode",
-        "output": "",
-        "python": str(PYTHON),
-        "shape": "smollm2-135m",
-        "layers": 0,
-        "lengths": (1024, 4096),
-        "batch": (1,),
-        "budgets": (1024,),
-        "rounds": 5,
-        "memory_gb": 16.0,
-    },
 )

@@ -1,7 +1,8 @@
 """What reading a prompt and decoding behind it take, in time and memory.
 
-`speed`: each cache by itself. `flat`: what is promised of a machine with two cores, to be run with
-nothing else on it. `appending`: as many stored tokens, appended in place or copied for every token,
+`speed`: decoding behind a short and a long prompt; its rows also have reading and its peak, which
+`flat` measures today. `flat`: what is promised of a machine with two cores, to be run with nothing
+else on it. `appending`: as many stored tokens, appended in place or copied for every token,
 as transformers' own cache does, which concatenates what is stored and what is new.
 """
 
@@ -36,42 +37,6 @@ def contenders(budget: int) -> dict[str, Contender]:
         compressed("snapkv", SnapKV(budget)),
     )
     return {each.label: each for each in found}
-
-
-def reader(model: Any, ids: Tensor, contender: Contender) -> Callable[[], Spent]:
-    """A function that reads the prompt into a new cache and says what that took."""
-
-    def read() -> Spent:
-        with contender.at_work(model):
-            cache = contender.make(model, ids.shape[1])
-            return spent_on(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
-
-    return read
-
-
-@torch.inference_mode()
-def _reading(given: Given) -> Iterator[Row]:
-    """Rows of times, then rows of ratios of pairs."""
-    model, ids = given.loaded.model, torch.tensor([given.prompt(given.tokens)])
-    work = {name: reader(model, ids, each) for name, each in contenders(given.budget).items()}
-    turns = Turns(work, rounds=given.rounds)
-    common = {"benchmark": "prefill", "prompt_tokens": given.tokens, "budget": given.budget}
-    for name in turns:
-        yield common | {
-            "cache": name,
-            "ms": turns.ms(name, 1),
-            "cpu_ms": turns.ms(name, 1, "cpu_ms"),
-            "samples_ms": [round(ms, 1) for ms in turns.samples(name)],
-            "samples_cpu_ms": [round(ms, 1) for ms in turns.samples(name, "cpu_ms")],
-        }
-    for name, base in (("snapkv", "full"), ("snapkv", "transformers"), ("full", "transformers")):
-        yield common | {
-            "cache": name,
-            "against": base,
-            "pairs": given.rounds,
-            "ratio": turns.ratio(name, base),
-            "cpu_ratio": turns.ratio(name, base, clock="cpu_ms"),
-        }
 
 
 @torch.inference_mode()
@@ -166,29 +131,11 @@ def _compress(layers: Sequence[PromptLayer], policy: Policy) -> None:
                 keep_tokens(states, selection.keep_indices, selection.prompt_tokens)
 
 
-def _speed(given: Given) -> Iterator[Row]:
-    yield from _decoding(given)
-    yield from _reading(given)
-    yield from _peaks(given, given.tokens)
-
-
-_NAMES = {
-    "transformers": "transformers' own cache and attention",
-    "full": "snapkv, every token kept",
-    "snapkv": "snapkv, compressed",
-}
-
-
-def _name(row: Row) -> str:
-    return _NAMES[row["cache"]]
-
-
-def _with(key: str) -> Callable[[list[Row]], list[Row]]:
-    return lambda rows: [row for row in rows if key in row]
+_NAMES = {"full": "snapkv, every token kept", "snapkv": "snapkv, compressed"}
 
 
 def _against_short(rows: list[Row]) -> Iterable[Row]:
-    ratio = {(row["cache"], row["prompt_tokens"]): row["ratio"] for row in _with("ratio")(rows)}
+    ratio = {(r["cache"], r["prompt_tokens"]): r["ratio"] for r in rows if "ratio" in r}
     for row in sorted(rows, key=lambda row: (row["cache"], row["prompt_tokens"])):
         if "ms_per_token" in row:
             yield row | {"against": ratio.get((row["cache"], row["prompt_tokens"]))}
@@ -197,38 +144,17 @@ def _against_short(rows: list[Row]) -> Iterable[Row]:
 SPEED = Experiment(
     name="speed",
     title="Speed and memory",
-    measure=_speed,
+    measure=_decoding,
     options={
-        "tokens": Sized(4096, 160),
-        "rounds": Sized(11, 2),
-        "budget": Sized(512, 64),
         "decode_behind": Sized((1024, 6144), (96, 160)),
+        "budget": Sized(512, 64),
         "new_tokens": Sized(64, 2),
     },
     fields={"seed": SEED},
     tables=[
         Table(
             {
-                "cache": _name,
-                "seconds": "{ms[p50]:seconds|.2f}",
-                "processor seconds": "{cpu_ms[p50]:seconds|.2f}",
-            },
-            "Reading a prompt",
-            {"benchmark": "prefill"},
-            _with("ms"),
-        ),
-        Table(
-            {
-                "pairs": lambda row: f"{_NAMES[row['cache']]} / {_NAMES[row['against']]}",
-                "time": "{ratio:spread|.3f}",
-                "processor time": "{cpu_ratio:spread|.3f}",
-            },
-            where={"benchmark": "prefill"},
-            made=_with("ratio"),
-        ),
-        Table(
-            {
-                "cache": _name,
+                "cache": lambda row: _NAMES[row["cache"]],
                 "prompt tokens": "{prompt_tokens:,}",
                 "ms per token": "{ms_per_token[p50]:.1f}",
                 "against the short prompt": "{against:spread|.3f}",
@@ -237,16 +163,6 @@ SPEED = Experiment(
             "Decoding after a prompt",
             {"benchmark": "decode"},
             _against_short,
-        ),
-        Table(
-            {
-                "cache": _name,
-                "prompt tokens": "{prompt_tokens:,}",
-                "peak": "{peak_growth_bytes:bytes}",
-                "after the prompt": "{growth_bytes:bytes}",
-            },
-            "Peak memory of reading",
-            {"benchmark": "peak memory"},
         ),
     ],
 )
