@@ -13,10 +13,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from snapkv import (
     H2O,
@@ -33,14 +32,12 @@ from snapkv import (
     SnapKV,
     StreamingLLM,
 )
-from snapkv.app.models import LoadedModel
 from snapkv.cache.paging import PageRecall
 from snapkv.cli.app import run as run_command
 from snapkv_lab.drawing import encoded
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
-from snapkv_lab.evaluate.sample import Setting
 from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
@@ -69,34 +66,20 @@ from snapkv_lab.study.figures import save
 FOLDER = RESULTS / "evaluation"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A task with the methods that answer it, always on the demo model without a chat template.
 
     Attributes:
         title: heading of its section.
         task: what is asked.
         methods: what answers.
-        question: whether it is visible to the vote.
-        reference_loss: whether the loss of the references is taken too.
+        options: of the run.
     """
 
     title: str
     task: Callable[[], Task]
     methods: Sequence[Method]
-    question: Setting = "visible"
-    reference_loss: bool = False
-
-    def into(self, folder: Path, loaded: LoadedModel) -> None:
-        """Run it, or go on where it stopped."""
-        Run(
-            loaded=loaded,
-            task=self.task(),
-            methods=self.methods,
-            questions=(self.question,),
-            template="none",
-            reference_loss=self.reference_loss,
-        ).into(folder, _say)
+    options: dict[str, Any] = {}  # noqa: RUF012 # read only
 
 
 def _say(description: str, done: int, total: int) -> None:
@@ -148,70 +131,67 @@ def _without_a_question(tokens: int, ratios: Sequence[int]) -> list[Method]:
     return _labelled(full=FullCache(), **found)
 
 
-COMPARISONS: dict[str, Comparison] = {
+COMPARISONS = {
     "needle": Comparison(
-        title="Needle in a haystack",
-        task=lambda: Needle(
-            lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100
-        ),
-        methods=_rivals(256, 13, 5, 1),
+        "Needle in a haystack",
+        partial(Needle, lengths=(1024, 2048, 3072, 4096), digits=5, cloze=True, buffer_tokens=100),
+        _rivals(256, 13, 5, 1),
     ),
     "lines": Comparison(
-        title="LongEval-Lines",
-        task=lambda: Lines(
-            lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
+        "LongEval-Lines",
+        partial(
+            Lines, lengths=(512, 1024, 1536), positions=3, samples_each=3, examples=3, cloze=True
         ),
-        methods=_rivals(192, 13, 5, 1),
+        _rivals(192, 13, 5, 1),
     ),
     "ruler": Comparison(
-        title="RULER at 2k",
-        task=lambda: Ruler(lengths=(2048,), samples_each=2),
-        methods=_rivals(512, 13)[:3],
+        "RULER at 2k", partial(Ruler, lengths=(2048,), samples_each=2), _rivals(512, 13)[:3]
     ),
     "rag-citation": Comparison(
-        title="Citations",
-        task=lambda: RagCitation(documents=(10, 20), samples_each=12),
-        methods=_rivals(512, 13),
+        "Citations", partial(RagCitation, documents=(10, 20), samples_each=12), _rivals(512, 13)
     ),
     "rag-position": Comparison(
-        title="Lost in the middle",
-        task=lambda: RagPosition(documents=(5, 10), samples_each=8, corpus="squad"),
-        methods=_rivals(256, 13),
+        "Lost in the middle",
+        partial(RagPosition, documents=(5, 10), samples_each=8, corpus="squad"),
+        _rivals(256, 13),
     ),
     "rag-pipeline": Comparison(
-        title="Retrieve, rerank, answer",
-        task=lambda: RagPipeline(documents=(5, 10), samples_each=12, corpus="squad"),
-        methods=_rivals(256, 13),
+        "Retrieve, rerank, answer",
+        partial(RagPipeline, documents=(5, 10), samples_each=12, corpus="squad"),
+        _rivals(256, 13),
     ),
     "turns": Comparison(
-        title="Several turns",
-        task=lambda: SeveralTurns(lengths=(1024, 2048), samples_each=5, cloze=True),
-        methods=_over_turns(256),
+        "Several turns",
+        partial(SeveralTurns, lengths=(1024, 2048), samples_each=5, cloze=True),
+        _over_turns(256),
     ),
     "tracking": Comparison(
-        title="Long answers",
-        task=lambda: Tracking(
-            answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
+        "Long answers",
+        partial(
+            Tracking, answer_tokens=(1024,), kinds=("copy", "cycle"), samples_each=2, cloze=True
         ),
-        methods=_evicting(512),
+        _evicting(512),
     ),
     "hidden": Comparison(
-        title="A question that comes later",
-        task=lambda: Ruler(
+        "A question that comes later",
+        partial(
+            Ruler,
             tasks=("niah_single_1", "niah_single_2", "niah_multikey_1"),
             lengths=(4096,),
             samples_each=2,
         ),
-        methods=_without_a_question(4096, (8, 16, 32)),
-        question="hidden",
-        reference_loss=True,
+        _without_a_question(4096, (8, 16, 32)),
+        {"questions": ("hidden",), "reference_loss": True},
     ),
 }
 
 
 def _compare(name: str, given: Given) -> Iterator[Row]:
+    """Run it, or go on where it stopped; its rows lie in its folder."""
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
-    COMPARISONS[name].into(folder / name, given.loaded)
+    _, task, methods, options = COMPARISONS[name]
+    run = Run(loaded=given.loaded, task=task(), methods=methods, template="none", **options)
+    run.into(folder / name, _say)
     yield from ()
 
 
@@ -327,13 +307,14 @@ def _study(name: str, given: Given) -> Iterator[Row]:
         }
 
 
-def _findings(rows: list[Row], name: str) -> list[Row]:
-    return [row for row in of(rows, study=name) if "run" not in row]
+def _findings(rows: list[Row]) -> Iterator[tuple[str, Study, list[Row]]]:
+    for name, study in STUDIES.items():
+        yield name, study, [row for row in of(rows, study=name) if "run" not in row]
 
 
 def _studies_tables(rows: list[Row]) -> Iterator[str]:
-    for name, study in STUDIES.items():
-        found = study.table(_findings(rows, name))
+    for name, study, own in _findings(rows):
+        found = study.table(own)
         yield f"## {name}"
         yield f"![{name}](../studies/{name}.svg)"
         yield f"{found.title[0].upper()}{found.title[1:]}."
@@ -342,8 +323,8 @@ def _studies_tables(rows: list[Row]) -> Iterator[str]:
 
 def _studies_drawn(rows: list[Row]) -> None:
     FIGURES.mkdir(exist_ok=True)
-    for name, study in STUDIES.items():
-        save(study.figure(_findings(rows, name)), str(FIGURES / f"{name}.svg"))
+    for name, study, own in _findings(rows):
+        save(study.figure(own), str(FIGURES / f"{name}.svg"))
 
 
 OBSERVATIONS = Experiment(
@@ -392,19 +373,10 @@ INSTRUCTIONS = Experiment(
 
 def _ten_methods(budget: int) -> list[Method]:
     """Methods that score by the last queries, by all of them, by keys alone, and by nothing."""
-    policies = [
-        SnapKV(budget),
-        FullCache(),
-        AdaKV(SnapKV(budget)),
-        PyramidKV(budget),
-        CriticalKV(SnapKV(budget)),
-        ExpectedAttention(budget),
-        KeyDiff(budget),
-        H2O(budget),
-        TOVA(budget),
-        StreamingLLM(budget),
-    ]
-    return _labelled(**{f"{number} {each.name}": each for number, each in enumerate(policies)})
+    voted, found = SnapKV(budget), [SnapKV(budget), FullCache()]
+    found += [AdaKV(voted), PyramidKV(budget), CriticalKV(voted)]
+    found += [kind(budget) for kind in (ExpectedAttention, KeyDiff, H2O, TOVA, StreamingLLM)]
+    return _labelled(**{f"{number} {each.name}": each for number, each in enumerate(found)})
 
 
 def _sharing(given: Given) -> Iterator[Row]:

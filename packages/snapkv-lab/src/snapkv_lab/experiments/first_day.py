@@ -12,7 +12,7 @@ import json
 import random
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,8 @@ from snapkv_lab.experiments.records import Row
 
 _SERVICES = ("gateway", "billing", "search", "mailer", "indexer", "auth")
 _EVENTS = (
-    "request served",
-    "cache refreshed",
-    "connection accepted",
-    "job finished",
-    "queue drained",
-    "session renewed",
+    *("request served", "cache refreshed", "connection accepted", "job finished"),
+    *("queue drained", "session renewed"),
 )
 _STEPS = ("fetching", "compiling", "linking", "testing", "packing")
 _PARTS = ("core", "parser", "renderer", "network", "storage", "console", "codec", "scheduler")
@@ -45,7 +41,7 @@ def server_log() -> str:
         22: "ERROR billing payment 48213 failed: card declined by bank Nordholm",
         45: "WARNING search disk /dev/sdb1 is 93 percent full",
     }
-    return "\n".join(_stamped(rng, _with(lines, told)))
+    return _stamped(rng, lines, told)
 
 
 def build_log() -> str:
@@ -61,25 +57,19 @@ def build_log() -> str:
         38: "FAILED test_reconnect: timeout after 30 seconds",
         50: "the release was uploaded to the server falcon",
     }
-    return "\n".join(_stamped(rng, _with(lines, told)))
+    return _stamped(rng, lines, told)
 
 
-def _with(lines: Sequence[str], told: Mapping[int, str]) -> list[str]:
-    """The lines with others put in where they happened."""
-    both = list(lines)
+def _stamped(rng: random.Random, lines: list[str], told: Mapping[int, str]) -> str:
+    """The lines with others put in, and a time before each, which goes on by some seconds."""
     for place, line in told.items():
-        both.insert(place, line)
-    return both
-
-
-def _stamped(rng: random.Random, lines: Sequence[str]) -> list[str]:
-    """The lines with a time before each, which goes on by some seconds."""
+        lines.insert(place, line)
     second, stamped = 8 * 3600, []
     for line in lines:
         second += rng.randrange(3, 40)
         hour, minute = divmod(second // 60, 60)
         stamped.append(f"2026-03-14 {hour:02}:{minute:02}:{second % 60:02} {line}")
-    return stamped
+    return "\n".join(stamped)
 
 
 def _of_package(package: str, *endings: str) -> list[Path]:

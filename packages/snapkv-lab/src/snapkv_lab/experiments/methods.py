@@ -179,7 +179,7 @@ def _later(made: Made, given: Given) -> Iterator[Row]:
 def _second_reading(given: Given) -> Iterator[Row]:
     loaded = given.loaded
     for tokens, (budget, *_) in given.budgets.items():
-        policy = read_twice_at(budget)["AdaKV(KVzip)"]
+        policy = read_twice_at(budget)["KVzip"]
         read = partial(read_prompt_twice, loaded.model, loaded.tokenizer, policy=policy)
         yield from _answers(given, tokens, read_twice_at, True, read=read)
 
