@@ -11,7 +11,6 @@ from snapkv_lab.experiments.experiment import declared
 
 
 def main() -> None:
-    """Run the named one."""
     known, name = declared(), sys.argv[1] if len(sys.argv) > 1 else ""
     if name in known:
         known[name].main(sys.argv[2:])

@@ -21,7 +21,7 @@ from snapkv.policies import FullCache, Policy, PromptLayer
 from snapkv.prefill.selective import tokens_that_go_on
 from snapkv.validation import SMALL_WINDOW
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.held_out import HeldOut, held_out
+from snapkv_lab.experiments.held_out import held_out
 from snapkv_lab.experiments.pages import Table, markdown_table
 from snapkv_lab.experiments.prompts import encode
 from snapkv_lab.experiments.records import Row, environment_line, grouped
@@ -37,7 +37,6 @@ from snapkv_lab.experiments.texts import (
 
 
 def _policies() -> dict[str, Policy]:
-    """Every policy on the shorter texts, by its name in the rows."""
     budgets = (48, 64, 96, 128, 192, 256, 384)
     fixed = {f"fading {budget}": default_policy(budget) for budget in budgets}
     papers = {f"paper's {budget}": SnapKV(budget) for budget in (128, 256, 384)}
@@ -231,18 +230,18 @@ def _held_out_policies() -> dict[str, Policy]:
 
 
 @torch.inference_mode()
-def _measure_held_out(given: Given, text: HeldOut) -> Iterator[Row]:
+def _measure_held_out(given: Given, text: Text) -> Iterator[Row]:
     """The answers of every policy to each question that the full cache answers right."""
     tokenizer = given.loaded.tokenizer
     read = ReadText(given.loaded.model, text.ids)
-    for asked in text.asked:
+    for asked in text.cases:
         prompt = read.asked(asked.ids)
         answering = _Answering(tokenizer, prompt, asked.expected)
         ids = answering.generated(prompt.compressed(FullCache()))
         answer = tokenizer.decode(ids)
         row: Row = {
             "text": text.name,
-            "kind": text.kind,
+            "kind": text.name.partition("/")[0],
             "tokens": prompt.prompt_tokens,
             "expected": asked.expected,
             "full": asked.expected in answer,

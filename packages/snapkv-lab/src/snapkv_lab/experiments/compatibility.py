@@ -25,7 +25,6 @@ def note(rows: list[Row], row: Row) -> list[Row]:
 
 
 def write(row: Row) -> None:
-    """Note a row, and render the page anew."""
     write_rows(COMPATIBILITY.rows, note(COMPATIBILITY.known(), row))
     COMPATIBILITY.write()
 

@@ -116,7 +116,6 @@ def _over_turns(budget: int) -> list[Method]:
 
 
 def _evicting(budget: int) -> list[Method]:
-    """The full cache, and methods that evict while they generate."""
     kinds = (StreamingLLM, H2O, TOVA, RKV)
     return _labelled(full=FullCache(), **{kind.__name__: kind(budget) for kind in kinds})
 
@@ -187,7 +186,6 @@ COMPARISONS = {
 
 
 def _compare(name: str, given: Given) -> Iterator[Row]:
-    """Run it, or go on where it stopped; its rows lie in its folder."""
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
     _, task, methods, options = COMPARISONS[name]
     run = Run(loaded=given.loaded, task=task(), methods=methods, template="none", **options)
@@ -255,7 +253,6 @@ class _Leaderboard(Experiment):
     """The command's own page and figure."""
 
     def render(self, rows: Any) -> str:
-        """The page, with the command that makes it again."""
         page = as_markdown(rows, f"../{BOARD.name}/{FILES[1]}")
         return f"{page}\nMade by `python -m snapkv_lab.experiments leaderboard`.\n"
 

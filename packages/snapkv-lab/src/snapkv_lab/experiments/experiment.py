@@ -56,7 +56,6 @@ class Given(SimpleNamespace):
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
-        """The model that is asked."""
         return load(self.model)
 
     def documents(self, tokens: int, count: int = 1) -> list[Document]:
@@ -126,27 +125,22 @@ class Experiment:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Those that can be measured by themselves."""
         return tuple(self.measure) if isinstance(self.measure, Mapping) else ()
 
     @property
     def rows(self) -> Path:
-        """Where the rows are."""
         return RESULTS / f"{self.name}.jsonl"
 
     @property
     def page(self) -> Path:
-        """Where the page is."""
         return RESULTS / "tables" / f"{self.name}.md"
 
     def known(self) -> Any:
-        """What the page is made of."""
         if self.read is not None:
             return self.read()
         return read_rows(self.rows) if self.rows.exists() else []
 
     def render(self, rows: Any) -> str:
-        """The page of these rows."""
         made = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.measured(rows)}."
         if callable(self.tables):
             parts = self.tables(rows)
@@ -230,7 +224,6 @@ class Experiment:
         return self.parts.index(part) if part in self.parts else len(self.parts)
 
     def write(self) -> None:
-        """Make the page of the rows that are there."""
         self.page.parent.mkdir(exist_ok=True)
         self.page.write_text(self.render(self.known()), encoding="utf-8")
 
@@ -280,7 +273,6 @@ class Experiment:
 
 
 def declared() -> dict[str, Experiment]:
-    """Every experiment by its name."""
     found: dict[str, Experiment] = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         if " = Experiment(" in path.read_text("utf-8"):

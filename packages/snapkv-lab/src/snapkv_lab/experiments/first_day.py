@@ -122,7 +122,6 @@ def _measure(given: Given) -> Iterator[Row]:
 
 
 def _judged(record: Row, expected: str) -> Row:
-    """What the command says about one pair, both answers judged."""
     ours, full = record["runs"]
     return {
         "prompt_tokens": ours["prompt_tokens"],
@@ -139,7 +138,6 @@ def _judged(record: Row, expected: str) -> Row:
 
 
 def _ask(arguments: list[str]) -> dict[str, Any]:
-    """The JSON object of one run of the command."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         status = run(["ask", *arguments, "--compare", "--json"])

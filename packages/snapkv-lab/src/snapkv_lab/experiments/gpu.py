@@ -101,7 +101,6 @@ def _paper_cell(given: Given) -> Iterator[Row]:
 
 
 def _appending(given: Given) -> Iterator[Row]:
-    """What appending in place gains, or costs, against copying what is stored for every token."""
     model, length = _model(given, given.shape), given.lengths[0]
     yield from appended(model, cells=given.cells, prompt_tokens=length, tokens=given.tokens)
 

@@ -37,7 +37,6 @@ def _at_once(model: Any) -> contextlib.AbstractContextManager[None]:
 
 @torch.inference_mode()
 def _measure(given: Given) -> Iterator[Row]:
-    """Rows per length and cache: reading the prompt, then decoding behind it."""
     model, python = given.loaded.model, given.python
     policy = SnapKV(given.budget, window_size=32, kernel_size=7, pooling="avg")  # as kvpress pools
     with (

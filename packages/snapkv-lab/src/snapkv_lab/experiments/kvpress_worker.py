@@ -60,7 +60,6 @@ class Worker:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
-        """Of what is measured."""
         return {
             "kvpress": version("kvpress"),
             "transformers": transformers.__version__,
@@ -68,7 +67,6 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
-        """Read a prompt into a new cache."""
         self._cache = self._empty()
         prompt = torch.tensor(ids, device=self._device)
         press = self._pressing(prompt.shape[1], kept_tokens)
@@ -103,7 +101,6 @@ class Worker:
         return self._held()
 
     def forget(self) -> Answer:
-        """Hold no cache."""
         self._cache = self._empty()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -171,7 +168,6 @@ def _refusal(error: Exception) -> Answer:
 
 @torch.inference_mode()
 def main() -> None:
-    """Answer until standard input ends."""
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:

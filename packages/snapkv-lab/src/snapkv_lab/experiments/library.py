@@ -138,7 +138,6 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        """(1, N) without special tokens."""
         return torch.tensor([[t for text in texts for t in encode(self.loaded.tokenizer, text)]])
 
     def file(self, text: str, way: Way) -> Path:
@@ -182,7 +181,6 @@ class Shelf:
 
 @torch.inference_mode()
 def answered(shelf: Shelf, asked: Asked, method: Method) -> Row:
-    """One question, asked by one method."""
     for text in asked.documents:
         if method.way is not None:
             shelf.file(text, method.way)

@@ -56,7 +56,6 @@ class Clock(TextStreamer):
         self.counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        """Tokens have come."""
         self.times.append(time.perf_counter())
         self.counts.append(value.numel())
 

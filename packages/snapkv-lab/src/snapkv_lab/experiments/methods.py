@@ -170,7 +170,6 @@ def _quality(given: Given) -> Iterator[Row]:
 
 
 def _later(made: Made, given: Given) -> Iterator[Row]:
-    """Methods that came later; their rows stand in the same tables."""
     for tokens in given.budgets:
         for hidden in (False, True):
             yield from _answers(given, tokens, made, hidden)
@@ -325,7 +324,6 @@ def _order(rows: list[Row]) -> str:
 
 
 def _full_everywhere(rows: Sequence[Row]) -> Iterable[Row]:
-    """The full cache's loss beside that of every budget."""
     full, *others = rows
     for row in others:
         yield row | {"method": FULL, "loss": full["loss"]}

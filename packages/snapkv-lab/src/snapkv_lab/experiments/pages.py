@@ -45,7 +45,6 @@ class _Cells(string.Formatter):
 
 
 def cell(pattern: Cell, row: Any) -> str:
-    """The cell that a row gives."""
     return pattern(row) if callable(pattern) else _Cells().vformat(pattern, (), row)
 
 
@@ -85,7 +84,6 @@ class Table:
     made: Callable[[list[Row]], Iterable[Any]] = iter
 
     def parts(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Heading and table."""
         own = of(rows, **self.where) if self.where else list(rows)
         if own:
             if self.title:
@@ -94,7 +92,6 @@ class Table:
 
 
 def table(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
-    """A line for each row, or a pivot of them."""
     if isinstance(columns, Pivot):
         return _pivoted(list(rows), columns)
     return markdown_table(
@@ -147,7 +144,6 @@ def _line(where: str, lines: list[list[str]], places: list[int], first: list[str
 
 
 def _table_under(page: str, section: str) -> list[list[str]]:
-    """The cells of the first table below a heading."""
     below = dropwhile(lambda line: line.lstrip("# ") != section, page.splitlines())
     from_table = dropwhile(lambda line: not line.startswith("|"), below)
     return _cells(takewhile(lambda line: line.startswith("|"), from_table))

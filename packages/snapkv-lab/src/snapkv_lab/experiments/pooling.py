@@ -87,7 +87,6 @@ SETTINGS: dict[str, Sequence[Setting]] = {
 
 
 def policy_of(setting: Setting, budget: int) -> SnapKV:
-    """What a setting is at a budget."""
     kind, own = POOLINGS[setting[1]]
     return kind(budget, window_size=setting[0], **own)
 

@@ -47,7 +47,6 @@ class SinksAndRecent(PrefixPolicy):
 
     @property
     def query_tokens(self) -> int:
-        """None: nothing is scored by attention."""
         return 0
 
     def score(self, layer: PromptLayer) -> Tensor:
@@ -58,7 +57,6 @@ class SinksAndRecent(PrefixPolicy):
 
 
 def policies_at(budget: int) -> list[Policy]:
-    """Every method of the comparison at one budget."""
     return [
         *(
             SnapKV(budget, window_size=window, kernel_size=kernel)
@@ -75,7 +73,6 @@ def policies_at(budget: int) -> list[Policy]:
 
 
 def _quality(given: Given) -> Iterator[Row]:
-    """Read and answer all documents, shortest prompts first."""
     policies = [FullCache(), *(each for budget in given.budgets for each in policies_at(budget))]
     for tokens, count in given.documents_of.items():
         print(f"{count} documents of {tokens} tokens", file=sys.stderr)
@@ -250,7 +247,6 @@ def shared_positions(one: Sequence[Tensor], other: Sequence[Tensor], recent_toke
 
 
 def _chunked(given: Given) -> Iterator[Row]:
-    """One row per cap."""
     documents = given.documents(given.tokens, given.count)
     exact: list[Any] = []
     for cap in given.caps:

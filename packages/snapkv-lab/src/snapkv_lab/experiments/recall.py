@@ -47,7 +47,6 @@ def _measure(given: Given) -> Iterator[Row]:
 
 
 def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
-    """Every question asked of every contender."""
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
@@ -176,7 +175,6 @@ def cap_bytes(row: Row) -> int:
 
 
 def _means(rows: list[Row]) -> Iterable[Row]:
-    """What a contender's answers have in common, by budget."""
     names, full = list(NAMES), right_share(rows, FULL, None)
     cells = grouped(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
     for (budget, place), own in sorted(cells.items()):
@@ -194,7 +192,6 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    """Fraction of right answers of a contender."""
     return fmean(row["right"] for row in of(rows, contender=contender, budget=budget))
 
 

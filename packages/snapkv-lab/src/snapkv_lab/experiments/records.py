@@ -23,7 +23,6 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -36,7 +35,6 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """The rows with these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
@@ -49,7 +47,6 @@ def grouped(rows: Iterable[Any], by: Any) -> dict[Any, list[Any]]:
 
 
 def describe_environment(device: torch.device | None = None) -> Row:
-    """Commit, versions, device and threads."""
     return {
         "commit": _git("rev-parse", "--short=10", "HEAD"),
         "changed_files": len(_git("status", "--porcelain", "--", "packages").splitlines()),

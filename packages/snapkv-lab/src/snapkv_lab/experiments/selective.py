@@ -193,7 +193,6 @@ _TIMED = {
 
 
 def _with_all(rows: list[Row]) -> Iterable[Row]:
-    """The cells of every task, and of all tasks together."""
     for row in rows:
         told = f"{row['right'] / row['prompts']:.2f} ({row['loss']:.3f})"
         yield {"label": _label(row), "task": row["task"], "cell": told}

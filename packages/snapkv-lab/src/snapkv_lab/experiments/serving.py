@@ -113,7 +113,6 @@ class StepEngine(Engine):
         self.core.scheduler.schedule = schedule_and_note
 
     def start(self, prompts: Sequence[list[int]], tokens: int) -> None:
-        """Send prompts, whose answers have exactly so many tokens."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
@@ -161,7 +160,6 @@ class StepEngine(Engine):
 
 @contextlib.contextmanager
 def _engines(given: Given, made: dict[str, dict[str, Any]], **room: Any) -> Iterator[Any]:
-    """Engines by their names, side by side."""
     found = {name: StepEngine(given, **own, **room) for name, own in made.items()}
     yield found
     for engine in found.values():
@@ -218,7 +216,6 @@ def _like_the_library(given: Given) -> Iterator[Row]:
 
 
 def _on(given: Given, dtype: str) -> Row:
-    """What rows say of model and machine."""
     model = given.loaded.description() | {"attn_implementation": "vLLM CPU_ATTN", "dtype": dtype}
     return {"model": model, "environment": describe_environment() | {"vllm": installed()}}
 
@@ -454,7 +451,6 @@ SERVING = Experiment(
 
 
 def _caps(given: Given) -> Iterator[Row]:
-    """One row per cap: needles in an engine that holds prompts to it, and in the library."""
     documents, model = given.documents(given.tokens, given.count), given.loaded.model
     prompts, tokens = [one.prompt_ids for one in documents], len(documents[0].answer_ids)
     votes = {"window_size": CAPPED.window_size, "kernel_size": CAPPED.kernel_size}
@@ -525,7 +521,6 @@ ASKED = (
 
 
 def _text(tokenizer: Any, most_tokens: int) -> list[int]:
-    """Prose, between whose sentences the numbers of all places stand."""
     facts = [
         f" Special magic number for {place} is {number}." for place, number in _numbers().items()
     ]
@@ -627,7 +622,6 @@ def _asked(engine: Engine, text: list[int], ways: dict[str, Any], given: Given) 
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what came of it."""
     start = time.perf_counter()
     done = work()
     return time.perf_counter() - start, done

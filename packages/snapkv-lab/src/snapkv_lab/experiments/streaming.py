@@ -34,7 +34,6 @@ def _policies(budget: int) -> dict[str, Policy]:
 
 
 def _measure(given: Given) -> Iterator[Row]:
-    """Stream the same text through every method's cache."""
     loaded, text, size = given.loaded, python_topics(), given.bucket_tokens
     ids = encode(loaded.tokenizer, text.text)
     for method, policy in _policies(given.budget).items():

@@ -68,7 +68,7 @@ class Text:
 
     name: str
     ids: Sequence[int]
-    cases: Sequence[Case]
+    cases: Sequence[Any]
 
 
 class Maker:
@@ -146,7 +146,6 @@ class Maker:
         return hay
 
     def lines(self, tokens: int, index: int, questions: int) -> Text:
-        """A record of lines, some of which are asked for."""
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
         task = Lines(**shape, cloze=True, seed=SEED + index)
@@ -344,7 +343,6 @@ def scored(prompt: RecordedPrompt, cache: CompressedCache, case: Case) -> Row:
 
 
 def scored_full(prompt: RecordedPrompt, case: Case) -> Row:
-    """The right answer of a case behind the full cache."""
     return scored(prompt, prompt.compressed(FullCache()), case)
 
 
@@ -356,7 +354,6 @@ class Count(NamedTuple):
 
     @property
     def share(self) -> float:
-        """As a fraction; 0 of none."""
         return self.right / self.of if self.of else 0.0
 
     def interval(self) -> tuple[float, float]:
@@ -377,6 +374,5 @@ class Count(NamedTuple):
 
 
 def counted(rights: Iterable[int]) -> Count:
-    """How many of some answers are right."""
     known = list(rights)
     return Count(sum(known), len(known))

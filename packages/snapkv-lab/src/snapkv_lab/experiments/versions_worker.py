@@ -78,7 +78,6 @@ CELLS: dict[str, Callable[[], Callable[[], Any]]] = {
 
 @torch.inference_mode()
 def main() -> None:
-    """Answer until standard input ends."""
     prepared: dict[str, Callable[[], Any]] = {}
     for line in sys.stdin:
         cell = json.loads(line)["cell"]
