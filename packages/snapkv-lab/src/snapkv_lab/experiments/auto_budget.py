@@ -99,7 +99,6 @@ def _answer(prompt: RecordedPrompt, policy: Policy, case: Any) -> Row:
 WORDS = ("safe", "doubtful", "lost")
 WORDS_TITLE = "The word for the lost votes, and whether the answer was right"
 
-_BY_KIND = ("fading 96", "fading 192", "fading 256", "auto 0.0025", "auto 0.0025, by head")
 _FAMILIES = {"all": "", "fading, fixed": "fading", "auto": "auto", "the paper's": "paper"}
 """Of policies, by how their names begin."""
 
@@ -132,8 +131,6 @@ def _tables(rows: list[Row]) -> list[str]:
     return [
         f"## Prompts of about {tokens:,} tokens",
         *table.parts(rows),
-        "## Right answers by kind of question (mean number of tokens kept)",
-        _by_kind({name: by_name[name] for name in _BY_KIND}),
         f"## {WORDS_TITLE}",
         _families("word", answers, lambda found: word_for(found["peak"], 0), WORDS),
         "## The highest lost vote, and whether the answer was right",
@@ -141,18 +138,6 @@ def _tables(rows: list[Row]) -> list[str]:
         "## The sum of the lost votes, and whether the answer was right",
         _families("mass", answers, *_bins("lost", (0.1, 0.15, 0.2, 0.3, 0.4))),
     ]
-
-
-def _by_kind(answers: dict[str, list[Row]]) -> str:
-    lines = []
-    for group in grouped([row for own in answers.values() for row in own], "group"):
-        of_group = [[row for row in own if row["group"] == group] for own in answers.values()]
-        counts = [_right(own) for own in of_group]
-        if counts[0].of:
-            pairs = zip(counts, of_group, strict=True)
-            cells = (f"{each.right}/{each.of} ({_mean(own, 'kept'):.0f})" for each, own in pairs)
-            lines.append([group, *cells])
-    return markdown_table(["kind", *answers], lines)
 
 
 def _families(

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,11 +49,13 @@ class Given(SimpleNamespace):
         parts: names of those that are wanted.
         small: whether little is measured, for a look.
         model: what `snapkv ask --model` takes.
+        started: when, by `time.monotonic`.
     """
 
     parts: Sequence[str] = ()
     small: bool = False
     model: str = "demo"
+    started: float = 0.0
 
     @functools.cached_property
     def loaded(self) -> LoadedModel:
@@ -155,7 +158,7 @@ class Experiment:
             name: each[small] if isinstance(each, Sized) else each
             for name, each in self.options.items()
         }
-        return Given(**{"parts": self.parts, **own, **parameters})
+        return Given(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
     def measured_rows(self, given: Given) -> Iterator[Row]:
         """The rows of what is asked for, each shown as it comes."""

@@ -23,7 +23,7 @@ import torch
 from snapkv import SnapKV, ops
 from snapkv.errors import SnapKVError
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.kvpress_process import Kvpress
+from snapkv_lab.experiments.kvpress import Kvpress
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
 from snapkv_lab.experiments.records import RESULTS, Row, describe_environment
@@ -36,7 +36,6 @@ from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spent_on
 
 K = 1024
-_STARTED = time.monotonic()
 
 
 def _device(given: Given) -> torch.device:
@@ -221,16 +220,18 @@ def _medusa(given: Given) -> Iterator[Row]:
     )
 
 
-def _in_time(part: Callable[[Given], Iterator[Row]], needed: float, given: Given) -> Iterator[Row]:
+def _in_time(
+    name: str, part: Callable[[Given], Iterator[Row]], needed: float, given: Given
+) -> Iterator[Row]:
     """The rows of a part, or one that says why there are none, or no more."""
-    left = 60 * given.minutes - (time.monotonic() - _STARTED)
+    left = 60 * given.minutes - (time.monotonic() - given.started)
     if left < needed:
-        yield {"status": f"skipped: {left:.0f} seconds were left"}
+        yield {"bench": name, "status": f"skipped: {left:.0f} seconds were left"}
         return
     try:
         yield from part(given)
     except SnapKVError as error:
-        yield {"status": f"failed: {error}"}
+        yield {"bench": name, "status": f"failed: {error}"}
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -251,7 +252,7 @@ GPU = Experiment(
     name="gpu",
     title="Everything that is measured on a GPU",
     takes="ten minutes on one",
-    measure={name: partial(_in_time, part, needed) for name, (part, needed) in PARTS.items()},
+    measure={name: partial(_in_time, name, part, needed) for name, (part, needed) in PARTS.items()},
     described=lambda given: {
         "environment": describe_environment(_device(given)),
         "budget": given.budget,

@@ -1,25 +1,215 @@
 """Time beside kvpress's SnapKV: the same model, prompt and budget, each run in turn.
 
-kvpress runs in processes of their own, which wait while another works.
+kvpress takes an older transformers than snapkv does, so it cannot be imported here. It runs in a
+process of its own environment, which has a model of the same configuration and waits while others
+work.
 """
 
 import contextlib
+import math
+import signal
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from snapkv import FullCache, SnapKV
+from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
-from snapkv_lab.experiments.kvpress_process import Kvpress
-from snapkv_lab.experiments.measuring import Turns
+from snapkv_lab.experiments.measuring import Peer, Turns
 from snapkv_lab.experiments.pages import Table
 from snapkv_lab.experiments.prompts import SEED, decoder, read_prompt
 from snapkv_lab.experiments.records import ROOT, Row, environment_line
-from snapkv_lab.measure.contenders import compressed, full
+from snapkv_lab.measure.contenders import Pieces, compressed, full
+from snapkv_lab.measure.held_bytes import peak_growth_bytes
 
 PYTHON = ROOT / ".venv-kvpress" / "bin" / "python"
+_WORKER = Path(__file__).with_name("kvpress_worker.py")
+
+
+class Kvpress:
+    """A cache that kvpress's `SnapKVPress` compresses, or the full cache of its transformers.
+
+    A `Contender` of the benches, whose process starts with the first thing that is asked of it.
+    kvpress pools with averages and combines query heads with their mean, whatever the policy says.
+
+    Args:
+        label: its name.
+        python: the interpreter of an environment with kvpress.
+        model: the model whose configuration is measured.
+        policy: budget (or ratio), window and kernel; None keeps every token.
+        weights: measure the model's own weights; else random ones, which take as long.
+
+    Raises:
+        InvalidArgumentError: no such interpreter; later, what kvpress does not take.
+        OutOfMemoryError: later, what does not fit, beginning with the weights a second time.
+
+    Attributes:
+        policy: None: nothing of ours is at work.
+        versions: of kvpress and what it runs on, once it has started.
+        last: what it said last.
+    """
+
+    policy = None
+
+    def __init__(
+        self,
+        label: str,
+        python: str | Path,
+        model: PreTrainedModel,
+        policy: SnapKV | None,
+        *,
+        weights: bool = False,
+    ) -> None:
+        if not Path(python).is_file():
+            raise InvalidArgumentError(
+                "kvpress_python: expected the interpreter of an environment with kvpress, got "
+                f"{str(python)!r}; make one: python -m venv there; there/bin/pip install kvpress; "
+                "and pass there/bin/python"
+            )
+        self.label, self._python, self._policy = label, str(python), policy
+        self._model, self._weights = model, weights
+        self._peer: Peer | None = None
+        self.versions: Row = {}
+        self.last: Row = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._peer is not None:
+            self._peer.end()
+            self._said.close()
+        self._peer = None
+
+    def read(self, ids: Tensor) -> float:
+        """Read a prompt, (B, N) int64, into a new cache; ms to the logits behind it."""
+        kept = self._kept_tokens(ids.shape[1])
+        return float(self._ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
+
+    def reader(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> "_Holding":
+        """Reads a prompt as `read` does: with its own model, all at once."""
+        del model, pieces
+        return _Holding(self, ids)
+
+    def peak(self, model: PreTrainedModel, ids: Tensor, pieces: Pieces) -> Row:
+        """Read a prompt: "peak_growth_bytes" held at once, "held_bytes" after it."""
+        del model, pieces
+        self.forget()
+        process = self._started().process.pid
+        peak = peak_growth_bytes(lambda: self.read(ids), self._model.device, process=process)
+        read = {"peak_growth_bytes": peak} | self.last  # on CUDA it says its own
+        self.forget()
+        return {name: read[name] for name in ("peak_growth_bytes", "held_bytes")}
+
+    def behind(self, model: PreTrainedModel, batch: int, length: int) -> "_Holding":
+        """A cache as a prompt of that many tokens leaves it, from random states."""
+        del model
+        self.forget()
+        kept = self._kept_tokens(length)
+        self._ask(do="fill", batch=batch, length=length, kept_tokens=kept)
+        return _Holding(self)
+
+    def __call__(self, tokens: int = 1) -> float:
+        """Generate greedily behind the last prompt; ms per token."""
+        return float(self._ask(do="decode", tokens=tokens)["ms"]) / tokens
+
+    def forget(self) -> None:
+        """Hold no cache, so that others find its memory."""
+        if self._peer is not None and not self._peer.waits:
+            self._ask(do="forget")
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()  # and the other way round
+
+    def _kept_tokens(self, length: int) -> int:
+        policy = self._policy
+        if policy is None:
+            return length
+        if policy.keep_ratio is None:
+            assert policy.budget is not None
+            return policy.budget
+        return policy.window_size + math.floor(policy.keep_ratio * (length - policy.window_size))
+
+    def _started(self) -> Peer:
+        if self._peer is None:
+            # What libraries print, and why it ended.
+            self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
+            command = [self._python, "-I", str(_WORKER)]  # nothing of this environment on its path
+            self._peer = Peer(command, stderr=self._said)
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    (self._model if self._weights else self._model.config).save_pretrained(folder)
+                    self.versions = self._ask(**_settings(self._model, folder, self._policy))
+            except BaseException:
+                self.__exit__()
+                raise
+        return self._peer
+
+    def _ask(self, **question: Any) -> Row:
+        peer = self._started()
+        answer = peer.ask(question)
+        if answer is None:  # the next question starts another
+            answer = self._last_words(peer.end())
+            self.__exit__()
+        if "out_of_memory" in answer:
+            raise OutOfMemoryError(f"kvpress: {answer['out_of_memory']}")
+        if "error" in answer:
+            raise InvalidArgumentError(
+                f"kvpress: expected it to measure {self.label!r}, got {answer['error']}; leave it "
+                "out of the baselines"
+            )
+        if answer:
+            self.last = answer
+        return answer
+
+    def _last_words(self, status: int) -> Row:
+        """What the end of its process comes to."""
+        self._said.seek(0)
+        lines = self._said.read().strip().splitlines() or ["nothing"]
+        why = f"status {status} from {self._python!r}, which said {lines[-1]}"
+        return {"out_of_memory" if status == -signal.SIGKILL else "error": why}
+
+
+class _Holding:
+    """A reader of a prompt or, without one, a decoder.
+
+    What the process holds is forgotten there when this object is forgotten here.
+    """
+
+    def __init__(self, theirs: Kvpress, ids: Tensor | None = None) -> None:
+        self._theirs, self._ids = theirs, ids
+        weakref.finalize(self, theirs.forget).atexit = False
+
+    @property
+    def held_bytes(self) -> int:
+        return int(self._theirs.last["held_bytes"])
+
+    read_bytes = held_bytes
+
+    def __call__(self, tokens: int = 1) -> float:
+        return self._theirs(tokens) if self._ids is None else self._theirs.read(self._ids)
+
+
+def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
+    press = None
+    if policy is not None:
+        press = {"window_size": policy.window_size, "kernel_size": policy.kernel_size}
+    text = model.config.get_text_config(decoder=True)
+    return {
+        "model": folder,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attn_implementation": text._attn_implementation.rpartition("|")[2],
+        "threads": torch.get_num_threads(),
+        "press": press,
+    }
+
 
 _NAMES = {
     "kvpress": "kvpress, SnapKVPress",

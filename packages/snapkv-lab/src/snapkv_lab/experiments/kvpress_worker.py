@@ -1,4 +1,4 @@
-"""kvpress's SnapKV, driven by `snapkv_lab.experiments.kvpress_process` from another environment.
+"""kvpress's SnapKV, driven by `snapkv_lab.experiments.kvpress` from another environment.
 
 Runs with that environment's Python and imports nothing of snapkv. Reads one JSON object a line from
 standard input and answers each with one: first the keyword arguments of `Worker`, then a method's

@@ -204,7 +204,6 @@ def _tables(rows: list[Row]) -> Iterator[str]:
     sections = {
         "All groups together": _by_budget(compared),
         **{name: _by_budget(own) for name, own in grouped(compared, _family).items()},
-        f"Answers that only {_named(CHOSEN)} has right, and only the other": _pairs(compared),
         f"Variables, {len(grouped(variables, 'question'))} samples": _by_budget(variables),
         f"The same settings, {len(grouped(others, 'question'))} other questions": _by_budget(
             others
@@ -246,30 +245,6 @@ def _by_budget(answers: Sequence[Row]) -> str:
 def _right_and_loss(answers: Sequence[Row]) -> str:
     found, above = count(answers), [each["above"] for each in answers if each["above"] is not None]
     return ", ".join([f"{found}"] * (found.of > 0) + [f"{fmean(above):+.2f}"] * bool(above))
-
-
-def _pairs(answers: list[Row]) -> str:
-    """The chosen setting against every other one, question by question."""
-    found = grouped(answers, lambda answer: (answer["share"], answer["setting"]))
-    shares = sorted({share for share, _ in found}, reverse=True)
-
-    def won(share: int, other: Setting) -> str:
-        own = {answer["question"]: answer["counted"] for answer in found.get((share, CHOSEN), ())}
-        pairs = [
-            pair
-            for answer in found.get((share, other), ())
-            for pair in zip(own.get(answer["question"], ()), answer["counted"], strict=False)
-        ]
-        return f"{sum(a > b for a, b in pairs)} : {sum(b > a for a, b in pairs)}"
-
-    return markdown_table(
-        ["against", *(f"1/{share}" for share in shares)],
-        [
-            [_named(other), *(won(share, other) for share in shares)]
-            for other in grouped(answers, "setting")
-            if other != CHOSEN
-        ],
-    )
 
 
 def _groups(rows: list[Row], answers: list[Row]) -> dict[str, str]:

@@ -37,7 +37,7 @@ from snapkv_lab.experiments.pages import Table, cell, markdown_table
 from snapkv_lab.experiments.prompts import Document, encode, generate
 from snapkv_lab.experiments.quality import CAPPED, CAPS
 from snapkv_lab.experiments.records import Row, describe_environment, grouped, of
-from snapkv_lab.measure.timing import ratios, spread
+from snapkv_lab.measure.timing import spread
 from snapkv_vllm import Limits, engine_args
 from snapkv_vllm.documents import words
 from snapkv_vllm.documents.sharing import Sharing
@@ -263,9 +263,10 @@ def _clocks(turns: Turns, ours: str, other: str) -> Row:
     """Seconds by either clock, and the ratios of their pairs."""
     row: Row = {}
     for key, clock in (("", "wall_ms"), ("processor_", "cpu_ms")):
-        seconds = {name: [ms / 1000 for ms in turns.samples(name, clock)] for name in turns}
-        row |= {f"{name}_{key}seconds": spread(of_one, 4) for name, of_one in seconds.items()}
-        row[f"{key}against_{other}"] = spread(ratios(seconds[ours], seconds[other]), 4)
+        for name in turns:
+            seconds = [ms / 1000 for ms in turns.samples(name, clock)]
+            row[f"{name}_{key}seconds"] = spread(seconds, 4)
+        row[f"{key}against_{other}"] = turns.ratio(ours, other, clock=clock)
     return row
 
 

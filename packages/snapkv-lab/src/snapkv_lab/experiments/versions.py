@@ -64,11 +64,9 @@ VERSIONS = Experiment(
     name="versions",
     title="Two checkouts of this project beside each other",
     measure=_measure,
-    appends=True,
     options={
         "against": "../before",
         "tokens": Sized(4096, 640),
         "rounds": Sized(9, 2),
-        "output": "",
     },
 )

@@ -5,8 +5,7 @@ import torch
 
 from snapkv import CompressedCache, SnapKV
 from snapkv.errors import InvalidArgumentError
-from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON
-from snapkv_lab.experiments.kvpress_process import Kvpress
+from snapkv_lab.experiments.kvpress import KVPRESS, PYTHON, Kvpress
 from tests.families import random_ids, tiny_model
 
 pytestmark = [

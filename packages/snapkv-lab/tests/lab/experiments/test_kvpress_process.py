@@ -8,7 +8,7 @@ import torch
 
 from snapkv import SnapKV
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
-from snapkv_lab.experiments import kvpress_process as kvpress
+from snapkv_lab.experiments import kvpress
 from snapkv_lab.measure.contenders import full
 from snapkv_lab.measure.decode import DecodeBench
 from snapkv_lab.measure.prefill import PrefillBench
