@@ -38,6 +38,7 @@ from snapkv_lab.drawing import encoded
 from snapkv_lab.evaluate.asking import Method
 from snapkv_lab.evaluate.intervals import METHOD
 from snapkv_lab.evaluate.runner import Results, Run
+from snapkv_lab.evaluate.sample import Setting
 from snapkv_lab.evaluate.store import key
 from snapkv_lab.evaluate.summary import summarise
 from snapkv_lab.evaluate.task import Task
@@ -69,17 +70,14 @@ FOLDER = RESULTS / "evaluation"
 class Comparison(NamedTuple):
     """A task with the methods that answer it, always on the demo model without a chat template.
 
-    Attributes:
-        title: heading of its section.
-        task: what is asked.
-        methods: what answers.
-        options: of the run.
+    The title is the heading of its section; the others are what `Run` takes.
     """
 
     title: str
     task: Callable[[], Task]
     methods: Sequence[Method]
-    options: dict[str, Any] = {}  # noqa: RUF012 # read only
+    questions: Sequence[Setting] = ("visible",)
+    reference_loss: bool = False
 
 
 def _say(description: str, done: int, total: int) -> None:
@@ -180,15 +178,17 @@ COMPARISONS = {
             samples_each=2,
         ),
         _without_a_question(4096, (8, 16, 32)),
-        {"questions": ("hidden",), "reference_loss": True},
+        questions=("hidden",),
+        reference_loss=True,
     ),
 }
 
 
 def _compare(name: str, given: Given) -> Iterator[Row]:
     folder = FOLDER if given.stored else Path(tempfile.mkdtemp())
-    _, task, methods, options = COMPARISONS[name]
-    run = Run(loaded=given.loaded, task=task(), methods=methods, template="none", **options)
+    own = COMPARISONS[name]._asdict()
+    del own["title"]
+    run = Run(loaded=given.loaded, template="none", **own | {"task": own["task"]()})
     run.into(folder / name, _say)
     yield from ()
 

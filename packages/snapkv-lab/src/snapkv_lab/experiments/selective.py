@@ -24,7 +24,7 @@ from snapkv_lab.evaluate.tasks import Lines, Needle
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.pages import Pivot, Table
-from snapkv_lab.experiments.prompts import SEED
+from snapkv_lab.experiments.prompts import SEED, encode
 from snapkv_lab.experiments.records import Row, grouped
 from snapkv_lab.measure.contenders import compressed
 from snapkv_lab.measure.random_models import random_model
@@ -134,11 +134,10 @@ def questions(given: Given) -> dict[str, list[Question]]:
 
 def _asked(task: Task, tokenizer: Any, between: str) -> list[Question]:
     """The samples of a task; `between` stands between the answer's beginning and the answer."""
-    encode: Any = lambda text: tokenizer(text, add_special_tokens=False, return_tensors="pt")  # noqa: E731 # short
     return [
         Question(
             prompt=sample.prompt(tokenizer, "none", "visible").token_ids(tokenizer),
-            answer=encode(between + sample.references[0])["input_ids"],
+            answer=torch.tensor([encode(tokenizer, between + sample.references[0])]),
         )
         for sample in task.samples(tokenizer)
     ]

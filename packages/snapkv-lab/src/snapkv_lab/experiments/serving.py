@@ -37,7 +37,7 @@ from snapkv_lab.experiments.pages import Table, cell, markdown_table
 from snapkv_lab.experiments.prompts import Document, encode, generate
 from snapkv_lab.experiments.quality import CAPPED, CAPS
 from snapkv_lab.experiments.records import Row, describe_environment, grouped, of
-from snapkv_lab.measure.timing import spread
+from snapkv_lab.measure.timing import spent_on, spread
 from snapkv_vllm import Limits, engine_args
 from snapkv_vllm.documents import words
 from snapkv_vllm.documents.sharing import Sharing
@@ -561,12 +561,8 @@ def _shared(given: Given) -> Iterator[Row]:
             enable_prefix_caching=True,
         )
         engine = Engine(given.model, **options)
-        for row in _shared_rows(engine, text, given):
-            yield (
-                {"document_tokens": len(text), "questions": given.questions}
-                | row
-                | {"policy": policy}
-            )
+        common = {"document_tokens": len(text), "questions": given.questions, "policy": policy}
+        yield from (common | row for row in _shared_rows(engine, text, given))
         engine.close()
 
 
@@ -574,7 +570,7 @@ def _shared_rows(engine: Engine, text: list[int], given: Given) -> Iterator[Row]
     """A row for reading and for every way to ask."""
     whole: Row = {"extra_args": {"snapkv_budget": 0}}
     engine.send([text[1:]], 1, **whole)  # the first request of all takes longer
-    read, _ = _timed(lambda: engine.send([[*text, 1]], 1, **whole))
+    read = spent_on(lambda: engine.send([[*text, 1]], 1, **whole))
     ways: dict[str, tuple[Row, int]] = {
         "whole, prefix cached": (whole, given.questions),
         "whole, read anew": (whole | {"skip_reading_prefix_cache": True}, given.read_whole),
@@ -583,13 +579,13 @@ def _shared_rows(engine: Engine, text: list[int], given: Given) -> Iterator[Row]
         name, free = f"shared, {budget} tokens", engine.pool.get_num_free_blocks()
         instruction = encode(given.loaded.tokenizer, INSTRUCTION)
         own = {words.REGISTER: name, words.INSTRUCTION: instruction, words.BUDGET: budget}
-        seconds, _ = _timed(partial(engine.send, [[*text, 1]], 1, extra_args=own))
+        spent = spent_on(partial(engine.send, [[*text, 1]], 1, extra_args=own))
         yield {
             "part": "register",
             "way": name,
             "budget": budget,
-            "seconds": seconds,
-            "read_once_seconds": read,
+            "seconds": spent.wall_ms / 1000,
+            "read_once_seconds": read.wall_ms / 1000,
             "blocks": free - engine.pool.get_num_free_blocks(),
         }
         ways[name] = ({"extra_args": {words.DOCUMENT: name}}, given.questions)
@@ -612,8 +608,7 @@ def _asked(engine: Engine, text: list[int], ways: dict[str, Any], given: Given) 
         ids = text + encode(tokenizer, question)
         for name, (own, questions) in ways.items():
             if place < questions:
-                seconds, _ = _timed(partial(engine.send, [ids], 1, **own))
-                first[name].append(1000 * seconds)
+                first[name].append(spent_on(partial(engine.send, [ids], 1, **own)).wall_ms)
                 plain = {"extra_args": own["extra_args"]}
                 (answer,) = engine.send([ids], 6, **plain)
                 right[name] += tokenizer.decode(answer).strip().startswith(expected)
@@ -622,17 +617,14 @@ def _asked(engine: Engine, text: list[int], ways: dict[str, Any], given: Given) 
         yield row | {"first_token_ms": times}
 
 
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    done = work()
-    return time.perf_counter() - start, done
+def _alike(row: Row) -> str:
+    return ALIKE[row["policy"]]
 
 
 def _shared_tables(rows: list[Row]) -> Iterator[str]:
     registered, asked = of(rows, part="register"), of(rows, part="ask")
     blocks = {(row["policy"], row["way"]): row["blocks"] for row in registered}
     whole = -(-rows[0]["document_tokens"] // SHARED_BLOCK_TOKENS)
-    heads = lambda row: ALIKE[row["policy"]]  # noqa: E731 # a cell
     ms = {(row["policy"], row["way"]): median(row["first_token_ms"]) for row in asked}
 
     def of_cached(row: Row) -> str:
@@ -641,7 +633,7 @@ def _shared_tables(rows: list[Row]) -> Iterator[str]:
 
     columns = {
         "document": "{way}",
-        "heads": heads,
+        "heads": _alike,
         "blocks held": lambda row: str(blocks.get((row["policy"], row["way"]), whole)),
         "first token ms": lambda row: f"{ms[row['policy'], row['way']]:.0f}",
         "of prefix cached": of_cached,
@@ -650,7 +642,7 @@ def _shared_tables(rows: list[Row]) -> Iterator[str]:
     yield from Table(columns).parts(asked)
     columns = {
         "tokens kept": "{budget:,}",
-        "heads": heads,
+        "heads": _alike,
         "seconds": "{seconds:.0f}",
         "of reading it once": lambda row: f"{row['seconds'] / row['read_once_seconds']:.1f}",
     }
