@@ -100,8 +100,7 @@ class Experiment:
             stored.
         fields: what every row has.
         described: what rows say of what they were measured on.
-        appends: rows are added one by one to the file that the option "output" names; without
-            one they are printed.
+        appends: rows are added one by one to the file that the option "output" names.
         takes: how long it takes on two cores.
         threads: of torch, and of processes that it starts.
         tables: the page behind its title; None where there is no page.
@@ -206,10 +205,7 @@ class Experiment:
         rows = self.complete(given)
         if self.appends:
             for row in rows:
-                if given.output:
-                    append_rows(Path(given.output), [row])
-                else:
-                    print(json.dumps(row), flush=True)
+                append_rows(Path(given.output), [row])
         elif self.cases is not None:
             for _ in rows:
                 pass
