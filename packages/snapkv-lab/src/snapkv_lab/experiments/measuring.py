@@ -30,7 +30,6 @@ class Turns:
         self, work: Mapping[Any, Callable[[], Any]], *, rounds: int, warmup_rounds: int = 1
     ) -> None:
         timed = {name: lambda one=one: _timed(one) for name, one in work.items()}
-        self.rounds = rounds
         self.runs = alternate(timed, rounds=rounds, warmup_rounds=warmup_rounds)
 
     def __iter__(self) -> Iterator[Any]:
