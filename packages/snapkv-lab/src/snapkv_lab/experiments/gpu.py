@@ -28,9 +28,8 @@ from snapkv_lab.experiments.measuring import Turns
 from snapkv_lab.experiments.medusa import figure_9
 from snapkv_lab.experiments.records import RESULTS, Row, describe_environment
 from snapkv_lab.experiments.speed import appended, overhead
-from snapkv_lab.measure.bandwidth import copy_bandwidth
 from snapkv_lab.measure.contenders import Contender, compressed, full
-from snapkv_lab.measure.decode import DecodeBench
+from snapkv_lab.measure.decode import DecodeBench, copy_bandwidth
 from snapkv_lab.measure.prefill import PrefillBench
 from snapkv_lab.measure.random_models import random_model
 from snapkv_lab.measure.timing import spent_on

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from snapkv import SnapKV
-from snapkv.app.recorded import RecordedPrompt
+from snapkv.app.observing import RecordedPrompt
 from snapkv_lab.evaluate.tasks.ruler import GENERATORS
 from snapkv_lab.experiments.experiment import Experiment, Given, Sized
 from snapkv_lab.experiments.pages import markdown_table

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
-from snapkv.app.recorded import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
+from snapkv.app.observing import RecordedPrompt, Recorder, record_prompt, record_prompt_twice
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.kvzip import INSTRUCTION
 from snapkv_lab.evaluate.haystack import Haystack

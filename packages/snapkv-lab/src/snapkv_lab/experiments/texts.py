@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
-from snapkv.app.recorded import RecordedPrompt, Recorder
+from snapkv.app.observing import RecordedPrompt, Recorder
 from snapkv_lab.evaluate.corpora import Question, load_corpus
 from snapkv_lab.evaluate.haystack import identifier, load_haystack, number, python_topics, words
 from snapkv_lab.evaluate.sample import Sample
