@@ -38,10 +38,6 @@ class SinksStill(SnapKV):
 
     name: ClassVar[str] = "snapkv"
 
-    @property
-    def _rating(self) -> tuple[object, ...]:
-        return *super()._rating, "still"
-
     def _pooled(self, votes: Tensor) -> Tensor:
         others = votes.clone()
         others[..., :4] = 0
@@ -88,7 +84,7 @@ SETTINGS: dict[str, Sequence[Setting]] = {
 
 def policy_of(setting: Setting, budget: int) -> SnapKV:
     kind, own = POOLINGS[setting[1]]
-    return kind(budget, window_size=setting[0], **own)
+    return kind(budget, window_size=setting[0], **{"sink_tokens": 0} | own)
 
 
 def _texts(given: Given, part: str) -> Iterator[Text]:

@@ -128,16 +128,9 @@ CHEAP = [
     "recall", "speed", "streaming",
 ]  # fmt: skip
 SLOW = [
-    "auto_budget_held_out",
-    "flat",
-    "library",
-    "methods",
-    "pooling",
-    "selective",
-    "sharing",
-    "speed",
+    "auto_budget_held_out", "flat", "library", "methods", "pooling", "selective", "sharing",
     "workers",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
