@@ -9,12 +9,12 @@ import torch
 
 from snapkv.app.answering import Answer, answer_ids, costs, prompt_ids, require_positions
 from snapkv.app.conversation import behind
+from snapkv.app.likelihood import References
 from snapkv.app.models import LoadedModel
 from snapkv.app.prefills import Exact, Prefill
 from snapkv.app.prompt_end import PromptEnd
 from snapkv.app.prompt_reader import PromptReader
 from snapkv.app.prompts import Prompt
-from snapkv.app.reference import References
 from snapkv.cache.paging import PageRecall
 from snapkv.errors import OutOfMemoryError, PromptTooLongError
 from snapkv.hf.cache import CompressedCache

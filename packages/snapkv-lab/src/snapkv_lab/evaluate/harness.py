@@ -20,8 +20,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
-from snapkv.app.answering import answer
-from snapkv.app.answering_together import answers_together
+from snapkv.app.answering import answer, answers_together
 from snapkv.app.likelihood import log_likelihoods
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import Prompt

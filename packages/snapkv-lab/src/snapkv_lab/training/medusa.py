@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from snapkv.app.answering import end_token_ids, generate_options
-from snapkv.app.answering_together import until_end
+from snapkv.app.answering import end_token_ids, generate_options, until_end
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompts import question_prompt
 from snapkv.app.settings import GenerationSettings, MedusaTraining

@@ -15,15 +15,16 @@ from snapkv import (
     KVzip,
     SnapKV,
 )
-from snapkv.app import reference as reference_module
-from snapkv.app.answering import _read_context, answer_ids
+from snapkv.app import likelihood as reference_module
+from snapkv.app.answering import answer_ids
 from snapkv.app.conversation import behind
+from snapkv.app.likelihood import References
 from snapkv.app.prefills import Chunked, Exact, GemFilter, LayerByLayer, Selective
 from snapkv.app.prompts import Prompt
-from snapkv.app.reference import References
 from snapkv.app.settings import GenerationSettings
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
+from snapkv.kvzip import read_as_wanted
 from snapkv_lab.evaluate.asking import Answerer, Asked, Method
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.tasks import Turns
@@ -79,7 +80,7 @@ def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
     """As generation says it: `generate` itself, which is allowed no other token."""
     with (prefill or Exact()).within(loaded.model):
         if context_tokens is not None:
-            _read_context(loaded, ids[:, :context_tokens], cache)
+            read_as_wanted(loaded.model, loaded.tokenizer, ids[:, :context_tokens], cache)
         out = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
