@@ -50,8 +50,8 @@ FAULTS = (
     Fault(
         name="one pad of a row can win",
         file="snapkv/ops/votes/top_k.py",
-        old="torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None]",
-        new="torch.arange(scores.shape[-1], device=scores.device) < pad_tokens[:, None] - 1",
+        old="scores.masked_fill(slots < pads, float",
+        new="scores.masked_fill(slots < pads - 1, float",
         tests=(
             "packages/snapkv/tests/policies/test_selection_contract.py",
             "packages/snapkv/tests/ops",
@@ -139,9 +139,9 @@ FAULTS = (
     ),
     Fault(
         name="ragged attention lets a token see the next one",
-        file="snapkv/ops/ragged/grouped.py",
-        old="ahead.triu(longest + S - Q + 1)",
-        new="ahead.triu(longest + S - Q + 2)",
+        file="snapkv/ops/ragged/blocked.py",
+        old="hidden.triu(tokens - queries + 1)",
+        new="hidden.triu(tokens - queries + 2)",
         tests=("packages/snapkv/tests/ops/test_ragged.py",),
     ),
     Fault(
@@ -259,13 +259,13 @@ FAULTS = (
     Fault(
         name="H2O forgets what tokens received before",
         file="snapkv/policies/h2o.py",
-        old="step.scores + _received(step)",
-        new="_received(step)",
+        old="step.scores + self.rate(step)",
+        new="self.rate(step)",
         tests=("packages/snapkv/tests/policies",),
     ),
     Fault(
         name="AdaKV shares out a token too few",
-        file="snapkv/policies/allocation.py",
+        file="snapkv/policies/budget.py",
         old="order[: total - sum(whole)]",
         new="order[: total - sum(whole) - 1]",
         tests=("packages/snapkv/tests/policies",),

@@ -146,7 +146,7 @@ def apply_spans(rule: SpanRule, layers: Sequence[CompressedLayer], policy: Polic
     if rule.protect is not None:
         policy.require_protection(rule.protect)
     if rule.fair is not None:
-        policy.require_fairness(rule.fair)
+        policy.require_fairness()
         if any(layer.turns is not None and layer.offloaded is None for layer in layers):
             raise InvalidArgumentError(
                 "fair: expected a cache that chooses out of whole prompts, got turns='compress' "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from snapkv.policies.auto_budget import dilution
+from snapkv.policies.budget import dilution
 
 Word = Literal["safe", "doubtful", "lost"]
 

@@ -15,7 +15,7 @@ from snapkv.cli.command_line import changed_command
 from snapkv.cli.lost_votes import LostInWords
 from snapkv.cli.options import RunOptions
 from snapkv.cli.remedies import Remedy, Try, larger_budget, parameter_of, remedy_for
-from snapkv.policies.auto_budget import dilution
+from snapkv.policies.budget import dilution
 from snapkv.validation import AUTO
 
 DIFFERS = 3

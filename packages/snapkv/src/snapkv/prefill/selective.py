@@ -23,6 +23,7 @@ from snapkv.cache.reading import Narrowing, only_tokens
 from snapkv.errors import InvalidArgumentError, UnsupportedModelError
 from snapkv.hf.cache import CompressedCache
 from snapkv.policies import FullCache, PromptLayer, Selection, SnapKV
+from snapkv.policies.base import OfHeads
 from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
@@ -50,16 +51,14 @@ class _TokensThatGoOn(SnapKV):
         """The highest over the KV heads of the mean over their query heads: (B, 1, P) float32."""
         return super().score(layer).amax(dim=1, keepdim=True)
 
-    def kept_prefix_tokens(self, layer: PromptLayer) -> list[int]:
+    def kept_prefix_tokens(self, layer: PromptLayer, of_heads: OfHeads = "max") -> list[int]:
         """The share, the least, and whatever is protected."""
         assert self.keep_ratio is not None
-        lengths, must_stay = self.prefix_lengths(layer), self.must_stay(layer)
-        protected = [0] * len(lengths)
-        if must_stay is not None:
-            protected = must_stay.sum(dim=-1).amax(dim=-1).tolist()
+        prefix = self.prefix(layer)
+        protected = prefix.needed or [0] * len(prefix.lengths)
         return [
             min(tokens, max(math.floor(self.keep_ratio * tokens), self.least_tokens, own))
-            for tokens, own in zip(lengths, protected, strict=True)
+            for tokens, own in zip(prefix.lengths, protected, strict=True)
         ]
 
     def choose(self, layer: PromptLayer) -> Selection | None:

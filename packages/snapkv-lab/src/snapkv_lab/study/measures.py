@@ -1,9 +1,10 @@
 """What the studies measure of one layer: who is voted for, who is attended to, and the overlap.
 
-Axes as in `snapkv.ops`: Hq query heads, P positions before a window. One row of a batch.
+Axes as in `snapkv.ops`: Hq query heads, P positions before a window, N copied tokens; one row of a
+batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,13 +18,7 @@ _BLOCK_TOKENS = 64
 
 
 def between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
-    """The layer as it was when `stop` tokens had been read, with the queries from `start` on.
-
-    Args:
-        layer: what attention saw; its queries must reach back to `start`.
-        start: first token whose query is wanted.
-        stop: the token behind the last one.
-    """
+    """The layer as it was when `stop` tokens had been read, with the queries from `start` on."""
     first = layer.keys.shape[2] - layer.queries.shape[2]
     assert first <= start < stop <= layer.keys.shape[2]
     return replace(
@@ -57,13 +52,6 @@ def important_and_hit(
 
     A position is important where a query's attention to it is above the threshold (Eq. 6); it is
     hit where it is selected as well (Eq. 7). Counts are over the queries of [start, stop).
-
-    Args:
-        layer: what attention saw; its queries must reach back to `start`.
-        masks: (N, Hq, P) bool, what each of N selections holds.
-        start: first token whose query counts.
-        stop: the token behind the last one.
-        threshold: attention, of 1 in all, that makes a position important.
 
     Returns:
         important (P,) and hit (N, P), int64, summed over heads and queries.
@@ -120,10 +108,75 @@ def best(attention: Tensor, keep_tokens: int) -> Tensor:
 
 
 def overlap(one: Tensor, other: Tensor) -> float:
-    """H(one, other) of Eq. 8: which part of the positions in one set is in the other.
-
-    Args:
-        one: (Hq, P) bool, not empty.
-        other: (Hq, P) bool.
-    """
+    """H(one, other) of Eq. 8: which part of the positions in one set is in the other."""
     return float((one & other).sum() / one.sum())
+
+
+def votes_around(votes: Tensor, start: int, reach: int) -> Tensor:
+    """Which part of its votes a head gives every distance from a position.
+
+    Returns:
+        (Hq, 2 * reach + 1) float32, the position itself in the middle; zero outside the prefix.
+    """
+    shares = votes / votes.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(votes.dtype).tiny)
+    around = torch.nn.functional.pad(shares, (reach, reach))
+    return around[:, start : start + 2 * reach + 1]
+
+
+def base_share(votes: Tensor, start: int, reach: int, sink_tokens: int) -> Tensor:
+    """The mean part of its votes that a head gives a position elsewhere: (Hq,) float32.
+
+    Elsewhere is further than `reach` from the position, and behind the first `sink_tokens`.
+    """
+    elsewhere = torch.ones(votes.shape[-1], dtype=torch.bool, device=votes.device)
+    elsewhere[:sink_tokens] = False
+    elsewhere[max(0, start - reach) : start + reach + 1] = False
+    total = votes.sum(dim=-1).clamp(min=torch.finfo(votes.dtype).tiny)
+    return votes[:, elsewhere].sum(dim=-1) / total / elsewhere.sum().clamp(min=1)
+
+
+def distances_to_voted(voted: Tensor, places: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """How far positions stand before the nearest one that is voted for, and how far behind it.
+
+    Returns:
+        Two of (Hq, N) int64.
+    """
+    apart = places[:, None] - torch.arange(voted.shape[-1], device=voted.device)
+    far = reach + 1
+
+    def nearest(distance: Tensor) -> Tensor:
+        usable = voted[:, None] & (distance >= 0) & (distance < far)
+        return torch.where(usable, distance, far).amin(dim=-1)
+
+    return nearest(-apart), nearest(apart)
+
+
+def smallest_pair(counts: Tensor, share: float) -> tuple[int, int, float] | None:
+    """The narrowest pair (before, behind) within which a share of positions has a vote.
+
+    Positions without one anywhere within reach do not count: no pooling would keep them.
+
+    Returns:
+        before, behind, and the share that is reached; of two as narrow the one that reaches less
+        far before. None where no pair does, or nothing was counted.
+    """
+    counts = counts.clone()
+    counts[-1, -1] = 0
+    total = counts.sum()
+    missed = counts.flip(0, 1).cumsum(0).cumsum(1).flip(0, 1)[1:, 1:]
+    covered = 1 - missed / total.clamp(min=1)
+    within = (covered >= share).nonzero().tolist() if total else []
+    if not within:
+        return None
+    before, behind = min(within, key=lambda pair: (sum(pair), pair[0]))
+    return before, behind, float(covered[before, behind])
+
+
+def quantile(shares: Sequence[float], distances: Sequence[int], part: float) -> int | None:
+    """The distance up to which that part of the shares lies; None where there are none."""
+    wanted, reached = part * sum(shares), 0.0
+    for share, distance in zip(shares, distances, strict=True):
+        reached += share
+        if reached >= wanted > 0:
+            return distance
+    return None

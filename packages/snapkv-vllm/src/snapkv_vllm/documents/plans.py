@@ -1,4 +1,4 @@
-"""When a document is read, read again and compressed, by numbers of tokens alone; without vLLM.
+"""When requests are compressed that have to do with documents, by numbers of tokens alone.
 
 KVzip reads a text twice (`snapkv.kvzip`): behind the whole of it the model repeats it, piece by
 piece, and what the pieces attend to is noted. A piece lies behind the text in the cache and is
@@ -17,36 +17,52 @@ STEP_TOKENS = 256
 """Tokens of a piece that one step reads: their queries of all layers wait until it is done."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromDocument(RequestPlan):
+    """The plan of a request whose prompt begins with a document, and which stays whole behind it.
+
+    `is_adopted`: another program has read it, whose numbers are not to the last bit those that
+    other requests would compute.
+    """
+
+    document_tokens: int
+    kept_tokens: int
+    is_adopted: bool = False
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self.document_tokens - self.kept_tokens
+
+    @property
+    def shared_tokens(self) -> int | None:
+        return 0 if self.dropped_tokens or self.is_adopted else None
+
+    @property
+    def reusable_tokens(self) -> int:
+        """See `RequestPlan`; what is reused is the document."""
+        return 0
+
+    def most_held(self, tokens: int) -> int:
+        return tokens - self.dropped_tokens
+
+
 @dataclass(kw_only=True)
 class ReadTwice(RequestPlan):
     """The plan of a request that registers a document, which is its prompt but for one token.
 
     It remembers which piece is due. A request that is preempted begins with the first again.
-
-    Args:
-        document_ids: the text's T tokens.
-        instruction_ids: stand before every piece.
-        chunk_tokens: of the text, in one piece; at most T with the instruction.
-        kept_tokens: how many stay, fewer than T.
-        choice: what chooses them.
     """
 
-    document_ids: Sequence[int]
-    instruction_ids: Sequence[int]
-    chunk_tokens: int
-    kept_tokens: int
-    choice: SecondReading
+    document_ids: Sequence[int]  # the text's T tokens
+    instruction_ids: Sequence[int]  # stand before every piece
+    chunk_tokens: int  # of the text, in one piece; at most T with the instruction
+    kept_tokens: int  # how many stay, fewer than T
+    choice: SecondReading  # what chooses them
     _piece: int = field(default=0, init=False)
 
     @property
     def tokens(self) -> int:
-        """T."""
         return len(self.document_ids)
-
-    @property
-    def longest_piece(self) -> int:
-        """Tokens that lie behind the text while it is read again, at most."""
-        return len(self.instruction_ids) + self.chunk_tokens
 
     def piece(self, number: int) -> tuple[int, ...]:
         """The ids of a piece with its instruction; none behind the last one."""
@@ -55,7 +71,6 @@ class ReadTwice(RequestPlan):
         return (*self.instruction_ids, *text) if text else ()
 
     def step_tokens(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """See `RequestPlan`."""
         if held_tokens > seen_tokens:
             rest = len(self.piece(self._piece)) - (held_tokens - self.tokens)
             return min(offered_tokens, STEP_TOKENS, rest)
@@ -66,23 +81,19 @@ class ReadTwice(RequestPlan):
     def order(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, prompt_ids: Sequence[int]
     ) -> Order | None:
-        """See `RequestPlan`."""
-        del prompt_ids
-        if held_tokens > seen_tokens:
-            return self._again(seen_tokens, held_tokens, step_tokens)
-        if seen_tokens + step_tokens != self.tokens:
-            return None
-        self._piece = 0
-        return self._order(seen_tokens + step_tokens, self.tokens)
-
-    def _again(self, seen: int, held: int, step: int) -> Order:
-        """Behind a step that reads a part of a piece."""
-        piece, read = self.piece(self._piece), held - self.tokens
-        ahead = Ahead(first_position=held, token_ids=piece[read : read + step])
-        if read + step < len(piece):
-            return self._order(seen + step, held + step, ahead, kept_tokens=held + step)
+        computed = seen_tokens + step_tokens
+        if held_tokens <= seen_tokens:
+            if computed != self.tokens:
+                return None
+            self._piece = 0
+            return self._order(computed, self.tokens)
+        piece, read = self.piece(self._piece), held_tokens - self.tokens
+        ahead = Ahead(first_position=held_tokens, token_ids=piece[read : read + step_tokens])
+        held = held_tokens + step_tokens
+        if read + step_tokens < len(piece):
+            return self._order(computed, held, ahead, kept_tokens=held)
         self._piece += 1
-        return self._order(seen + step, held + step, ahead)
+        return self._order(computed, held, ahead)
 
     def _order(
         self, computed: int, held: int, ahead: Ahead | None = None, kept_tokens: int | None = None
@@ -107,14 +118,12 @@ class ReadTwice(RequestPlan):
 
     def room(self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int) -> int:
         """See `RequestPlan`; what is kept fills its blocks."""
-        del block_tokens
         read = held_tokens + step_tokens - self.tokens
         is_last = not self.piece(self._piece + 1) and read == len(self.piece(self._piece))
         return self.kept_tokens if held_tokens > seen_tokens and is_last else 0
 
     @property
     def shared_tokens(self) -> int:
-        """See `RequestPlan`."""
         return self.tokens
 
     @property
@@ -123,21 +132,14 @@ class ReadTwice(RequestPlan):
         return self.tokens - 1
 
     def most_held(self, tokens: int) -> int:
-        """See `RequestPlan`."""
-        return max(tokens, self.tokens + self.longest_piece)
+        return max(tokens, self.tokens + len(self.instruction_ids) + self.chunk_tokens)
 
 
 def piece_tokens(text_tokens: int, instruction_tokens: int, most_tokens: int, room: int) -> int:
-    """How much of a text one piece repeats.
+    """How much of a text one piece repeats, at most `most_tokens`.
 
-    Args:
-        text_tokens: of the text; a request cannot step back by more.
-        instruction_tokens: that stand before every piece.
-        most_tokens: of the text, in one piece.
-        room: positions that the model has behind the text.
-
-    Raises:
-        InvalidArgumentError: a text that is shorter than two instructions, or too long.
+    A request cannot step back by more than the text has, nor read behind the `room` positions that
+    the model has after it. Raises InvalidArgumentError where a text is too short or too long.
     """
     if text_tokens < 2 * instruction_tokens:
         raise InvalidArgumentError(
