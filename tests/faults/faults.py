@@ -128,11 +128,7 @@ FAULTS = (
         file="snapkv/storage/ragged.py",
         old="tuple(self.head_tokens[row] for row in rows.tolist())",
         new="tuple(self.head_tokens[row] for row in sorted(rows.tolist()))",
-        tests=(
-            "packages/snapkv/tests/policies/test_uneven.py",
-            "packages/snapkv/tests/cache",
-            "packages/snapkv/tests/hf",
-        ),
+        tests=("packages/snapkv/tests/policies/test_uneven.py", "packages/snapkv/tests/sequences"),
     ),
     Fault(
         name="the last edge of ragged heads is read as a whole block",
@@ -150,9 +146,10 @@ FAULTS = (
     ),
     Fault(
         name="a crop leaves the values of the tokens behind",
-        file="snapkv/storage/dense.py",
-        old="self.keys[..., :-tokens, :], self.values[..., :-tokens, :]",
-        new="self.keys[..., :-tokens, :], self.values[..., tokens:, :]",
+        file="snapkv/storage/base.py",
+        old="        for plane in self.planes:\n            plane.crop(tokens)\n",
+        new="        self.planes[0].crop(tokens)\n"
+        "        self.planes[1].states = self.planes[1].states[..., tokens:, :]\n",
         tests=("packages/snapkv/tests/hf/test_cache.py", "packages/snapkv/tests/cache"),
     ),
     Fault(
@@ -196,8 +193,8 @@ FAULTS = (
     Fault(
         name="offloaded rows keep the pads of other rows",
         file="snapkv/storage/offload.py",
-        old="rows=change(piece.rows), shift=change(piece.shift)",
-        new="rows=change(piece.rows)",
+        old="rows=piece.rows[rows], shift=piece.shift[rows]",
+        new="rows=piece.rows[rows]",
         tests=("packages/snapkv/tests/cache", "packages/snapkv/tests/hf"),
     ),
     Fault(

@@ -81,14 +81,14 @@ def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
     cache = read(model, METHODS["adakv"], random_ids(2, PROMPT))
     noted = cache.report()["index_bytes"]
     before = [
-        (layer.store.states.keys.data_ptr(), layer.store.states.layout) for layer in cache.layers
+        (layer.store.ragged.keys.data_ptr(), layer.store.ragged.layout) for layer in cache.layers
     ]
     for step in range(3):
         call(model, cache, random_ids(2, 1, seed=step))
     for layer, (keys, layout) in zip(cache.layers, before, strict=True):
-        assert layer.store.states.keys.data_ptr() == keys
-        assert layer.store.states.layout is layout
-    pieces = sum(layer.store.states.layout.held_bytes for layer in cache.layers)
+        assert layer.store.ragged.keys.data_ptr() == keys
+        assert layer.store.ragged.layout is layout
+    pieces = sum(layer.store.ragged.layout.held_bytes for layer in cache.layers)
     assert cache.report()["index_bytes"] - noted == pieces > 0
 
 

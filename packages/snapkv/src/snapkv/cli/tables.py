@@ -10,7 +10,7 @@ from snapkv.library.about import About
 from snapkv.library.library import Outcome
 from snapkv.library.records import Record
 from snapkv.plan import CacheNeeds, Footprint, Plan
-from snapkv.plan.weights import is_counted
+from snapkv.plan.footprint import is_counted
 from snapkv.policies.default import method_name
 from snapkv.validation import format_bytes
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from snapkv.app.answering import Answer
+from snapkv.app.likelihood import References
 from snapkv.app.models import LoadedModel
 from snapkv.app.prompt_end import PromptEnd
-from snapkv.app.reference import References
 
 
 @dataclass(frozen=True, kw_only=True)
