@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         TOVA,
         AdaKV,
         AutoBudget,
+        ByteBudget,
         Compactor,
         CriticalKV,
         DuoAttention,
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "ByteBudget",
     "CacheFileError",
     "CacheMismatchError",
     "CacheReport",

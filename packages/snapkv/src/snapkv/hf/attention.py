@@ -363,6 +363,7 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
             f"model: expected causal attention, got {type(call.module).__name__}, whose tokens see "
             "each other in both directions; only a causal decoder has a prompt to compress"
         )
+    heads = (call.query if layer.policy.parts_groups else layer.store.keys).shape[1]
     return PromptLayer(
         queries=layer.with_remembered(call.query).detach(),
         keys=call.key,
@@ -373,6 +374,7 @@ def _prompt_layer(call: AttentionCall, layer: CompressedLayer, pads: Tensor | No
         output_weight=output_weight(layer.identity.output_projection),
         protected=layer.protected_slots(slots, pads),
         fair=layer.spans.fair,
+        token_cost=functools.partial(layer.storage.token_cost, layer.store, heads),
         **_of_layer(call, layer),
     )
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import InvalidArgumentError, InvalidTypeError, UnsupportedModelError
 from snapkv.hf.model_parts import output_projections, rotations_of
-from snapkv.policies import DuoAttention, EvictingPolicy, Policy
+from snapkv.policies import ByteBudget, DuoAttention, EvictingPolicy, Policy, PyramidKV
 from snapkv.storage.base import Storage
 from snapkv.storage.coded import Bits, KVCodes
 from snapkv.storage.dynamic import Dynamic
@@ -100,6 +100,14 @@ def storage_for(
             raise InvalidArgumentError(
                 f"quantize: expected a policy that only compresses prompts, and storage='dynamic', "
                 f"got {policy.name} with storage={storage!r}; leave quantize out"
+            )
+        own = getattr(policy, "policy", policy)  # whose budget it is
+        uneven = policy.parts_heads or isinstance(own, PyramidKV)
+        if uneven and isinstance(getattr(own, "budget", None), ByteBudget):
+            raise InvalidArgumentError(
+                f"quantize: expected none beside a budget of bytes where heads or layers keep "
+                f"different numbers of tokens, whose blocks are not all full, got {policy!r}; pass "
+                "a number of tokens, or SnapKV"
             )
         return functools.partial(Dynamic, codes=codes)
     if storage == "static":

@@ -2,7 +2,7 @@
 
 from snapkv.policies.adakv import AdaKV
 from snapkv.policies.base import EvictingPolicy, Policy, PrefixPolicy
-from snapkv.policies.budget import AutoBudget
+from snapkv.policies.budget import AutoBudget, ByteBudget
 from snapkv.policies.compactor import Compactor
 from snapkv.policies.criticalkv import CriticalKV
 from snapkv.policies.default import default_policy
@@ -55,6 +55,7 @@ POLICIES: dict[str, type[Policy]] = {
 __all__ = [
     "AdaKV",
     "AutoBudget",
+    "ByteBudget",
     "Compactor",
     "CriticalKV",
     "DecodeStep",
