@@ -12,7 +12,7 @@ from snapkv.policies.budget import AutoBudget, Budget, ByteBudget
 from snapkv.policies.prefix import Prefix
 from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, LostVotes, PromptLayer, Selection
-from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_one_limit
+from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_int, require_one_limit
 
 Need = Literal["rotation", "output_weight", "token_ids", "tokenizer", "second_reading", "queries"]
 """Parts of the model's layers, the ids of all tokens, what `Policy.with_tokenizer` gives, that
@@ -199,6 +199,8 @@ class PrefixPolicy(Policy):
             object.__setattr__(self, "budget", DEFAULT_BUDGET)
         require_one_limit(self.budget, self.keep_ratio)
         object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
+        if isinstance(self.budget, str):
+            require_int("budget", self.budget, minimum=1)
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
             raise InvalidArgumentError(
                 f"budget: expected a number of tokens with {self.name}, since 'auto' goes by the "

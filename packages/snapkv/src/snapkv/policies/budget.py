@@ -174,10 +174,10 @@ class ByteBudget:
         return cost.exact_tokens + more * cost.block_tokens
 
     def _refuse(self, own: int, least: int, needed: int, full: int) -> NoReturn:
-        share = math.ceil(1000 * needed / full) / 10
-        enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
-        if self.share is not None:
-            enough, got = f"{share}%", f"{float(100 * self.share):g}%"
+        if self.share is None:
+            enough, got = f"{needed:,} bytes", f"{self.bytes:,} bytes"
+        else:
+            enough, got = f"{math.ceil(1000 * needed / full) / 10:g}%", f"{100 * self.share:g}%"
         raise InvalidArgumentError(
             f"budget: expected at least {enough} for {least} of {own:,} prompt tokens, which are "
             f"the window, the sinks and what stays as it came, got {got}; raise it, lower those, "

@@ -49,9 +49,8 @@ class Dynamic:
 
     def token_cost(self, store: TokenStore, heads: int, shortest_tokens: int) -> TokenCost:
         """As the keys and values came, or in codes."""
-        per_head = sum(
-            states.element_size() * states.shape[-1] for states in (store.keys, store.values)
-        )
+        keys, values = store.keys, store.values
+        per_head = keys.element_size() * (keys.shape[-1] + values.shape[-1])
         one = TokenCost(
             full_bytes=store.num_kv_heads * per_head,
             token_bytes=heads * per_head,
