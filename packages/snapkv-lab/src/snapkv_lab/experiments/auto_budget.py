@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from snapkv import AdaKV, AutoBudget, SnapKV, default_policy
-from snapkv.cli.lost_votes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
+from snapkv.cli.notes import DOUBTFUL_BELOW, SAFE_BELOW, word_for
 from snapkv.policies import Policy
 from snapkv_lab.experiments.environment import describe_environment
 from snapkv_lab.experiments.experiment import Experiment, Given, Shown, table

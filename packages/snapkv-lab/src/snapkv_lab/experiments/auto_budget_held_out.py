@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapkv import AutoBudget, CompressedCache, default_policy
-from snapkv.cli.lost_votes import word_for
+from snapkv.cli.notes import word_for
 from snapkv.policies import FullCache, Policy, PromptLayer
 from snapkv.prefill.selective import tokens_that_go_on
 from snapkv.validation import SMALL_WINDOW

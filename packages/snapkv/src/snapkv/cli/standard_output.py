@@ -38,25 +38,21 @@ class _Named:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> Any:
-        with _naming():
-            return self._stream.write(text)
+        return self._naming(self._stream.write, text)
 
     def flush(self) -> None:
-        with _naming():
-            self._stream.flush()
+        self._naming(self._stream.flush)
 
-
-@contextlib.contextmanager
-def _naming() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"output: expected to write to standard output, got: {error.strerror or error}; make "
-            "room, or send it elsewhere"
-        ) from error
+    def _naming(self, call: Any, *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"output: expected to write to standard output, got: {error.strerror or error}; "
+                "make room, or send it elsewhere"
+            ) from error
 
 
 def write(text: str) -> None:
