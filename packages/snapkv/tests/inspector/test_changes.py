@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapkv.inspector.changes import word_changes
+from snapkv.inspector.words import word_changes
 
 ANSWERS = st.text(st.sampled_from("ab .\n"), max_size=30)
 

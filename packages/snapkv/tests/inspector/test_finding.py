@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from snapkv import SnapKV
-from snapkv.inspector.finding import needed_spans, sentence
-from snapkv.inspector.leave_out import Span
-from snapkv.inspector.seen import KeptOf, SeenLayer, telling_head
+from snapkv.inspector.leave_out import Span, needed_spans
+from snapkv.inspector.scores import KeptOf, SeenLayer, telling_head
+from snapkv.inspector.words import sentence
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 

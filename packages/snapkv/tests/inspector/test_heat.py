@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from snapkv import H2O, AdaKV, KeyDiff, PyramidKV, SnapKV, StreamingLLM
-from snapkv.inspector.heat import Heat, heat, win_order, window_weights
-from snapkv.inspector.seen import SeenLayer
+from snapkv.inspector.packing import Heat, heat, win_order, window_weights
+from snapkv.inspector.scores import SeenLayer
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 
@@ -100,7 +100,7 @@ def test_an_order_that_does_not_give_what_was_kept_is_none():
 def test_a_head_that_keeps_more_than_the_slider_follows_has_none(monkeypatch):
     seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
     assert heat([seen], (0, 1, 0.5)).order is not None
-    monkeypatch.setattr("snapkv.inspector.heat.MOST_RANKS", 11)
+    monkeypatch.setattr("snapkv.inspector.packing.MOST_RANKS", 11)
     assert heat([seen], (0, 1, 0.5)).order is None
 
 
@@ -125,8 +125,8 @@ def test_a_method_without_a_window_has_bars_only():
 
 
 def test_long_prompts_stay_small(monkeypatch):
-    monkeypatch.setattr("snapkv.inspector.heat.MOST_WEIGHT_BYTES", 50)
-    monkeypatch.setattr("snapkv.inspector.heat.MOST_RANKS", 12)
+    monkeypatch.setattr("snapkv.inspector.packing.MOST_WEIGHT_BYTES", 50)
+    monkeypatch.setattr("snapkv.inspector.packing.MOST_RANKS", 12)
     seen = SeenLayer.of(SnapKV(16, window_size=4), layer())
     made = heat([seen], (0, 0, 0.5))
     assert made.bin_tokens == 3

@@ -3,7 +3,7 @@
 import pytest
 
 from snapkv.app.text_files import TextFile
-from snapkv.inspector.places import Places, headings
+from snapkv.inspector.words import Places, headings
 
 CONTRACT = """# Agreement
 

@@ -29,7 +29,7 @@ from snapkv.app.settings import GenerationSettings
 from snapkv.app.text_files import TextFile
 from snapkv.inspector import inspect_prompt
 from snapkv.inspector.leave_out import SINK_TOKENS, leave_out
-from snapkv.inspector.pieces import token_texts
+from snapkv.inspector.record import token_texts
 from snapkv.inspector.scores import kept_mask, rating
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
@@ -74,8 +74,8 @@ def inspection(demo, prompt):
 
 
 def unpacked(layer, tokens):
-    heads = len(layer.kept_tokens)
-    data = torch.frombuffer(bytearray(base64.b64decode(layer.bits)), dtype=torch.uint8)
+    heads = len(layer["kept_tokens"])
+    data = torch.frombuffer(bytearray(base64.b64decode(layer["bits"])), dtype=torch.uint8)
     bits = (data.view(heads, -1, 1) >> torch.arange(8)) & 1
     return bits.flatten(1)[:, :tokens].bool()
 
@@ -88,11 +88,11 @@ def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, num
     with torch.inference_mode():
         demo.model(ids, past_key_values=cache, logits_to_keep=1)
     method = inspection.methods[number]
-    assert [layer.layer for layer in method.layers] == cache.compressed_layers
+    assert [layer["layer"] for layer in method.layers] == cache.compressed_layers
     for layer in method.layers:
-        kept = cache.kept_positions(layer.layer)[0]
+        kept = cache.kept_positions(layer["layer"])[0]
         shown = unpacked(layer, ids.shape[1])
-        assert layer.kept_tokens == shown.sum(-1).tolist()
+        assert layer["kept_tokens"] == shown.sum(-1).tolist()
         for head, positions in zip(shown, kept, strict=True):
             assert head.nonzero()[:, 0].tolist() == positions[positions >= 0].tolist()
 
@@ -100,16 +100,16 @@ def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, num
 def test_votes_and_cuts_are_there_where_a_method_has_them(inspection):
     shown = {m.label: m.layers[3] for m in inspection.methods}
     for name in ("snapkv", "pyramidkv", "adakv", "criticalkv", "prompt-then-decode"):
-        assert shown[name].votes is not None, name
-        assert all(0 <= cut <= 255 for cut in shown[name].cuts), name
-    assert shown["keydiff"].scores is not None
-    assert shown["keydiff"].votes is None
-    assert not shown["keydiff"].logarithmic
-    assert shown["lagkv"].scores is not None
-    assert shown["lagkv"].votes is None
-    assert shown["h2o"].scores is not None
-    assert shown["streaming-llm"].scores is None
-    assert shown["full"].scores is None
+        assert shown[name]["votes"] is not None, name
+        assert all(0 <= cut <= 255 for cut in shown[name]["cuts"]), name
+    assert shown["keydiff"]["scores"] is not None
+    assert shown["keydiff"]["votes"] is None
+    assert not shown["keydiff"]["logarithmic"]
+    assert shown["lagkv"]["scores"] is not None
+    assert shown["lagkv"]["votes"] is None
+    assert shown["h2o"]["scores"] is not None
+    assert shown["streaming-llm"]["scores"] is None
+    assert shown["full"]["scores"] is None
 
 
 def test_answers_are_those_of_the_caches(inspection):
