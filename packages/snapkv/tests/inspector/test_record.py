@@ -30,9 +30,6 @@ from snapkv.app.text_files import TextFile
 from snapkv.inspector import inspect_prompt
 from snapkv.inspector.leave_out import SINK_TOKENS, leave_out
 from snapkv.inspector.record import token_texts
-from snapkv.inspector.scores import kept_mask, rating
-from snapkv.ops import ScoreOptions
-from snapkv.policies import PromptLayer
 from tests.families import FAMILIES, IMPLEMENTATIONS, random_ids, tiny_model
 
 FILLER = "The garden is quiet, the path is long and the wall is old. "
@@ -202,69 +199,6 @@ def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
             return f"<{ids[0]}>"
 
     assert token_texts(Slow(), Prompt(text="ab")) == ["<1>", "<2>"]
-
-
-@pytest.mark.parametrize(
-    ("pooling", "lifted"),
-    [
-        ({"pooling": "fading", "decay": 0.5, "sink_tokens": 0}, (0, 1, 1, 1)),
-        ({"kernel_size": (0, 2)}, (0, 1, 1, 1)),
-        ({"kernel_size": (1, 0)}, (1, 1, 2, 3)),
-        ({"kernel_size": 1}, (0, 1, 2, 3)),
-    ],
-    ids=str,
-)
-def test_a_rating_shows_votes_and_what_they_lift(pooling, lifted):
-    """The query attends to the second key most; fading, what it lifts is a half and a quarter."""
-    keys = torch.tensor([[0.0], [5.0], [1.0], [0.0], [0.0]]).view(1, 1, 5, 1)
-    layer = PromptLayer(
-        queries=torch.ones(1, 1, 1, 1),
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
-    policy = SnapKV(3, window_size=1, **pooling)
-    selection = policy.select(layer)
-    rated = rating(policy, layer, selection, kept_mask(selection, layer))
-    votes = torch.softmax(keys.flatten(), 0)[:4]
-    expected = votes[list(lifted)]
-    if policy.pooling == "fading":
-        expected = expected * torch.tensor([1.0, 1.0, 0.5, 0.25])
-    torch.testing.assert_close(rated.scores[0], expected)
-    if policy.kernel_size == 1:  # nothing was pooled
-        assert rated.votes is None
-    else:
-        torch.testing.assert_close(rated.votes[0], votes)
-
-
-def test_a_rating_by_hand():
-    """One head, four prefix positions, window 1; the query attends to the second key most."""
-    keys = torch.tensor([[0.0], [3.0], [1.0], [0.0], [0.0]]).view(1, 1, 5, 1)
-    layer = PromptLayer(
-        queries=torch.ones(1, 1, 1, 1),
-        keys=keys,
-        values=keys,
-        score_options=ScoreOptions(scaling=1.0),
-        layer_idx=0,
-    )
-    policy = SnapKV(3, window_size=1, kernel_size=3)
-    selection = policy.select(layer)
-    kept = kept_mask(selection, layer)
-    assert kept[0].tolist() == [True, True, False, False, True]
-    rated = rating(policy, layer, selection, kept)
-    votes = torch.softmax(keys.flatten(), 0)[:4]
-    torch.testing.assert_close(rated.votes[0], votes)
-    torch.testing.assert_close(rated.scores[0], torch.stack([votes[1]] * 3 + [votes[2]]))
-    assert rated.cuts.tolist() == pytest.approx([votes[1].item()])
-
-
-def test_nothing_dropped_is_everything_kept():
-    keys = torch.zeros(1, 2, 3, 1)
-    layer = PromptLayer(
-        queries=keys, keys=keys, values=keys, score_options=ScoreOptions(scaling=1.0), layer_idx=0
-    )
-    assert kept_mask(None, layer).tolist() == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 """The command `snapkv`: its sub-commands, their help, its exit status, its one-line errors."""
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -172,7 +173,7 @@ def _run(arguments: list[str]) -> int:
                 f"arguments: expected texts without a NUL byte, got {text!r}; leave it out"
             )
     if _COMPLETES in os.environ:
-        get_command(program()).main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
+        _parser().main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
     name = arguments[0] if arguments else ""
     package = _ELSEWHERE.get(name)
     if package and not find_spec(package.replace("-", "_")):
@@ -180,12 +181,17 @@ def _run(arguments: list[str]) -> int:
             f"{name}: expected the package {package}, which brings this command, got an "
             f"environment without it; pip install {package}"
         )
-    command = get_command(program(name) if name in _places() else program())
+    command = _parser(name) if name in _places() else _parser()
     try:
         with command.make_context("snapkv", list(arguments), obj=tuple(arguments)) as context:
             return command.invoke(context) or 0
     except typer.Exit as end:
         return end.exit_code
+
+
+@functools.cache
+def _parser(*names: str) -> Any:
+    return get_command(program(*names))
 
 
 def _in_words(error: Exception) -> str:

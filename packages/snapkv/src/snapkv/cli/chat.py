@@ -119,25 +119,15 @@ def _with_number(options: RunOptions, recall: str | None) -> RunOptions:
 
 @dataclass(kw_only=True)
 class Chat:
-    """Reads lines and answers or obeys them.
-
-    Args:
-        conversation: what the questions belong to.
-        load: brings back a saved conversation.
-        inputs: files and folders that were read, which no conversation is saved over.
-        as_json: write one JSON object a line instead of text.
-        with_layers: whether that tells of every layer.
-        warnings: what was not read of the documents, for the JSON.
-        saved: real paths of the files that this conversation was saved to.
-    """
+    """Reads lines and answers or obeys them."""
 
     conversation: "Conversation"
-    load: Callable[[str], "Conversation"]
-    inputs: Sequence[str]
+    load: Callable[[str], "Conversation"]  # brings back a saved one
+    inputs: Sequence[str]  # files and folders that were read, which nothing is saved over
     as_json: bool
     with_layers: bool
     warnings: list[str]
-    saved: set[str] = field(default_factory=set)
+    saved: set[str] = field(default_factory=set)  # real paths of this conversation's own files
 
     def run(self) -> None:
         """Go on until the input ends or says /quit; what goes wrong ends a turn only."""

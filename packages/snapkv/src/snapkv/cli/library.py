@@ -191,12 +191,7 @@ def remove(
 
 
 def opened(folder: str, *, quiet: bool = False) -> "Library":
-    """The library in a folder; what it notices goes to standard error.
-
-    Raises:
-        InvalidArgumentError: an empty name.
-        LibraryError: there is something else.
-    """
+    """The library in a folder; what it notices goes to standard error."""
     from snapkv.library.library import Library
 
     def notice(line: str) -> None:

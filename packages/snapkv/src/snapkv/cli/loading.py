@@ -34,11 +34,7 @@ _LOAD_OPTIONS = ("device", "dtype", "revision", "attn_implementation", "trust_re
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
-    """Load what the options name, the demo model by default; standard error says so meanwhile.
-
-    Raises:
-        SnapKVError: the options name no model that works.
-    """
+    """Load what the options name, the demo model by default; standard error says so meanwhile."""
     begin(verbose=options.verbose)
     with Console(stderr=True).status(f"loading {options.model or 'the demo model'}"):
         return load(**load_arguments(options))

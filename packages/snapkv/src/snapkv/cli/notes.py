@@ -319,11 +319,7 @@ def _parameter_of(method: dict[str, Any], name: str) -> Any:
 
 
 def changed_options(options: RunOptions, change: Change) -> RunOptions:
-    """The options with that change; what ``--set`` says of the same parameters is gone, too.
-
-    Raises:
-        InvalidArgumentError: options that do not go together.
-    """
+    """The options with that change; what ``--set`` says of the same parameters is gone, too."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     values: dict[str, Any] = {
         "set_": [each for each in options.set_ or [] if not _assigns(each, change)] or None

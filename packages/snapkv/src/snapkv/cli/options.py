@@ -152,11 +152,7 @@ class MethodOptions(PolicyOptions):
     )
 
     def settings(self) -> GenerationSettings:
-        """How to generate.
-
-        Raises:
-            InvalidArgumentError: a value out of range.
-        """
+        """How to generate."""
         return GenerationSettings(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,

@@ -115,16 +115,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Refuse a command that would overwrite what is not its own.
-
-    Args:
-        marked: its options that name outputs.
-        given: the values of all its options; paths among them are what it reads.
-
-    Raises:
-        InvalidArgumentError: an output that is there, that the command reads or writes twice, or
-            that cannot be written.
-    """
+    """Refuse a command that would overwrite what is not its own."""
     inputs = [text for name in given.keys() - marked.keys() for text in _texts(given[name])]
     taken: dict[str, str] = {}
     for name, output in marked.items():
@@ -151,9 +142,6 @@ def require_output(
         output: what is written there.
         inputs: paths that are read, among other texts.
         force: whether files that are there may be replaced; never those that are read.
-
-    Raises:
-        InvalidArgumentError: such an output.
     """
     if not text.strip():
         raise InvalidArgumentError(f"{name}: expected a name, got an empty one; pass a name")

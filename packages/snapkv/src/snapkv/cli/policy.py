@@ -18,10 +18,6 @@ def build_policy(options: PolicyOptions) -> Policy:
     """The policy that the options ask for; what they leave out keeps the policy's own default.
 
     Where they name none, the votes choose the budget, too.
-
-    Raises:
-        InvalidArgumentError: an unknown policy, an option it does not have, or a bad value.
-        InvalidTypeError: a value of the wrong type.
     """
     given = {name: value for name in OWN_FLAGS if (value := getattr(options, name)) is not None}
     if "kernel_size" in given:
@@ -143,11 +139,6 @@ def named_policies(
     """The baselines at their own budgets, then every policy at every budget, each with its label.
 
     A policy without a budget, or with one among its parameters, comes once.
-
-    Args:
-        baselines: as `policies`.
-        policies: see `specs`.
-        budgets: tokens per head and layer, window included.
     """
     made = [(spec, make_policy(*parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):

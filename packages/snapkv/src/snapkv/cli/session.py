@@ -78,18 +78,6 @@ def answer_and_show(
 
     Standard output carries the answer, the comparison or one JSON object; progress, and what stands
     below an answer, go to standard error.
-
-    Args:
-        options: what to load, how to draft and what to show.
-        policy: the method.
-        make_prompt: what the model continues, with its tokenizer.
-        request: what the JSON object says about where the prompt came from.
-        typed: the command line, for the one to type next.
-        system: whether a system message stays where the options do not say, see `Protection`.
-
-    Raises:
-        SnapKVError: the options name no model that works, or drafts that do not fit the policy.
-        typer.Exit: a check found that the answer is not the full cache's.
     """
     settings, protection = options.settings(), protection_of(options, system=system)
     _require_drafts_that_fit(options, policy)
@@ -161,12 +149,7 @@ def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | Non
 
 
 def answer_from_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
-    """Find documents in the library that the options name, answer from their caches, name them.
-
-    Raises:
-        SnapKVError: the library or the model does not work, or nothing is found in it.
-        typer.Exit: a check found that the answer is not that of reading the documents in full.
-    """
+    """Find documents in the library that the options name, answer from their caches, name them."""
     settings, policy = options.settings(), build_policy(options)
     require_one_reading(policy, "have documents compressed by it where they are added")
     warnings: list[str] = []

@@ -11,12 +11,7 @@ from snapkv.errors import OutputError
 
 @contextlib.contextmanager
 def named_output() -> Iterator[None]:
-    """Within this block, what standard output refuses is an OutputError; all of it is flushed.
-
-    Raises:
-        OutputError: standard output is closed, full or broken.
-        BrokenPipeError: who read it has left.
-    """
+    """Within this block, what standard output refuses is an OutputError; all of it is flushed."""
     stream = sys.stdout
     if stream is None:
         raise OutputError("output: expected an open standard output, got a closed one; open it")
