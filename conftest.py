@@ -12,9 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _PARTS = [str(path.parent) for path in Path(__file__).parent.glob("packages/*/tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*_PARTS, os.environ.get("PYTHONPATH", "")])
 
+import hypothesis
 import pytest
 
 from snapkv.app.models import LoadedModel, load
+
+# A promise does not depend on how busy the machine is.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
