@@ -46,26 +46,21 @@ def refused(snapkv):
     return call
 
 
-@pytest.fixture
-def loads(monkeypatch):
+def given(monkeypatch, loaded):
     """Make `load` give a model; returns the keyword arguments of each call."""
+    calls = []
 
-    def give(loaded):
-        calls = []
+    def load(**options):
+        calls.append(options)
+        return loaded
 
-        def load(**options):
-            calls.append(options)
-            return loaded
-
-        monkeypatch.setattr("snapkv.cli.loading.load", load)
-        return calls
-
-    return give
+    monkeypatch.setattr("snapkv.cli.loading.load", load)
+    return calls
 
 
 @pytest.fixture
-def demo_only(loads, demo):
-    return loads(demo)
+def demo_only(monkeypatch, demo):
+    return given(monkeypatch, demo)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +69,8 @@ def tiny(demo):
 
 
 @pytest.fixture
-def tiny_only(loads, tiny):
-    return loads(tiny)
+def tiny_only(monkeypatch, tiny):
+    return given(monkeypatch, tiny)
 
 
 @pytest.fixture

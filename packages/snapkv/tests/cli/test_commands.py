@@ -194,15 +194,15 @@ def test_sharing_is_what_the_options_say(settings_of, options, sharing):
 
 def test_a_server_has_what_the_options_say(settings_of, here):
     found = settings_of(
-        *("--policy", "tova", "--budget", "0.5k", "--protect-first", 8, "--max-window-size", 64),
+        *("--policy", "snapkv", "--budget", "0.5k", "--max-window-size", 64),
         *("--cap", "2k", "--chunk-tokens", 256, "--decode-budget", 600, "--evict-every", 64),
     )
-    assert (found.policy, found.budget, found.protect_first) == ("tova", 512, 8)
-    assert found.max_window_size == 64
+    assert (found.policy, found.budget, found.max_window_size) == ("snapkv", 512, 64)
     limits = found.limits
     assert (limits.cap, limits.chunk_tokens) == (2048, 256)
     assert (limits.decode_budget, limits.evict_every) == (600, 64)
-    assert settings_of("--set", "kernel_size=13").parameters["kernel_size"] == 13
+    found = settings_of("--set", "kernel_size=13", "--protect-first", 8)
+    assert (found.parameters["kernel_size"], found.protect_first) == (13, 8)
     shared = settings_of("--share", "--share-folder", "a/b").sharing
     assert shared == Sharing(folder=str(here / "a" / "b"))
     assert (here / "a" / "b").is_dir()

@@ -15,7 +15,7 @@ from snapkv import __version__
 from snapkv.cache.saving import writing
 from snapkv.errors import OutOfMemoryError
 from tests.app.test_text_files import write_pdf
-from tests.cli.conftest import DOCUMENT
+from tests.cli.conftest import DOCUMENT, given
 from tests.families import tiny_model
 from tests.lab.cli.test_eval import NEEDLE
 
@@ -128,8 +128,8 @@ def test_idle_threads_do_not_spin_unless_told_to():
         "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
     )
     environment = {key: value for key, value in os.environ.items() if "OMP" not in key}
-    for given, expected in (({}, "PASSIVE 0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE 0")):
-        done = run_python("-c", code, env=environment | given)
+    for said_so, expected in (({}, "PASSIVE 0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE 0")):
+        done = run_python("-c", code, env=environment | said_so)
         assert done.stdout.splitlines()[-1] == expected
 
 
@@ -215,9 +215,9 @@ def test_an_answer_that_cannot_be_kept_stops_the_run_which_then_continues(
 
 
 @pytest.mark.parametrize("full", ["rows.jsonl", "n.svg"])
-def test_a_bench_is_shown_although_a_file_is_lost(snapkv, here, loads, full):
+def test_a_bench_is_shown_although_a_file_is_lost(snapkv, here, monkeypatch, full):
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
-    loads(loaded)
+    given(monkeypatch, loaded)
     fill(here / full)
     small = ("--lengths", "64", "--budget", "48", "--rounds", "2")
     done = snapkv("bench", "prefill", *small, "--output", "rows.jsonl", "--plot", "n.svg", "--json")

@@ -267,15 +267,13 @@ def test_another_model_is_refused_with_both_names(snapkv, added, demo, monkeypat
         assert "got demo (LlamaForCausalLM, float32)" in done.err or command[0] == "ask"
 
 
-def test_the_librarys_own_model_and_dtype_are_loaded_where_none_is_named(
-    snapkv, added, loads, tiny
-):
-    calls = loads(tiny)
+def test_the_librarys_own_model_and_dtype_are_loaded_where_none_is_named(snapkv, added, tiny_only):
+    tiny_only.clear()
     asked = ("ask", "--library", "lib", "-q", "bank", "--max-new-tokens", 1)
     snapkv(*asked)
     snapkv(*asked, "--model", "other")
-    assert [call["name"] for call in calls] == ["tiny", "other"]
-    assert {call["dtype"] for call in calls} == {"float32"}
+    assert [call["name"] for call in tiny_only] == ["tiny", "other"]
+    assert {call["dtype"] for call in tiny_only} == {"float32"}
 
 
 def no_room(*_):

@@ -52,14 +52,10 @@ def packed_scores(scores: Tensor, bin_tokens: int, *, one_scale: bool = False) -
 
 
 def levels(values: Tensor, scores: Tensor) -> Tensor:
-    """Where values stand between a head's lowest and highest score, from 0 to 255.
+    """Where (H, N) values stand between their heads' lowest and highest (H, P) score, 0 to 255.
 
     On a scale of powers of ten where no score is negative, as attention is; evenly spaced where one
     is, as similarities are.
-
-    Args:
-        values: (H, N) float32.
-        scores: (H, P) float32, all of the heads' scores.
     """
     top = scores.amax(dim=-1, keepdim=True)
     if is_logarithmic(scores):

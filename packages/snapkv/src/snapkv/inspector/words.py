@@ -60,13 +60,7 @@ class _Placed:
 
 
 class Places:
-    """The places of a prompt.
-
-    Args:
-        pieces: the text of every token.
-        documents: what the prompt holds, in its order; a document that a chat template has
-            rewritten is not found, and what stands in it gets a share of the prompt.
-    """
+    """The places of a prompt; what stands in a document that is not found gets a share of it."""
 
     def __init__(self, pieces: Sequence[str], documents: Sequence[TextFile]) -> None:
         text = "".join(pieces)
@@ -168,14 +162,7 @@ def _placed(document: TextFile, start: int) -> _Placed:
 
 
 def sentence(spans: Sequence[Span], places: Sequence[str], kept: KeptOf | None, held: float) -> str:
-    """What the answer needs, and how much of it was kept, in one sentence.
-
-    Args:
-        spans: all parts that were hidden from the answer; none where none was.
-        places: where the parts stand that the answer needs, the most missed first.
-        kept: how much of them was kept; None without any.
-        held: the share of the full cache's bytes.
-    """
+    """What the answer needs, and how much of it was kept, in `held` of the full cache's bytes."""
     share = _percent(held)
     if not spans:
         return f"What the answer needs was not looked at; it was given from {share} of the cache."
