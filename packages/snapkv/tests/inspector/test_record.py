@@ -10,15 +10,12 @@ from snapkv import (
     H2O,
     AdaKV,
     CompressedCache,
-    CriticalKV,
     DuoAttention,
     FastGen,
     FullCache,
     KeyDiff,
-    LagKV,
     PromptThenDecode,
     PyramidKV,
-    ScoreThreshold,
     SnapKV,
     StreamingLLM,
 )
@@ -40,10 +37,7 @@ POLICIES = [
     SnapKV(96, window_size=16),
     PyramidKV(96, window_size=16),
     AdaKV(SnapKV(96, window_size=16)),
-    CriticalKV(SnapKV(96, window_size=16)),
-    ScoreThreshold(SnapKV(96, window_size=16)),
     KeyDiff(96),
-    LagKV(96, lag_size=16),
     H2O(96),
     StreamingLLM(96),
     FastGen(0.9),
@@ -96,14 +90,12 @@ def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, num
 
 def test_votes_and_cuts_are_there_where_a_method_has_them(inspection):
     shown = {m.label: m.layers[3] for m in inspection.methods}
-    for name in ("snapkv", "pyramidkv", "adakv", "criticalkv", "prompt-then-decode"):
+    for name in ("snapkv", "pyramidkv", "adakv", "prompt-then-decode"):
         assert shown[name]["votes"] is not None, name
         assert all(0 <= cut <= 255 for cut in shown[name]["cuts"]), name
     assert shown["keydiff"]["scores"] is not None
     assert shown["keydiff"]["votes"] is None
     assert not shown["keydiff"]["logarithmic"]
-    assert shown["lagkv"]["scores"] is not None
-    assert shown["lagkv"]["votes"] is None
     assert shown["h2o"]["scores"] is not None
     assert shown["streaming-llm"]["scores"] is None
     assert shown["full"]["scores"] is None

@@ -28,20 +28,9 @@ _COMPLETES = "_SNAPKV_COMPLETE"
 # What argument parsing raises; typer exports no name for the whole family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_COMMANDS = {
-    name: f"snapkv.cli.{module}:{found}"
-    for name, module, found in (
-        ("demo", "demo", "demo"),
-        ("ask", "ask", "ask"),
-        ("generate", "ask", "generate"),
-        ("chat", "chat", "chat"),
-        ("inspect", "inspect", "inspect"),
-        ("plan", "plan", "plan"),
-        ("policies", "policies", "policies"),
-        ("serve", "serve", "serve"),
-        ("library", "library", "app"),
-    )
-}
+_OWN = ("demo", "ask", "generate", "chat", "inspect", "plan", "policies", "serve")
+_COMMANDS = {name: f"snapkv.cli.{name}:{name}" for name in _OWN}
+_COMMANDS |= {"generate": "snapkv.cli.ask:generate", "library": "snapkv.cli.library:app"}
 """Functions and groups of commands, as entry points name them; other packages bring further ones.
 
 The module of a command may have `EXAMPLES`: a line or two by the words of each of its commands.

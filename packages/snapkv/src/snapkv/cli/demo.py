@@ -23,29 +23,11 @@ EXAMPLES = {"demo": ("snapkv demo", "snapkv demo --budget 256")}
 WARM_UP_CHARACTERS = 2_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question, how its answer begins, and how many tokens complete it."""
-
-    text: str
-    start: str
-    tokens: int
-
-    @property
-    def settings(self) -> GenerationSettings:
-        """How to generate the answer."""
-        return GenerationSettings(max_new_tokens=self.tokens)
-
-
-FIRST = Question(
-    text="Which RFC requires the FNAME field to be Latin-1?",
-    start="The FNAME field is required to be Latin-1 by RFC",
-    tokens=6,
-)
-SECOND = Question(
-    text="Whose minigzip.py is this module based on?", start="It is based on Andrew", tokens=8
-)
-"""Both are about the source of Python's own gzip module."""
+FIRST = "Which RFC requires the FNAME field to be Latin-1?"
+FIRST_START = "The FNAME field is required to be Latin-1 by RFC"
+SECOND = "Whose minigzip.py is this module based on?"
+SECOND_START = "It is based on Andrew"
+"""Questions about the source of Python's own gzip module, and how their answers begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +77,16 @@ def _both(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
     from snapkv.policies import FullCache
     from snapkv.policies.default import method_name
 
+    settings = GenerationSettings(max_new_tokens=6)
+
     def answered(text: str, policy: Any) -> Any:
-        prompt = question_prompt(loaded.tokenizer, text, FIRST.text, answer_start=FIRST.start)
+        prompt = question_prompt(loaded.tokenizer, text, FIRST, answer_start=FIRST_START)
         with reading_progress(method_name(policy.describe())) as progress:
-            return answer(loaded, prompt, policy, FIRST.settings, **progress)
+            return answer(loaded, prompt, policy, settings, **progress)
 
     tokens = len(loaded.tokenizer(text).input_ids)
     yield "document", f"the source of Python's gzip module, {tokens:,} tokens"
-    yield "question", FIRST.text
+    yield "question", FIRST
     for who in (policy, FullCache()):
         answered(text[:WARM_UP_CHARACTERS], who)
     for who in (policy, FullCache()):
@@ -130,9 +114,9 @@ def _again(loaded: Any, text: str, policy: Any) -> Iterator[tuple[str, str]]:
         seconds = time.perf_counter() - begin
         held = format_bytes(sum(record.bytes for record in library.documents))
         yield "library", f"the document, read once in {seconds:.1f} s, {held} on disk"
-        yield "question", SECOND.text
-        start = SECOND.start
-        found = look_up(loaded, library, SECOND.text, 1, SECOND.settings, answer_start=start)
+        yield "question", SECOND
+        settings = GenerationSettings(max_new_tokens=8)
+        found = look_up(loaded, library, SECOND, 1, settings, answer_start=SECOND_START)
         with reading_progress("library"):
             ours = found.answer(policy)
         yield "library", f"{_on_one_line(ours)} ({ours.total_ms / 1000:.1f} s)"
